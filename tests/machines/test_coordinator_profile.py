@@ -7,7 +7,7 @@ import itertools
 import msgspec
 import pytest
 from elasticd_planner.cost.model_profile import ModelProfile, derive
-from elasticd_planner.profiling.samples import ModelBytes, SectionBytes
+from elasticd_planner.profiling.samples import MeasuredBytes, ModelBytes
 
 from elasticd.records import JobSpec, decode, encode
 from tests.machines import cast, world
@@ -126,7 +126,7 @@ def test_the_bytes_that_one_of_four_workers_measured_are_those_of_the_job(
     place: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The hello of the one that measured them comes first, or last."""
-    measured = ModelBytes(sections=(SectionBytes(section="block", share=1.0, tokens=64, kept=64 * 1000),))
+    measured = ModelBytes(sections=(MeasuredBytes(section="block", share=1.0, tokens=64, kept=64 * 1000),))
     count = itertools.count()
     monkeypatch.setattr(
         world, "spec", lambda **_: cast.spec(measured_bytes=measured if next(count) == place else None)

@@ -237,7 +237,7 @@ MORE: dict[type, Any] = {
 FIELDS: dict[tuple[str, str], Any] = {
     ("JobSpec", "global_batch"): 8,
     ("JobSpec", "micro_batch"): 2,
-    ("SectionBytes", "share"): 0.5,
+    ("MeasuredBytes", "share"): 0.5,
     ("Line", "body"): msgspec.Raw(b"{}"),
 }
 

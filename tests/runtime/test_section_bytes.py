@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from elasticd_planner.cost.model_profile import derive
-from elasticd_planner.profiling.samples import ModelBytes, SectionBytes
+from elasticd_planner.profiling.samples import MeasuredBytes, ModelBytes
 from elasticd_planner.profiling.section_bytes import with_bytes
 from elasticd_planner.value import Invalid
 from torch import Tensor, nn
@@ -276,6 +276,6 @@ def test_the_most_of_all_kinds_of_blocks_counts() -> None:
 
 def test_bytes_that_are_none_are_refused() -> None:
     with pytest.raises(Invalid, match="must be positive"):
-        SectionBytes(section="block", share=0.0, tokens=1)
+        MeasuredBytes(section="block", share=0.0, tokens=1)
     with pytest.raises(Invalid, match="bytes not negative"):
-        SectionBytes(section="block", share=1.0, tokens=1, kept=-1)
+        MeasuredBytes(section="block", share=1.0, tokens=1, kept=-1)

@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from elasticd_planner.profiling.samples import ModelBytes, SectionBytes
+from elasticd_planner.profiling.samples import MeasuredBytes, ModelBytes
 from elasticd_planner.spec.model import ModelSpec, Parameter, apportion
 from torch import Tensor
 from torch.nn import functional as F
@@ -153,7 +153,7 @@ def _measured(recipe: Recipe, batch: Any, accelerator: Accelerator) -> ModelByte
     entered = precision.entering(batch) if precision is not None else batch
     halves = [parameter.cut for kind in model.spec.kinds for parameter in kind if parameter.cut is not None]
     units = min((model.spec.units_of(cut.units).count for cut in halves), default=1)
-    measured: list[SectionBytes] = []
+    measured: list[MeasuredBytes] = []
     with begun_at(0), _WithoutValues() as without_values:
         for shares in [(1,), apportion(units, (1, 1))] if units > 1 else [(1,)]:
             parts = list(_parts(recipe, shares, values, without_values))
@@ -204,11 +204,11 @@ def _bundle_bytes(given: Sequence[Any]) -> float:
     return sum(x.nbytes for x in both) / 2 / len(outputs) / (samples * length)
 
 
-def _of_part(part: ProfiledPart, given: Any, batch: Any) -> SectionBytes:
+def _of_part(part: ProfiledPart, given: Any, batch: Any) -> MeasuredBytes:
     block, embed = part.label == "block", part.label == "embed"
     kept = part.kept(given, batch)
     samples, length = sizes(part.forward(given) if embed else given)
-    return SectionBytes(
+    return MeasuredBytes(
         section=part.label,
         share=part.share,
         tokens=samples * length,
@@ -218,11 +218,11 @@ def _of_part(part: ProfiledPart, given: Any, batch: Any) -> SectionBytes:
     )
 
 
-def _largest_blocks(measured: Sequence[SectionBytes]) -> tuple[SectionBytes, ...]:
+def _largest_blocks(measured: Sequence[MeasuredBytes]) -> tuple[MeasuredBytes, ...]:
     """One block for each share: in each number the most of all kinds."""
     blocks = [each for each in measured if each.section == "block"]
     largest = [
-        SectionBytes(
+        MeasuredBytes(
             section="block",
             share=share,
             tokens=blocks[0].tokens,

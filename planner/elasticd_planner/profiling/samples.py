@@ -11,7 +11,7 @@ from elasticd_planner.spec.model import ModelSpec
 from elasticd_planner.value import Value, refuse
 
 
-class SectionBytes(Value, frozen=True, kw_only=True):
+class MeasuredBytes(Value, frozen=True, kw_only=True):
     """Bytes of one section on a member of a TP group, for one micro-batch."""
 
     section: str  # "embed", "head", or "block" for the largest of all blocks
@@ -29,10 +29,10 @@ class SectionBytes(Value, frozen=True, kw_only=True):
 class ModelBytes(Value, frozen=True, kw_only=True):
     """Bytes of a model's sections at some shares; `bundle_bytes`: see `ModelProfile`."""
 
-    sections: tuple[SectionBytes, ...]
+    sections: tuple[MeasuredBytes, ...]
     bundle_bytes: float = 0.0
 
-    def of(self, section: str) -> tuple[SectionBytes, ...]:
+    def of(self, section: str) -> tuple[MeasuredBytes, ...]:
         """Those of one section."""
         return tuple(each for each in self.sections if each.section == section)
 
@@ -72,9 +72,9 @@ class SectionTiming(Value, frozen=True, kw_only=True):
         return self.forward + self.backward
 
     @property
-    def bytes(self) -> SectionBytes:
+    def bytes(self) -> MeasuredBytes:
         """Its bytes alone."""
-        return SectionBytes(
+        return MeasuredBytes(
             section=self.section,
             share=self.share,
             tokens=self.tokens,

@@ -8,7 +8,7 @@ import msgspec
 
 from elasticd_planner.cost.model_profile import ModelProfile, SectionProfile
 from elasticd_planner.profiling.regression import line
-from elasticd_planner.profiling.samples import ModelBytes, SectionBytes
+from elasticd_planner.profiling.samples import MeasuredBytes, ModelBytes
 
 
 def with_bytes(profile: ModelProfile, measured: ModelBytes) -> ModelProfile:
@@ -22,7 +22,7 @@ def with_bytes(profile: ModelProfile, measured: ModelBytes) -> ModelProfile:
     )
 
 
-def section_with_bytes(base: SectionProfile, measured: Sequence[SectionBytes]) -> SectionProfile:
+def section_with_bytes(base: SectionProfile, measured: Sequence[MeasuredBytes]) -> SectionProfile:
     """A section with measured bytes of a token: at each share the most of all token counts."""
     if not measured:
         return base
