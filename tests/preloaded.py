@@ -19,7 +19,7 @@ import torch.distributed.checkpoint
 import torch.distributed.run
 
 import elasticd
-import elasticd.cli.run
+import elasticd.cli.app
 import elasticd.models
 import elasticd.runtime.checking
 import elasticd.runtime.checkpoint.dcp_format

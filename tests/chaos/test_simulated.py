@@ -76,7 +76,7 @@ def _with_users(seeds: range) -> list[Play]:
     return [play(scenario(draw(soaking, DEVICES, seed), SHAPE, seed), planner, FAULTS) for seed in seeds]
 
 
-@pytest.mark.parametrize("part", range(2))
+@pytest.mark.parametrize("part", sizes.beside([0], range(2)))
 def test_what_users_were_told_is_so_in_the_store_whatever_becomes_of_store_and_leaders(
     part: int, seed: int
 ) -> None:

@@ -123,7 +123,7 @@ IN_SECONDS = {"model": lengthened(), "batch": {"global_batch": 32, "micro_batch"
     "changes",
     [
         {},
-        {"model": {**PROBLEM["model"], "uneven_shares": True}},
+        pytest.param({"model": {**PROBLEM["model"], "uneven_shares": True}}, marks=pytest.mark.full),
         pytest.param({**IN_SECONDS, "pins": {"zero": 0}}, marks=pytest.mark.full),
         pytest.param({**IN_SECONDS, "pins": {"zero": 1, "replicas": 1}}, marks=pytest.mark.full),
         pytest.param({**IN_SECONDS, "pins": {"zero": 2, "replicas": 2}}, marks=pytest.mark.full),

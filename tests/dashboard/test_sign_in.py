@@ -18,6 +18,7 @@ from elasticd.dashboard.daemon import Dashboard
 from elasticd.dashboard.session import IDLE, LONGEST, Session, Sessions
 from elasticd.dashboard.viewer_requests import CANNOT_CHECK
 from elasticd.machines.job.state.events import CoordinatorNote
+from tests import sizes
 from tests.certificates import Authority
 from tests.coordinator.agents import coordinating, until
 from tests.coordinator.secured import OPERATOR, VIEWER, private, secured, tokens
@@ -41,7 +42,12 @@ def at_home(dashboard: Dashboard) -> Page:
     return Page(f"http://127.0.0.1:{dashboard.url.rpartition(':')[2]}")
 
 
-@pytest.mark.parametrize("token", ["", " ", "short", "two words-0123456789", "x" * 16 + "\n.", "é" * 20])
+@pytest.mark.parametrize(
+    "token",
+    sizes.beside(
+        ["", "short", "é" * 20], ["", " ", "short", "two words-0123456789", "x" * 16 + "\n.", "é" * 20]
+    ),
+)
 def test_nobody_is_the_dashboard_by_showing_no_token_of_his_own(token: str, tmp_path: Path) -> None:
     async def body() -> None:
         authority = Authority(tmp_path)

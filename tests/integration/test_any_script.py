@@ -7,6 +7,7 @@ import os
 import re
 import signal
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 
 import psutil
@@ -85,27 +86,26 @@ def test_script_that_raises_the_same_exception_twice_ends_at_once_with_one_line_
         assert "KeyError: 'inputs'" in launches.ask(*command), command
 
 
+ODD, MODULE = "argued.py --log 3 -h --nnodes 9 ${local_rank}", "-m argued --log 3 -m --"
+COMMANDS = (ODD, "argued.py -- --log 3", MODULE)
+
+
 @pytest.mark.parametrize(
-    "command",
-    [
-        ("argued.py", "--log", "3", "-h", "--nnodes", "9", "${local_rank}"),
-        pytest.param(("argued.py", "--", "--log", "3"), marks=pytest.mark.full),
-        ("-m", "argued", "--log", "3", "-m", "--"),
-    ],
-    ids=" ".join,
+    ("mode", "line"),
+    sizes.beside([("live", MODULE), ("restart", ODD)], list(product(("live", "restart"), COMMANDS))),
 )
 def test_script_gets_the_arguments_behind_it_as_they_are_in_either_mode(
-    command: tuple[str, ...], launches: Launches
+    mode: str, line: str, launches: Launches
 ) -> None:
+    command = line.split()
     script = launches.script("import sys\nprint(repr(sys.argv[1:]), flush=True)\n", "argued.py")
     expected = repr([*command[2 if command[0] == "-m" else 1 :]])
     named = [str(script) if word == script.name else word for word in command]
     path = f"{script.parent}:{forkserver.ROOT}"
-    for mode in ("live", "restart"):
-        options = ("--job", f"argued-{mode}", "--devices", "1", "--mode", mode)
-        run = launches.run("a", *options, *named, PYTHONPATH=path)
-        assert run.wait() == 0, run.said
-        assert expected in run.said
+    options = ("--job", f"argued-{mode}", "--devices", "1", "--mode", mode)
+    run = launches.run("a", *options, *named, PYTHONPATH=path)
+    assert run.wait() == 0, run.said
+    assert expected in run.said
 
 
 def test_exit_code_of_a_script_that_fails_is_that_of_elasticd_run(launches: Launches) -> None:

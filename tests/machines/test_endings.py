@@ -326,7 +326,7 @@ class EndingWalk(Ending):
             self.kill(worker.device)
 
 
-SEEDS = sizes.number(full=2000, quick=40)
+SEEDS = sizes.number(full=2000, quick=20)
 
 
 @pytest.mark.parametrize("part", range(4))

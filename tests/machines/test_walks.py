@@ -14,7 +14,7 @@ from tests import sizes
 from tests.machines.test_coordinator_faults import recovered
 from tests.machines.walk import Walk, whole
 
-SEEDS = sizes.number(full=1500, quick=30)
+SEEDS = sizes.number(full=1500, quick=15)
 #: Walks that found something, each with what it was.
 FOUND = {641273: "a leader that took over while a proposal was given up waited for ever for its joiner"}
 

@@ -4,6 +4,7 @@ thread, process or order they are made, and leave the script's own generators al
 from __future__ import annotations
 
 import copy
+import itertools
 import logging
 import random
 import threading
@@ -34,6 +35,7 @@ from elasticd.runtime.engine.parallelism import ParallelismOptions
 from elasticd.runtime.exits import ScriptRefusal
 from elasticd.runtime.model.rng import Drawing, kept_states, states
 from elasticd.runtime.model.validation import replace_dropouts
+from tests import sizes
 from tests.models.layouts import SEED, Run, Training, alone, furthest, plan_of, stage, under
 from tests.models.texts import Text
 from tests.runtime import gang
@@ -137,9 +139,16 @@ class Segments(Block):
         return x + run(second, x)
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("kind", ["both inside", "one outside", "looped", "nested"])
-@pytest.mark.parametrize("again", [False, True])
+RECOMPUTED = ("both inside", "one outside", "looped", "nested")
+
+
+@pytest.mark.parametrize(
+    ("again", "kind", "reentrant"),
+    sizes.beside(
+        [(True, "nested", True), *((False, kind, kind == "looped") for kind in RECOMPUTED)],
+        list(itertools.product((False, True), RECOMPUTED, (False, True))),
+    ),
+)
 def test_a_dropout_called_twice_drops_the_same_where_torch_recomputes_segments(
     kind: str, reentrant: bool, again: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

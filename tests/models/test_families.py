@@ -16,7 +16,7 @@ EXPERTS = [f"{name}ForCausalLM" for name in families.USUAL_WITH_EXPERTS]
 TRIED = [*USUAL, *EXPERTS]
 
 
-@pytest.mark.parametrize("name", sizes.beside([*USUAL[::3], *EXPERTS[::3]], TRIED))
+@pytest.mark.parametrize("name", sizes.beside([*USUAL[::5], *EXPERTS[::5]], TRIED))
 def test_a_usual_family_trains_like_one_process(name: str) -> None:
     family = families.tried(families.found(name))
     assert family.outcome == "trains", family.why

@@ -28,6 +28,7 @@ from elasticd.runtime.engine.engine import Engine, first_state
 from elasticd.runtime.engine.parallelism import ParallelismOptions
 from elasticd.runtime.model.validation import replace_dropouts
 from examples import train_gpt2
+from tests import sizes
 from tests.models.layouts import SEED, Training, alone, furthest, layouts_of, plan_of, stage, under
 from tests.models.texts import Text
 
@@ -63,7 +64,7 @@ def gpt() -> tuple[Training, nn.Module]:
     return Training(model=train_gpt2.describe(made), loss=next_token_loss, dataset=Text(41)), whole
 
 
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("name", sizes.beside(["tp3 uneven beside a pipeline"], PLANS))
 def test_a_plan_that_recomputes_trains_to_the_bits_of_one_that_does_not(name: str) -> None:
     """With dropout, in float64; one process says that both are right."""
     training, whole = gpt()

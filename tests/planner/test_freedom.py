@@ -35,7 +35,7 @@ def slower(problem: Problem, others: Sequence[tuple[str, Problem]]) -> dict[str,
     return {words: free / other for words, other in least.items() if free > other * (1 + 1e-9)}
 
 
-@pytest.mark.parametrize("seed", sizes.beside([1, 7, 13], range(60)))
+@pytest.mark.parametrize("seed", sizes.beside([1, 13], range(60)))
 def test_no_restriction_of_a_drawn_job_makes_its_plan_quicker(seed: int) -> None:
     rng = random.Random(seed)
     problem = drawn(rng, FEW, slow=seed >= 40)

@@ -29,7 +29,7 @@ def test_as_many_are_drawn_of_each_pattern_and_again_the_same() -> None:
     assert len(clusters) == 3 * CELLS
 
 
-@pytest.mark.parametrize("each", sizes.every(list(drawn(2, 2 * CELLS)), 12, 7), ids=lambda each: each.name)
+@pytest.mark.parametrize("each", sizes.every(list(drawn(2, 2 * CELLS)), 24, 7), ids=lambda each: each.name)
 def test_a_drawn_problem_has_a_plan_and_uneven_shares_make_none_worse(each: Drawn) -> None:
     planned = solve(each.problem, each.objective, ideal=False)
     check(each.problem, planned)
