@@ -24,8 +24,8 @@ from types import FrameType
 from typing import Any
 
 import torch
+from _gpu_sides import Ours, Plain, Size
 from _movers import environment
-from _on_a_gpu import Ours, Plain, Size
 from _results import Row, row
 
 from elasticd.models import DecoderConfig

@@ -51,7 +51,8 @@ SLOW = 6.0
 class Cluster:
     """`nodes` gives the number of devices of each node. `plans` answers the planner's questions by the
     slowest device ("" when none is slow); without it the command `planner` is asked, by default the real one.
-    `etcd`: an endpoint; without it the store is one in memory."""
+    `etcd`: an endpoint; without it the store is one in memory. `emulated`: workers pace their blocks; else
+    they compute as fast as they can."""
 
     def __init__(
         self,
@@ -63,6 +64,7 @@ class Cluster:
         forward: float = 5e-4,
         memory: int = 1 << 30,
         etcd: str = "",
+        emulated: bool = True,
     ) -> None:
         self._etcd = etcd
         self._stores: list[Store] = []
@@ -77,7 +79,7 @@ class Cluster:
                 "cluster.name": "test",
                 "coordinator.port": 0,
                 "chaos.enabled": True,
-                "emulate.enabled": True,
+                "emulate.enabled": emulated,
                 "emulate.forward": forward,
                 "emulate.backward": 2 * forward,
                 "emulate.memory": memory,

@@ -116,6 +116,7 @@ NOT_HERE = {
     r"make soak|python -m tests\.soak\.(soak|simulated) .*": "hours; tests/soak runs them at a smaller size",
     r"make bench (NAME=\w+|ARGS=).*": "every benchmark starts at its smallest size in tests/benchmarks",
     r"(\.venv/bin/)?python -m pytest -m (gpu|nccl)": "needs GPUs; elsewhere these tests are skipped",
+    r"\.venv/bin/python benchmarks/_on_a_gpu\.py .*": "needs a GPU; tests/benchmarks/test_on_a_gpu.py tries it",
     r"torchrun --nnodes=2:8 .*": "two nodes of eight devices; tests/integration/test_restart_mode.py has fewer",
     r"elasticd run --job my-job --nnodes 2:8 .*": "the same; tests/integration/test_any_script.py has one node",
     r"srun .*": "needs Slurm; tests/integration/test_slurm_text.py runs it as a step of one task",
