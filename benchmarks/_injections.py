@@ -107,7 +107,7 @@ class Trained:
         until(there, self.fleet.said, seconds=240, pause=SELDOM)
 
     def pid(self, device: str) -> int:
-        members = self.fleet.job()["members"]
+        members = self.fleet.shown()["members"]
         return int(next(member["pid"] for member in members if member["device"] == device))
 
     def kill_worker(self, node: str) -> float:

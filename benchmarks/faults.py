@@ -87,7 +87,7 @@ def layouts(count: int) -> Iterator[Row]:
     """One of four devices dies that are two pipelines of two: those that are left become one pipeline. Where
     that is the other pipeline as it was, no layout changes, and the death is left out."""
     with training(FOUR, memory=SMALL, latency=FAR) as job:
-        plan = job.fleet.job()["plan"]
+        plan = job.fleet.shown()["plan"]
         seen = job.endure(count, job.kill_worker, died, moving=True)
         name = "survivors' stall, TP/PP layout change"
         yield row(f"{name}: the plan before", plan["reason"], "")

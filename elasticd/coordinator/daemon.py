@@ -136,8 +136,9 @@ class Coordinator:
         self.config = msgspec.structs.replace(
             self.config, detect=config.detect, policy=config.policy, chaos=config.chaos
         )
+        self._settings = msgspec.structs.replace(self._settings, detect=config.detect, policy=config.policy)
         self._renew()
-        if self._server is None:
+        if not hasattr(self, "leading"):  # it stands by, and takes over by these
             return
         changes = msgspec.structs.replace(self.leading.changes, detect=config.detect, policy=config.policy)
         self.leading.follow(changes, "the file of the configuration was read anew")

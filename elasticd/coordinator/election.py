@@ -209,8 +209,9 @@ def keep(
 
     def works() -> bool:
         nonlocal asked_at
-        if asked_at is not None:
-            return time.monotonic() - asked_at < STILL_SECONDS
+        asked = asked_at  # which the loop may take back meanwhile
+        if asked is not None:
+            return time.monotonic() - asked < STILL_SECONDS
         asked_at = time.monotonic()
         with contextlib.suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(answer)

@@ -602,16 +602,25 @@ class Leading:
         """Changes detection and policy, one change after the other. Raises `ApiError`."""
         assert self.writer is not None
         async with self._changing:
-            before = self.changes
-            try:
-                changes = before.changed(asked, self._wall(), by)
-            except ConfigError as error:
-                raise ApiError("invalid", str(error)) from error
-            if why := self.writer.refusal(changes.history[-1]):
-                raise ApiError("invalid", f"this change cannot be kept: {why}")
-            await self.decide(lambda: self._changed(before, changes, by), audit)
+            self._changes_by(asked, by)  # what cannot be is refused before anything is written
+            await self.decide(lambda: self._changed(asked, by), audit)
 
-    def _changed(self, before: Changes, changes: Changes, by: str) -> None:
+    def _changes_by(self, asked: Mapping[str, Any], by: str) -> Changes:
+        """The configuration with this change. Raises `ApiError`."""
+        assert self.writer is not None
+        try:
+            changes = self.changes.changed(asked, self._wall(), by)
+        except ConfigError as error:
+            raise ApiError("invalid", str(error)) from error
+        if why := self.writer.refusal(changes.history[-1]):
+            raise ApiError("invalid", f"this change cannot be kept: {why}")
+        return changes
+
+    def _changed(self, asked: Mapping[str, Any], by: str) -> None:
+        before, changes = (
+            self.changes,
+            self._changes_by(asked, by),
+        )  # the file may have been read anew meanwhile
         self._put(changes.history[-1])
         self.follow(changes, _words(before.values, changes.values, by))
 

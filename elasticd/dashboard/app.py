@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from importlib.resources import files
@@ -139,6 +140,7 @@ class Answers:
         self._served, self._assets = served, assets
         self._requests = ViewerRequests(served)
         self._plans: dict[tuple[object, ...], views.PlanView] = {}
+        self._lock = threading.Lock()  # of these: threads that read the history share them
 
     def routes(self) -> list[Route]:
         """All paths."""
@@ -271,6 +273,8 @@ class Answers:
         told = await self._served.read(
             lambda history: _told(history, job, kinds=("snapshot", "checkpoint"), limit=64)
         )
+        if job not in self._there():  # it was forgotten while that was read
+            return await self._served.read(lambda history: self._forgotten(history, job))
         return job_view(known, job, told, known.time(time.time()))
 
     def _forgotten(self, history: HistoryReader, job: str) -> views.JobView:
@@ -354,16 +358,19 @@ class Answers:
         """Made anew only where something changed since it was asked for last."""
         last = told[-1].id if told else 0
         key = (job, record.number, row, numbers, last, spec is None, before.number if before else None)
-        if key not in self._plans:
-            around = [
-                *(history.steps_of_plan(job, before.number)[-64:] if before is not None else ()),
-                *history.steps_of_plan(job, record.number),
-            ]
-            steps = [record_of(step) for step in around]
+        with self._lock:
+            if (remembered := self._plans.get(key)) is not None:
+                return remembered
+        around = [
+            *(history.steps_of_plan(job, before.number)[-64:] if before is not None else ()),
+            *history.steps_of_plan(job, record.number),
+        ]
+        view = plan_view(record, before, row, numbers, told, [record_of(step) for step in around], spec)
+        with self._lock:
             while len(self._plans) >= MOST_PLANS:
                 del self._plans[next(iter(self._plans))]
-            self._plans[key] = plan_view(record, before, row, numbers, told, steps, spec)
-        return self._plans[key]
+            self._plans[key] = view
+        return view
 
     async def switch(self, request: Request, session: Session) -> views.SwitchView:
         """A switch of a job: the newest one, or that of a number."""
@@ -396,17 +403,22 @@ class Answers:
         """A device's page."""
         node, rank = str(request.path_params["node"]), str(request.path_params["rank"])
         name, known = f"{node}/{rank}", self._served.board.known
-        there = known.cluster.nodes.get(node)
-        if there is None or all(device.name != name for device in there.devices):
-            raise Failure(404, f"there is no device {name!r}: the cluster's page lists those that there are")
+        self._check_device(node, name)
         use = known.uses.get(name)
 
-        def read(history: HistoryReader) -> views.DeviceView:
+        def read(history: HistoryReader) -> tuple[Any, ...]:
             told = history.events(EventQuery(device=name, limit=200))
             plans = history.counted(use.job, name, MOST_COUNTED) if use is not None else []
-            return device_view(known, name, history.samples(name), history.health(node), told, plans)
+            return history.samples(name), history.health(node), told, plans
 
-        return await self._served.read(read)
+        found = await self._served.read(read)
+        self._check_device(node, name)  # it may have gone while that was read
+        return device_view(known, name, *found)
+
+    def _check_device(self, node: str, name: str) -> None:
+        there = self._served.board.known.cluster.nodes.get(node)
+        if there is None or all(device.name != name for device in there.devices):
+            raise Failure(404, f"there is no device {name!r}: the cluster's page lists those that there are")
 
     async def output(self, request: Request, session: Session) -> views.OutputView:
         """What a device's worker wrote, as the leader has it from its agent, asked with the viewer's own

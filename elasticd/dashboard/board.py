@@ -7,6 +7,7 @@ and progress of switches are gathered and told a few times a second, however man
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import time
 from collections.abc import Iterable, Mapping
@@ -37,6 +38,8 @@ from elasticd.dashboard.known import Knowledge
 from elasticd.dashboard.stream import Streams
 from elasticd.dashboard.subscription import Told
 from elasticd.dashboard.switch_page import KINDS, switch_view
+
+_log = logging.getLogger(__name__)
 
 #: Seconds between two looks at what is to be told; between two steps of a job, tables and pulses.
 TURN, SECOND = 0.25, 1.0
@@ -151,7 +154,10 @@ class Board:
         """Tells browsers what changed, until cancelled."""
         while True:
             await asyncio.sleep(TURN)
-            self.look(time.time())
+            try:
+                self.look(time.time())
+            except Exception:  # else no page would hear anything until the dashboard is started again
+                _log.exception("the dashboard failed on what changed")
 
     def look(self, now: float) -> None:
         """Tells browsers what changed since the last look."""

@@ -82,7 +82,8 @@ class Dashboard:
         self.board = Board(Streams(int(time.time())))
         self._context = server_context(config.security)
         self.secure = self._context is not None
-        self._url = ""
+        self._url = ""  # of whoever leads, as the board has it
+        self._reached = ""  # that was connected to last, by any thread
         self._asks: bool | None = None  # by a leader's word; None: there was none yet
         self._asked_before: bytes | None = None  # as the history has it
         self._heard = asyncio.Event()  # a leader, or that there is none
@@ -244,9 +245,9 @@ class Dashboard:
         known = credentials(self.config.security)
         url = self._coordinator or leader_url(self.config)
         with Api(url, known, terminal=False) as api:
-            if self._asks is None or url != self._url:
+            if self._asks is None or url != self._reached:
                 self._learn(api, url)
-            self._url = url
+            self._reached = url
             yield api
 
     def _learn(self, api: Api, url: str) -> None:
@@ -276,9 +277,9 @@ class Dashboard:
         if told.news is None:
             self._url = ""
         elif isinstance(told.news, live.LiveHello):
-            self._specs.clear()
+            self._url, self._specs = self._reached, {}
         elif isinstance(told.news, live.JobGone):
-            self._specs.pop(told.news.job, None)
+            self._specs = {job: spec for job, spec in self._specs.items() if job != told.news.job}
         try:
             self.board.hear(told)
         except Exception:
@@ -304,7 +305,13 @@ class Dashboard:
 
     async def read(self, work: Callable[[HistoryReader], T]) -> T:
         """Reads the history, beside the loop."""
-        return await asyncio.get_running_loop().run_in_executor(self._readers, lambda: work(self._local.reader))
+
+        def at_once() -> T:
+            reader: HistoryReader = self._local.reader
+            with reader.at_once():
+                return work(reader)
+
+        return await asyncio.get_running_loop().run_in_executor(self._readers, at_once)
 
     def _open_reader(self) -> None:
         self._local.reader = HistoryReader(str(self.path))
@@ -312,17 +319,18 @@ class Dashboard:
 
     async def spec(self, job: str) -> JobSpec | None:
         """What a job trains; None where that cannot be known now."""
-        if job in self._specs:
-            return self._specs[job]
+        specs = self._specs  # others take their place where jobs may have changed
+        if job in specs:
+            return specs[job]
         if not self._url:
             return None
         try:
             found = await asyncio.to_thread(self._spec, job)
         except (CannotReach, ConfigError):
             return None
-        while len(self._specs) >= MOST_SPECS:
-            del self._specs[next(iter(self._specs))]
-        self._specs[job] = found
+        while len(specs) >= MOST_SPECS:
+            del specs[next(iter(specs))]
+        specs[job] = found
         return found
 
     def _spec(self, job: str) -> JobSpec:

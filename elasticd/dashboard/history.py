@@ -572,6 +572,15 @@ class HistoryReader:
         """Closes the file."""
         self._db.close()
 
+    @contextmanager
+    def at_once(self) -> Iterator[None]:
+        """All that is read within it is of one moment, whatever is written meanwhile."""
+        self._db.execute("BEGIN")
+        try:
+            yield
+        finally:
+            self._db.execute("ROLLBACK")
+
     def events(self, asked: EventQuery) -> list[EventRecord]:
         """Events that match, the newest first."""
         where, values = _where(asked)

@@ -50,6 +50,10 @@ class Table:
     numbers: Floats  # [members in rank order, columns]; NaN: not measured
     lengths: SequenceLengths | None  # of its sequences (None: not known)
 
+    def of_plan(self, plan: Plan) -> bool:
+        """Returns True if its rows are the members of this plan."""
+        return self.plan == plan.number and len(self.numbers) == len(plan.members)
+
     def of(self, rank: int, column: str) -> float:
         """A number; NaN where it is not known."""
         place = self.columns.get(column)
@@ -195,8 +199,9 @@ class Knowledge:
             return False
         before, self.cluster, self._coming = self.cluster, self._coming, None
         for name in self.cluster.jobs:  # what is not said again after a hello
-            if name in before.measured:
-                self.cluster.measured.setdefault(name, before.measured[name])
+            table, plan = before.measured.get(name), self.cluster.plans.get(name)
+            if table is not None and plan is not None and table.of_plan(plan):
+                self.cluster.measured.setdefault(name, table)
             if name in before.newest:
                 self.cluster.newest.setdefault(name, before.newest[name])
         if before.store_away != self.cluster.store_away:
@@ -206,8 +211,10 @@ class Knowledge:
         return True
 
     def _touch(self, news: live.AnyNews, devices: Iterable[str]) -> None:
-        if isinstance(news, live.PlanNews | live.JobGone | live.RestartNews) or (
-            isinstance(news, live.JobNews) and news.over and news.job.job in {u.job for u in self.uses.values()}
+        if isinstance(news, live.PlanNews | live.MembersNews | live.JobGone | live.RestartNews) or (
+            isinstance(news, live.JobNews)
+            and (news.over or not news.plan)
+            and news.job.job in {use.job for use in self.uses.values()}
         ):
             self._place()
             self.touched.update(self.cluster.nodes)
@@ -353,6 +360,9 @@ def take(cluster: ClusterNow, news: live.AnyNews) -> Iterable[str]:
         cluster.jobs[news.job.job] = news
         if news.job.proposal is None:
             cluster.proposed.pop(news.job.job, None)
+        if not news.plan:  # it was started again under its name, and has none yet
+            cluster.plans.pop(news.job.job, None)
+            cluster.measured.pop(news.job.job, None)
     elif isinstance(news, live.JobGone):
         for held in (cluster.jobs, cluster.plans, cluster.proposed, cluster.members, cluster.halts):
             held.pop(news.job, None)

@@ -227,6 +227,10 @@ class Fleet:
             return {}
         return self.job_at(leader.value)
 
+    def shown(self) -> dict[str, Any]:
+        """The job as the leader shows it, as soon as one does."""
+        return until(self.job, self.said)
+
     def job_at(self, url: str) -> dict[str, Any]:
         """The job as the coordinator at `url` shows it: etcd is not asked."""
         try:

@@ -317,8 +317,8 @@ def test_devices_of_a_job_in_restart_mode_are_its_own_and_their_output_is_found_
     table = launches.ask("status")
     assert re.search(r"a/1 +held", table), table
     assert re.search(r"a/0 +-", table), table
-    assert "step 4 " in launches.ask("logs", "--worker", "a/1")
-    assert [path.name for path in (folder / "held").iterdir()][-1:] == ["a-1.1.log"]
+    assert re.search(r"step \d+ ", launches.ask("logs", "--worker", "a/1"))
+    assert "a-1.1.log" in [path.name for path in (folder / "held").iterdir()]
 
     for mode in ("restart", "auto"):
         other = launches.run("a", "--job", "other", "--mode", mode, "--device-ids", "1", *options)

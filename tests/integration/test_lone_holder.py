@@ -39,7 +39,7 @@ def test_a_node_that_alone_holds_some_state_is_waited_for(shared_etcd: SharedEtc
         for each in ("a", "b"):
             fleet.run(each, 1, "2", STEPS, micro_batch=train.BATCH // 2)
         fleet.advanced(10)
-        plan = fleet.job()["plan"]
+        plan = fleet.shown()["plan"]
         assert plan["reason"].startswith("1 pipeline:"), plan
         assert "idle" not in plan["reason"], plan
         still = [process for part in (node, f"run-{node}") for process in fleet.tree(part)]
@@ -48,7 +48,7 @@ def test_a_node_that_alone_holds_some_state_is_waited_for(shared_etcd: SharedEtc
         time.sleep(SILENT)  # the time itself is what is tested
         for process in still:
             process.resume()
-        until(lambda: fleet.job()["phase"] in ("done", "stopped"), fleet.said)
-        assert fleet.job()["phase"] == "done", fleet.said()
+        until(lambda: fleet.shown()["phase"] in ("done", "stopped"), fleet.said)
+        assert fleet.shown()["phase"] == "done", fleet.said()
         assert "fenced" not in [event.kind for event in fleet.events()], fleet.said()
         exact(fleet, 1, train.CONFIG)

@@ -150,4 +150,4 @@ def refused_beside_the_old(fleet: Fleet, first: str, other: str) -> None:
     assert device not in incarnations(fleet)
     stop(fleet, f"run-{other}")
     del fleet.imports_from[f"run-{other}"]
-    until(lambda: fleet.job()["phase"] == "stopped", fleet.said)
+    until(lambda: fleet.shown()["phase"] == "stopped", fleet.said)

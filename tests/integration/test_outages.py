@@ -251,7 +251,7 @@ def leads_only(fleet: Fleet) -> None:
 
 
 def worker(fleet: Fleet, device: str) -> psutil.Process:
-    pid = next(member["pid"] for member in fleet.job()["members"] if member["device"] == device)
+    pid = next(member["pid"] for member in fleet.shown()["members"] if member["device"] == device)
     return psutil.Process(pid)
 
 
