@@ -149,11 +149,11 @@ class ProfileCost:
         if self.sequence_parallel:
             again *= part
             gathered = model.boundary_bytes * model.tokens * (len(shares) > 1)
+        working = model.working_bytes(model.block, units, sliced=self.sequence_parallel)
+        working += max(0.0, each - again) if self._part else 0.0
         if self.cut:
             again += self._attention * part
         kept = layers * (each + self._part * (again - each))
-        working = model.working_bytes(model.block, units, sliced=self.sequence_parallel)
-        working += max(0.0, each - again) if self._part else 0.0
         if last:
             in_head = model.working_bytes(model.head, units)
             in_head += model.activation_bytes(model.head, units) if in_flight else 0.0
