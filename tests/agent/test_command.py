@@ -15,6 +15,7 @@ from elasticd.records import Keys
 from elasticd.store.protocol import Identity
 from elasticd.store.state_file import StateFile
 from elasticd.testing.waiting import until
+from tests import sizes
 from tests.agent.support import DEADLINE, Trainer
 from tests.etcds import SharedEtcd
 
@@ -75,7 +76,7 @@ def test_etcd_that_was_set_up_anew_under_an_old_name_is_refused_with_the_file_to
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", sizes.beside([signal.SIGTERM], [signal.SIGINT, signal.SIGTERM]))
 def test_signal_ends_the_agent_cleanly_and_spares_its_workers(
     shared_etcd: SharedEtcd, tmp_path: Path, number: signal.Signals
 ) -> None:
