@@ -11,6 +11,8 @@ import socket
 import threading
 import time
 
+import msgspec
+
 from elasticd.backoff import Backoff
 from elasticd.codec.message import encode
 from elasticd.system.output_ring import OutputRing
@@ -57,7 +59,7 @@ class OutputLink:
     def _run(self) -> None:
         pause = Backoff(*_AWAY)
         while True:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, msgspec.DecodeError):  # the agent is away, or of another release
                 sock = unix_socket.connect(self._path)
                 with self._told:
                     self._sock = sock

@@ -134,7 +134,7 @@ def main(arguments: list[str] | None = None) -> int:
         logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     options = parsed(sys.argv[1:] if arguments is None else arguments)
     config, command, script = run.config_from_args(options)
-    config.logs_specs = WorkerOutput(
+    output = config.logs_specs = WorkerOutput(
         OutputLink(options.rdzv_endpoint or default_path(), options.rdzv_id),
         options.rdzv_id,
         launched_slots(os.environ),
@@ -160,6 +160,7 @@ def main(arguments: list[str] | None = None) -> int:
         code = 1
     except SignalException as ended:
         code = 128 + ended.sigval
+    output.finish()
     agent = Agent.made
     if code and agent is not None and agent.failure is not None and not outcome.restart_mode:
         failure = agent.failure

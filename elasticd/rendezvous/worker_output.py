@@ -21,6 +21,7 @@ import threading
 import time
 import tty
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -72,8 +73,7 @@ class WorkerOutput(DefaultLogsSpecs):
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         """As `DefaultLogsSpecs.reify`, with pipes in place of our own streams. Called before each attempt."""
-        for relay in self._relays.values():
-            relay.finish()
+        self.finish()
         destinations = super().reify(envs)
         streams = ((STDOUT, destinations.stdouts), (STDERR, destinations.stderrs))
         self._files = {rank: path for rank, path in destinations.stderrs.items() if path}
@@ -84,6 +84,11 @@ class WorkerOutput(DefaultLogsSpecs):
                     paths[rank] = relay.open(stream)
             relay.start()
         return destinations
+
+    def finish(self) -> None:
+        """What workers that have ended wrote has been passed on when this returns."""
+        for relay in self._relays.values():
+            relay.finish()
 
     def last_words(self, local_rank: int) -> str:
         """The end of what a worker of this attempt, which has ended, wrote to stderr."""
@@ -134,6 +139,8 @@ class _Relay:
         self._size = 0
         self._lock = threading.Lock()
         self._terminal: int | None = None
+        self._thread: threading.Thread | None = None
+        self._passing = False  # what was read is being written
 
     def open(self, stream: int) -> str:
         """The path by which this process opens a worker's stream."""
@@ -150,30 +157,38 @@ class _Relay:
 
     def start(self) -> None:
         """Passes on what comes from now on."""
-        threading.Thread(target=self._pass_on, name="elasticd-output", daemon=True).start()
+        self._thread = threading.Thread(target=self._pass_on, name="elasticd-output", daemon=True)
+        self._thread.start()
 
     def finish(self) -> None:
         """No other worker gets these streams: the thread ends with the last process that has one. What ended
-        workers wrote has been passed on when this returns."""
+        workers wrote has been passed on when this returns, a last line without an end as well."""
         for writer in self._writers:
             os.close(writer)
         self._writers = []
-        self._wait_for_rest()
+        self._wait(self._unpassed)
+
+    def _unpassed(self) -> bool:
+        """Returns True while anything waits to be read or written, the end of a line as well."""
+        waiting = any(lines.waiting for lines in self._lines.values())
+        return not self._readers or waiting or self._unread()
 
     def last_words(self) -> str:
         """The end of what came on stderr; what a process has written before it ended is in it."""
-        self._wait_for_rest()
+        self._wait(self._unread)
         with self._lock:
             return b"".join(self._kept).decode(errors="replace")
 
-    def _wait_for_rest(self) -> None:
+    def _wait(self, more: Callable[[], bool]) -> None:
+        """Waits until there is no more, or the thread has ended; `_REST_SECONDS` at most."""
         deadline = time.monotonic() + _REST_SECONDS
-        while self._unread() and time.monotonic() < deadline:
+        while self._thread is not None and self._thread.is_alive() and more() and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)
 
     def _unread(self) -> bool:
         with self._lock:
-            return bool(self._readers) and bool(select.select(list(self._readers), [], [], 0)[0])
+            readers = list(self._readers)
+            return self._passing or (bool(readers) and bool(select.select(readers, [], [], 0)[0]))
 
     def _pass_on(self) -> None:
         while self._readers:
@@ -190,9 +205,11 @@ class _Relay:
                         os.close(reader)
                         del self._readers[reader]
                         continue
+                    self._passing = True
                     self._keep(stream, data)
                 if self._options.shown & stream:
                     self._lines[stream].write(data)
+                self._passing = False
         for lines in self._lines.values():
             lines.flush()
         if self._file is not None:

@@ -42,6 +42,7 @@ class DaemonThreads:
         self._name, self._count = name, count
         self._threads: list[threading.Thread] = []
         self._ended = False
+        self._lock = threading.Lock()  # nothing is put behind the end
         self._queue: SimpleQueue[_Work] = SimpleQueue()
 
     def __call__(self, work: Callable[[], Any]) -> Future[Any]:
@@ -51,16 +52,17 @@ class DaemonThreads:
             Its result. Cancel it to leave out a call that has not begun; after `end` it is cancelled.
         """
         future: Future[Any] = Future()
-        if self._ended:
-            future.cancel()
-            return future
-        if not self._threads:
-            for number in range(self._count):
-                name = f"elasticd-{self._name}-{number}"
-                self._threads.append(start(partial(_run, self._queue), name))
-            _owners.add(self)
-            weakref.finalize(self, _end, self._queue, self._count)
-        self._queue.put((work, future))
+        with self._lock:
+            if self._ended:
+                future.cancel()
+                return future
+            if not self._threads:
+                for number in range(self._count):
+                    name = f"elasticd-{self._name}-{number}"
+                    self._threads.append(start(partial(_run, self._queue), name))
+                _owners.add(self)
+                weakref.finalize(self, _end, self._queue, self._count)
+            self._queue.put((work, future))
         return future
 
     def run(self, work: Callable[[], None]) -> None:
@@ -69,12 +71,13 @@ class DaemonThreads:
 
     def end(self, seconds: float) -> None:
         """Drops the calls that have not begun, and waits for the others, `seconds` for each thread at most."""
-        self._ended = True
-        with suppress(Empty):
-            while True:
-                if (item := self._queue.get_nowait()) is not None:
-                    item[1].cancel()
-        _end(self._queue, len(self._threads))
+        with self._lock:
+            self._ended = True
+            with suppress(Empty):
+                while True:
+                    if (item := self._queue.get_nowait()) is not None:
+                        item[1].cancel()
+            _end(self._queue, len(self._threads))
         for thread in self._threads:
             thread.join(seconds)
 

@@ -105,7 +105,7 @@ def test_strangers_take_so_many_threads_and_a_peer_comes_in_meanwhile(pair: Pair
             stack.enter_context(connected(pair))
         until(lambda: threads() == entrance.MOST_STRANGERS)
         arrives(pair)
-        assert threads() <= entrance.MOST_STRANGERS + 1
+        until(lambda: threads() <= entrance.MOST_STRANGERS + 1)  # one that has left ends a little later
 
 
 def test_room_is_made_by_the_address_that_has_the_most(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ import pty
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -77,6 +78,23 @@ def test_lines_come_whole_and_with_the_workers_label(terminal: Callable[[], str]
     assert sorted(terminal().splitlines()) == ["[alpha/1] error", "[alpha/1] one", "[alpha/1] two"]
 
 
+def test_all_that_ended_workers_wrote_is_shown_once_it_is_finished(
+    terminal: Callable[[], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also the last line without an end, and where torchrun is slow to write."""
+    write = worker_output._write
+
+    def late(fd: int, data: bytes) -> None:
+        time.sleep(0.02)
+        write(fd, data)
+
+    monkeypatch.setattr(worker_output, "_write", late)
+    output, _ = made(OutputOptions(label=True))
+    run(output, "print('a whole line'); print('last words', end='')")
+    output.finish()
+    assert terminal() == "[alpha/1] a whole line\n[alpha/1] last words\n"
+
+
 def test_a_prompt_without_a_line_end_is_shown_before_it_is_answered(terminal: Callable[[], str]) -> None:
     output, _ = made(OutputOptions(label=True))
     destinations = output.reify({0: {}})
@@ -103,10 +121,10 @@ def test_each_start_of_a_worker_has_a_file_of_its_own_and_none_is_overwritten(
 ) -> None:
     options = OutputOptions(folder=str(tmp_path), filed=3, shown=0)
     for code in ("print('first')", "print('second')"):
-        output, link = made(options)
+        output, _ = made(options)
         run(output, code)
         run(output, "raise SystemExit('again')", attempt=1)
-        until(lambda link=link: "again" in kept(link))
+        output.finish()
     texts = {path.name: path.read_text() for path in (tmp_path / "job").iterdir()}
     assert texts == {
         "alpha-1.0.log": "first\n",
@@ -121,7 +139,7 @@ def test_the_ring_has_the_output_of_all_starts_and_says_where_one_begins(termina
     output, link = made(OutputOptions(shown=0))
     run(output, "print('before')")
     run(output, "print('after')", attempt=1)
-    until(lambda: "after" in kept(link))
+    output.finish()
     assert kept(link) == "before\nelasticd: the worker is started again (1)\nafter\n"
 
 

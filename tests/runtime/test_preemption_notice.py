@@ -35,6 +35,22 @@ notice.install(); notice.restore()
 say(signal.getsignal(signal.SIGTERM) is signal.SIG_DFL, 'ready')
 time.sleep(600)
 """
+#: The job ends as the signal comes.
+RESTORED_MEANWHILE = """
+signal.signal(signal.SIGTERM, lambda number, frame: say('theirs', number))
+notice.install()
+os.kill(os.getpid(), signal.SIGTERM)
+notice.restore()
+say('restored' if signal.getsignal(signal.SIGTERM) != notice._handle else 'kept', 'ready')
+time.sleep(600)
+"""
+#: Its main thread waits with the lock of a stream that nobody reads.
+LOGGING = """
+import logging
+logging.basicConfig(stream=os.fdopen(os.pipe()[1], 'w'))
+notice.install(); say('ready')
+while True: logging.getLogger('user').warning('x' * 1000)
+"""
 #: As `nohup` and a script of the user's own leave a signal.
 TAKEN = """
 import faulthandler
@@ -153,6 +169,26 @@ def test_restored_the_signal_is_what_it_was(start) -> None:
     assert child.line() == "True ready"
     child.tell()
     assert child.process.wait(60) == -signal.SIGTERM
+
+
+def test_signal_that_comes_as_the_job_ends_is_the_scripts_or_a_notice_and_nothing_between(start) -> None:
+    """Told, with the grace and its end; or the handler of before, and nobody is told."""
+    child = start(RESTORED_MEANWHILE, grace=1.0)
+    said = [child.line(), child.line()]
+    if "restored ready" in said:
+        assert said == ["theirs 15", "restored ready"]
+        assert child.process.poll() is None
+    else:
+        assert {*said, child.line()} == {"theirs 15", "told SIGTERM", "kept ready"}
+        assert child.process.wait(60) == 0
+
+
+def test_process_ends_after_its_grace_though_its_main_thread_waits_to_log(start) -> None:
+    child = start(LOGGING, grace=0.5)
+    assert child.line() == "ready"
+    child.tell()
+    assert child.line() == "told SIGTERM"
+    assert child.process.wait(60) == 0
 
 
 def test_a_signal_that_was_ignored_stays_so(start) -> None:

@@ -286,7 +286,8 @@ class AgentClient:
 
     def _handle(self, message: ToWorker) -> None:
         """A defect costs the message. It must not end this thread, without which the worker is deaf."""
-        self._running.heard(message)
+        with self._lock:
+            self._running.heard(message)
         try:
             self._handler(message)
         except Exception:

@@ -24,6 +24,9 @@ from elasticd.system.torchrun_outcome import signal_name
 
 log = logging.getLogger(__name__)
 
+#: Seconds for the last log lines of a process: somebody may hold the lock of a stream that nobody reads.
+_WORDS_SECONDS = 1.0
+
 _present: PreemptionNotice | None = None
 
 
@@ -42,7 +45,9 @@ class PreemptionNotice:
         self._writer.setblocking(False)  # as the interpreter wants it
         self._before: dict[signal.Signals, Any] = {}
         self._wakeup = -1
-        self._heard = False
+        self._heard = self._over = False
+        self._late: int | None = None  # a signal that came as the old handlers were put back
+        self._lock = threading.Lock()  # of the two: who is over hears nothing
 
     def install(self) -> None:
         """Nothing where this is not the main thread, which alone may set handlers, or all are ignored."""
@@ -62,11 +67,17 @@ class PreemptionNotice:
         """Leaves the signals as they were; but not once one was heard: then the grace goes on, and echoes are
         none."""
         global _present
-        if _present is not self or self._heard or threading.current_thread() is not threading.main_thread():
+        if _present is not self or threading.current_thread() is not threading.main_thread():
             return
+        with self._lock:
+            if self._heard:
+                return
+            self._over = True
         _present = None
         self._undo()
         self._writer.close()  # which ends the thread
+        if self._late is not None:
+            signal.raise_signal(self._late)
 
     def _undo(self) -> None:
         for number, before in self._before.items():
@@ -77,28 +88,36 @@ class PreemptionNotice:
             signal.set_wakeup_fd(ours, warn_on_full_buffer=False)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self._over:
+            self._late = number
+            return
         if not self._heard:  # somebody else took the interpreter's byte: an asyncio loop does
             with contextlib.suppress(OSError):
                 self._writer.send(bytes([number]))
+        self._heard = True
         before = self._before.get(signal.Signals(number))
         if callable(before) and before is not signal.default_int_handler:
             before(number, frame)
 
     def _run(self) -> None:
         name = self._await(None)
-        if name is None:
-            return
-        self._heard = True
+        with self._lock:
+            if name is None or self._over:
+                return
+            self._heard = True
         began = time.monotonic()
-        self._told(name)
+        # Apart: whoever logs waits where nobody reads a full pipe, and the grace goes on.
+        threading.Thread(target=self._told, args=(name,), name="elasticd-drain", daemon=True).start()
         while (left := began + self._grace - time.monotonic()) > 0:
             again = self._await(left)
             if again is not None and time.monotonic() - began > ECHO_SECONDS:
-                log.warning("a second signal (%s): this process ends at once", again)
+                why = f"a second signal ({again}): this process ends at once"
                 break
         else:
-            log.warning("this process has drained for %g s, its grace: it ends now", self._grace)
-        logging.shutdown()
+            why = f"this process has drained for {self._grace:g} s, its grace: it ends now"
+        words = threading.Thread(target=_last_words, args=(why,), name="elasticd-last-words", daemon=True)
+        words.start()
+        words.join(_WORDS_SECONDS)
         os._exit(0)  # the main thread may be stuck; and no code that torchrun takes for a failure
 
     def _await(self, seconds: float | None) -> str | None:
@@ -123,6 +142,11 @@ class PreemptionNotice:
     def _is_notice(self, number: int) -> bool:
         """Not where the script has taken one of the user's own signals for itself since."""
         return number in ENDING or signal.getsignal(number) == self._handle
+
+
+def _last_words(why: str) -> None:
+    log.warning("%s", why)
+    logging.shutdown()
 
 
 def _is_free(number: signal.Signals) -> bool:
