@@ -142,7 +142,6 @@ def test_leader_that_is_killed_is_followed_by_the_one_that_stands_by(job: Fleet)
     job.coordinator(old.name, relayed)
 
 
-@pytest.mark.full  # the test of a death while the leader is frozen thaws it likewise
 def test_leader_that_was_frozen_stands_by_when_it_is_thawed(job: Fleet) -> None:
     longest, revision = calm(job), job.revision()
     old, since = job.leads(), time.monotonic()

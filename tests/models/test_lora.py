@@ -115,8 +115,13 @@ KINDS: dict[str, Any] = {
 }
 
 
-#: Biases, a whole module that is trained and tied, and adapters of experts.
-KINDS_HERE = ("biases of adapted modules", "a trained head and embedding that stay tied", "beside experts")
+#: Biases, a whole module that is trained and tied, adapters of fused projections, and of experts.
+KINDS_HERE = (
+    "biases of adapted modules",
+    "a trained head and embedding that stay tied",
+    "fused projections",
+    "beside experts",
+)
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,7 @@ def base_of(model: Any) -> Any:
 
 @pytest.mark.parametrize(
     "kind",
-    sizes.beside(["a trained head and embedding, tied before", "dora"], KINDS),
+    sizes.beside(["a trained head and embedding, tied before", "dora", "fused projections"], KINDS),
 )
 def test_an_adapter_loads_with_the_jobs_logits_and_merged_too(kind: str, tmp_path: Path) -> None:
     model = KINDS[kind]()
