@@ -15,7 +15,7 @@ from tests.integration.cluster import Cluster
 
 SCRIPT = Path(train_shifting.__file__)
 #: Bytes of a device: two replicas fit with windows of 512 tokens, with 2,048 only half of the model does.
-MEMORY = 9_200_000
+MEMORY = 16_500_000
 FORWARD = 1e-4
 #: A busy machine may well make a device twice as slow as the other; four times the tokens would make it four.
 SETTINGS = JobSettings(detect=DetectSettings(slow=3.0))
