@@ -126,8 +126,8 @@ class JobStatus(Value, frozen=True, kw_only=True):
     @property
     def word(self) -> str:
         """The phase for people: "failed" where the job has stopped, and its workers were not told to go."""
-        told = self.stopping is not None  # by a leader that says whether they were
-        return "failed" if self.phase == "stopped" and told and not self.orderly else self.phase
+        is_said = self.stopping is not None  # by a leader that says whether they were
+        return "failed" if self.phase == "stopped" and is_said and not self.orderly else self.phase
 
 
 class Pace(Value, frozen=True, kw_only=True):

@@ -411,9 +411,9 @@ class Answers:
             plans = history.counted(use.job, name, MOST_COUNTED) if use is not None else []
             return history.samples(name), history.health(node), told, plans
 
-        found = await self._served.read(read)
+        history_rows = await self._served.read(read)
         self._check_device(node, name)  # it may have gone while that was read
-        return device_view(known, name, *found)
+        return device_view(known, name, *history_rows)
 
     def _check_device(self, node: str, name: str) -> None:
         there = self._served.board.known.cluster.nodes.get(node)

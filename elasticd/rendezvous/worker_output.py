@@ -86,7 +86,7 @@ class WorkerOutput(DefaultLogsSpecs):
         return destinations
 
     def finish(self) -> None:
-        """What workers that have ended wrote has been passed on when this returns."""
+        """Returns once all that workers which have ended wrote has been passed on."""
         for relay in self._relays.values():
             relay.finish()
 

@@ -42,7 +42,7 @@ class DaemonThreads:
         self._name, self._count = name, count
         self._threads: list[threading.Thread] = []
         self._ended = False
-        self._lock = threading.Lock()  # nothing is put behind the end
+        self._lock = threading.RLock()  # nothing is put behind the end; a finalizer may call in the midst
         self._queue: SimpleQueue[_Work] = SimpleQueue()
 
     def __call__(self, work: Callable[[], Any]) -> Future[Any]:

@@ -245,8 +245,8 @@ def _told_kept(turn: Turn, basis: Basis) -> None:
 
 
 def first_profile(spec: JobSpec, flops: float) -> ModelProfile:
-    """What was measured of the model before the job; else what its shapes say, with the bytes that a worker
-    measured."""
+    """Profile by what was measured of the model before the job; else by its shapes, with the bytes that a
+    worker measured."""
     profile = spec.profile
     if profile is None:
         profile = derive(spec.model, spec.sample_tokens, spec.micro_batch, flops=flops)

@@ -158,9 +158,9 @@ def _measured(recipe: Recipe, batch: Any, accelerator: Accelerator) -> ModelByte
         for shares in [(1,), apportion(units, (1, 1))] if units > 1 else [(1,)]:
             parts = list(_parts(recipe, shares, values, without_values))
             if not measured:
-                given = _entering(parts, entered)
-                bundle_bytes = _bundle_bytes(given)
-            measured += map(partial(_of_part, batch=batch), parts, given)
+                inputs = _entering(parts, entered)
+                bundle_bytes = _bundle_bytes(inputs)
+            measured += map(partial(_of_part, batch=batch), parts, inputs)
     return ModelBytes(sections=_largest_blocks(measured), bundle_bytes=bundle_bytes)
 
 
@@ -188,33 +188,33 @@ def _parts(
 
 def _entering(parts: Sequence[ProfiledPart], batch: Any) -> list[Any]:
     """The input of each section: the batch, and then the output of the section before."""
-    given = [batch]
+    inputs = [batch]
     for part in parts[:-1]:
-        given.append(entering(part.forward(given[-1])))
-    return given
+        inputs.append(entering(part.forward(inputs[-1])))
+    return inputs
 
 
-def _bundle_bytes(given: Sequence[Any]) -> float:
+def _bundle_bytes(inputs: Sequence[Any]) -> float:
     """See `ModelProfile`: the output of a block, on average over the kinds that are measured."""
-    outputs = given[2:]
+    outputs = inputs[2:]
     if all(isinstance(bundle, Tensor) for bundle in outputs):
         return 0.0
     both = [x for bundle in outputs for x in (*tensors(bundle), *going_back(bundle).values())]
-    samples, length = sizes(given[1])
+    samples, length = sizes(inputs[1])
     return sum(x.nbytes for x in both) / 2 / len(outputs) / (samples * length)
 
 
-def _of_part(part: ProfiledPart, given: Any, batch: Any) -> MeasuredBytes:
+def _of_part(part: ProfiledPart, inputs: Any, batch: Any) -> MeasuredBytes:
     block, embed = part.label == "block", part.label == "embed"
-    kept = part.kept(given, batch)
-    samples, length = sizes(part.forward(given) if embed else given)
+    kept_bytes = part.kept(inputs, batch)
+    samples, length = sizes(part.forward(inputs) if embed else inputs)
     return MeasuredBytes(
         section=part.label,
         share=part.share,
         tokens=samples * length,
-        kept=kept,
-        kept_recomputed=part.kept(given, batch, recompute=True) if block else 0,
-        working=part.working(given, batch, kept) if not embed else 0,
+        kept=kept_bytes,
+        kept_recomputed=part.kept(inputs, batch, recompute=True) if block else 0,
+        working=part.working(inputs, batch, kept_bytes) if not embed else 0,
     )
 
 

@@ -1,4 +1,4 @@
-"""What was measured of a model before anything is fitted to it: by `elasticd profile` on one device, and the
+"""Measurements of a model before anything is fitted to them: by `elasticd profile` on one device, and the
 bytes of its sections by each job."""
 
 from __future__ import annotations
