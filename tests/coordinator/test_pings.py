@@ -59,24 +59,45 @@ class Transport:
         self.ended.append("abort")
 
     def get_write_buffer_size(self) -> int:
+        if self.ended:
+            raise AttributeError("a TLS transport that was closed twice knows nothing any more")
         return self.unread
 
 
-@pytest.mark.parametrize(("unread", "ended"), [(0, ["close"]), (1 << 20, ["close", "abort"])])
+@pytest.mark.parametrize("closed", [False, True])
 def test_connection_that_answers_no_ping_ends_also_where_nothing_of_what_was_written_is_read(
-    unread: int, ended: list[str]
+    closed: bool,
 ) -> None:
     """A transport that is closed sends what waits first: to a client that reads nothing it would never end."""
     kind: Any = server._websocket(lambda word: None)
     protocol = kind.__new__(kind)
-    protocol.transport, protocol.pong_timer, protocol.pending_ping_payload = Transport(unread), None, b"ping"
+    protocol.transport, protocol.pong_timer, protocol.pending_ping_payload = Transport(1 << 20), None, b"ping"
+    if closed:
+        protocol.transport.close()
     protocol.close_sent, protocol.logger = False, logging.getLogger()
     protocol.conn = SimpleNamespace(fail=lambda *reason: None, data_to_send=lambda: [b"close"])
     protocol.loop = Loop()
     protocol.loop.now = protocol._due = time.monotonic()
     protocol.loop.now += 0.01  # in time, and it has listened for longer than a ping may take
     protocol.keepalive_timeout()
-    assert protocol.transport.ended == ended
+    assert protocol.transport.ended == ["close", "abort"]
+
+
+@pytest.mark.parametrize("by_handshake", [True, False])
+def test_connection_that_is_being_closed_is_not_asked_and_ends_whatever_its_client_does(
+    by_handshake: bool,
+) -> None:
+    kind: Any = server._websocket(lambda word: None)
+    protocol = kind.__new__(kind)
+    protocol.transport, protocol.loop, protocol._heard = Transport(1), Loop(), 0.0
+    protocol.close_sent = by_handshake
+    if not by_handshake:
+        protocol.transport.close()
+    protocol.send_keepalive_ping()
+    assert (protocol.transport.pings, protocol.loop.delays) == (0, [server.SILENCE])
+    (end,) = protocol.loop.calls
+    end()
+    assert protocol.transport.ended[-1] == "abort"
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ async def serve_agent(leading: Leading, socket: WebSocket) -> None:
     await socket.accept()
     try:
         async with asyncio.timeout(HELLO_SECONDS):
-            hello, *early = await _decoded(leading, await _received(socket), first=True)
+            (hello, *early), _ = await _decoded(leading, await _received(socket), first=True)
         if not isinstance(hello, AgentHello):
             await _reject(leading, socket, "silent", "an agent's first message must be its hello")
             return
@@ -192,30 +192,31 @@ async def _listen(leading: Leading, socket: WebSocket, connection: Connection, e
                     leading.metrics.refused("writes")
                     await asyncio.sleep(min(wait, LONGEST_PAUSE))
                 await leading.turns.take(partial(handle_all, some))
-            data = await _received(socket)
-            bytes_allowance.spend(len(data), time.monotonic())
-            while wait := bytes_allowance.wait(time.monotonic()):
+            messages = ()
+            while wait := bytes_allowance.wait(time.monotonic()):  # with nothing of it in memory here
                 leading.metrics.refused("rate")
                 await asyncio.sleep(min(wait, LONGEST_PAUSE))
-            messages = await _decoded(leading, data)
+            messages, size = await _decoded(leading, await _received(socket))
+            bytes_allowance.spend(size, time.monotonic())
     finally:
         for call in calls:
             call.cancel()
 
 
-async def _decoded(leading: Leading, data: bytes, *, first: bool = False) -> Sequence[Taken]:
-    """The messages of a frame. A large one is decoded in a thread, which lets the loop have its turn."""
+async def _decoded(leading: Leading, data: bytes, *, first: bool = False) -> tuple[Sequence[Taken], int]:
+    """The messages of a frame, and its bytes. A large one is decoded in a thread, which lets the loop have its
+    turn."""
     decode = partial(all_to_leader, data, first=first)
     if len(data) > DECODED_BESIDE:
-        return await asyncio.get_running_loop().run_in_executor(leading.decoding, decode)
+        return await asyncio.get_running_loop().run_in_executor(leading.decoding, decode), len(data)
 
     if first:
-        return decode()
+        return decode(), len(data)
 
     async def decoded() -> Sequence[Taken]:
         return decode()
 
-    return await leading.turns.take(decoded)
+    return await leading.turns.take(decoded), len(data)
 
 
 async def _received(socket: WebSocket) -> bytes:

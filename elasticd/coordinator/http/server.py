@@ -175,7 +175,7 @@ def _websocket(refused: Callable[[str], None]) -> type[asyncio.Protocol]:
             """Parses what was read, now or when it is this connection's turn. Nothing more is read before."""
             if self._unparsed and not self.read_paused:
                 rounds.do(self._parse_part)
-            if self._unparsed:
+            if self._unparsed and not self.transport.is_closing():
                 self.transport.pause_reading()
 
         def _parse_part(self) -> bool:
@@ -239,6 +239,11 @@ def _websocket(refused: Callable[[str], None]) -> type[asyncio.Protocol]:
             self.ping_timer = self.loop.call_later(self.ping_interval, self.send_keepalive_ping)
 
         def send_keepalive_ping(self) -> None:
+            if (
+                self.close_sent or self.transport.is_closing()
+            ):  # which a client that reads nothing would put off
+                self.ping_timer = self.loop.call_later(SILENCE, self.transport.abort)
+                return
             # Who has just said something lives. One that does not read what waits for it is asked all the same.
             quiet = self.loop.time() - self._heard
             if quiet < self.ping_interval and not self._asked and not self.transport.get_write_buffer_size():
@@ -255,8 +260,7 @@ def _websocket(refused: Callable[[str], None]) -> type[asyncio.Protocol]:
                 again = SILENCE
             if again <= 0:
                 super().keepalive_timeout()
-                if self.transport.get_write_buffer_size():  # which nobody reads: it would never be closed
-                    self.transport.abort()
+                self.transport.abort()  # a client that reads nothing would keep it from its end
                 return
             self._due = now + again
             self.pong_timer = self.loop.call_later(again, self.keepalive_timeout)
