@@ -1,8 +1,9 @@
 """Agents for benchmarks/load.py: connections that greet, answer pings, and report, as cheaply as Python can.
 
-    python benchmarks/_load_agents.py URL AGENTS DEVICES SECONDS spread|together [TOKEN CA]
+    python benchmarks/_load_agents.py URL AGENTS DEVICES SECONDS spread|together|at-once [TOKEN CA]
 
-Prints "connected", waits for a line, reports for so many seconds, prints how late its sends were, and ends.
+Prints "connected", waits for a line, reports for so many seconds, prints how long reports waited in their
+agents and how late its sends were, and ends.
 """
 
 from __future__ import annotations
@@ -10,19 +11,23 @@ from __future__ import annotations
 import asyncio
 import base64
 import os
+import random
 import ssl
 import struct
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from urllib.parse import urlsplit
 
 from _load_job import Job, Template
+from elasticd_agent.coordinator_link import gather_seconds
 from elasticd_planner.spec.cluster import Node
 
-from elasticd.wire.coordinator import together
+from elasticd.wire.coordinator import ReportWindow, to_agent, together
 
-_PING, _PONG, _BINARY, _CLOSE = 0x9, 0xA, 0x2, 0x8
+_PING, _PONG, _TEXT, _BINARY, _CLOSE = 0x9, 0xA, 0x1, 0x2, 0x8
+#: Shorter waits are left out: a thousand sends a second share the sleeps.
+LEAST_SLEEP_SECONDS = 0.005
 #: What a client's frames are masked with: zeros leave the bytes as they are.
 _MASK = bytes(4)
 
@@ -38,13 +43,14 @@ def framed(payload: bytes, kind: int = _BINARY) -> bytes:
 
 
 class Agent(asyncio.Protocol):
-    """One connection. `heard` counts the frames that came, pings among them."""
+    """One connection. gather_seconds: for which its reports wait, as the leader asked."""
 
     def __init__(self, host: str, token: str, node: Node, job: Job) -> None:
         self._host, self._token, self._node, self._job = host, token, node, job
         self.reports: list[Template] = job.reports(node)
         self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.gone = ""
+        self.gather_seconds, self._place = 0.0, random.random()
         self._buffer = b""
         self._upgraded = False
 
@@ -96,6 +102,8 @@ class Agent(asyncio.Protocol):
             payload, self._buffer = self._buffer[at : at + size], self._buffer[at + size :]
             if kind == _PING:
                 self.transport.write(framed(payload, _PONG))
+            elif kind in (_TEXT, _BINARY) and isinstance(window := to_agent(payload), ReportWindow):
+                self.gather_seconds = gather_seconds(window, self._place)
             elif kind == _CLOSE:
                 self.gone = f"closed by the coordinator: {payload[2:].decode(errors='replace')}"
 
@@ -118,24 +126,39 @@ async def run(url: str, agents: int, devices: int, seconds: int, how: str, token
         await agent.ready
     print("connected", flush=True)
     await loop.run_in_executor(None, sys.stdin.readline)
-    late = await _reporting(all_agents, seconds, together=how == "together")
+    dues = {
+        "spread": lambda n: n / len(all_agents),
+        "together": lambda n: all_agents[n].gather_seconds,
+        "at-once": lambda n: 0.0,
+    }
+    offsets = {all_agents[n]: dues[how](n) for n in range(len(all_agents))}
+    late = await _reporting(offsets, seconds)
+    waited = max(offsets.values()) if how == "together" else 0.0
     lost = [agent.gone for agent in all_agents if agent.gone]
-    print(f"late {max(late):.3f} {sum(late) / len(late):.4f} lost {len(lost)} {lost[:1]}", flush=True)
+    print(
+        f"waited {waited:.3f} late {max(late):.3f} {sum(late) / len(late):.4f} lost {len(lost)} {lost[:1]}",
+        flush=True,
+    )
     await loop.run_in_executor(None, sys.stdin.readline)
 
 
-async def _reporting(agents: Sequence[Agent], seconds: int, *, together: bool) -> list[float]:
-    """How late each send was, in seconds: what this program could not keep up with."""
+async def _reporting(offsets: Mapping[Agent, float], seconds: int) -> list[float]:
+    """Has each agent report once a second, at its offset.
+
+    Returns:
+        How late each send was, in seconds: what this program could not keep up with.
+    """
     late, began = [], time.monotonic() + 0.2
-    for step in range(1, seconds + 1):
-        for n, agent in enumerate(agents):
-            due = began + step - 1 + (0.0 if together else n / len(agents))
-            if n % 10 == 0 and (wait := due - time.monotonic()) > 0:
+    in_order = sorted(offsets, key=offsets.__getitem__)
+    for step in range(seconds):
+        for n, agent in enumerate(in_order):
+            due = began + step + offsets[agent]
+            if (wait := due - time.monotonic()) > LEAST_SLEEP_SECONDS:
                 await asyncio.sleep(wait)
-            late.append(max(0.0, time.monotonic() - due))
-            agent.report(step)
-            if together and n % 50 == 49:
+            elif n % 50 == 49:
                 await asyncio.sleep(0)
+            late.append(max(0.0, time.monotonic() - due))
+            agent.report(step + 1)
     return late
 
 

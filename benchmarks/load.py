@@ -9,9 +9,10 @@ Of the load: real connections on this machine. The coordinator, its gate and ser
 process of their own, over the memory store with planning paused, or (part "stored") over a real etcd with its
 planner at work; the agents are another: connections that greet, answer pings and
 report, a node's devices in one message, as an agent sends them. *spread*: the agents' steps end all over the
-second; *together*: all at one moment, as in one synchronous job, so that the last is handled only after all
-others. Processor time is the coordinator's own, for a second's reports, and may be measured on a busy machine;
-delays may not.
+second; *together*: all at one moment, as in one synchronous job, and the agents spread their reports as the
+leader asks; *at once*: the same with agents of release 0.1, which do not, so that the last report is
+handled only after all others. Processor time is the coordinator's own, for a second's reports, and may be
+measured on a busy machine; delays may not.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ def said(process: subprocess.Popen[str], tell: str = "") -> str:
 def loaded(
     agents: int, devices: int, seconds: int, how: str, folder: Path | None, etcd: str | None
 ) -> tuple[Figures, str]:
-    """What the coordinator used and did in `seconds` of load, and how late the agents' own sends were."""
+    """What the coordinator used and did in `seconds` of load, and the last line of the agents' process."""
     secured = ("--folder", folder) if folder is not None else ()
     stored = ("--etcd", etcd) if etcd is not None else ()
     with running("_load_leader.py", agents, devices, *secured, *stored) as leader:
@@ -126,8 +127,8 @@ def loaded(
     return found, late
 
 
-def rows_of(name: str, found: Figures, rate: int) -> Iterator[Row]:
-    """`rate`: reports that are sent in a second."""
+def rows_of(name: str, found: Figures, rate: int, fleet: str) -> Iterator[Row]:
+    """`rate`: reports that are sent in a second; `fleet`: the line of the agents' process."""
     each = found.processor / max(1, found.reports)
     # Where other programs kept it from keeping up it is less than this, since it ticks and pings meanwhile.
     share = each * rate
@@ -151,6 +152,8 @@ def rows_of(name: str, found: Figures, rate: int) -> Iterator[Row]:
     yield row(f"{name}: processor for a report", round(each * 1e6, 1), "µs", kind="measured")
     kept = found.reports / found.seconds / rate
     yield row(f"{name}: reports handled, of those sent meanwhile", round(kept, 3), "", kind="measured")
+    waited = float(fleet.split()[1])
+    yield row(f"{name}: reports wait in their agents, longest", waited, "s", kind="measured")
     yield at_most(f"{name}: from sending to handled, p99", found.delayed["p99"] * 1e3, MOST_DELAYED)
     yield at_most(f"{name}: the loop held up, longest", found.held_up * 1e3, MOST_HELD_UP)
 
@@ -257,16 +260,16 @@ def connected_rows(
     """The load of so many agents: over the memory store ("open"), with token and TLS, or over a real etcd."""
     with tempfile.TemporaryDirectory() as place:
         folder = secured(Path(place)) if part == "secured" else None
-        for how in ("spread", "together"):
-            words = f"{agents} agents x {devices}, {how}{', token and TLS' if folder else ''}"
+        for how in ("spread", "together", "at-once"):
+            words = f"{agents} agents x {devices}, {how.replace('-', ' ')}{', token and TLS' if folder else ''}"
             if part != "stored":
-                found, _ = loaded(agents, devices, seconds, how, folder, None)
-                yield from rows_of(words, found, agents * devices)
+                found, fleet = loaded(agents, devices, seconds, how, folder, None)
+                yield from rows_of(words, found, agents * devices, fleet)
                 continue
             with EtcdServer() as etcd:
-                found, _ = loaded(agents, devices, seconds, how, folder, etcd.endpoint)
+                found, fleet = loaded(agents, devices, seconds, how, folder, etcd.endpoint)
             words = f"{words}, etcd and planner"
-            yield from rows_of(words, found, agents * devices)
+            yield from rows_of(words, found, agents * devices, fleet)
             yield row(f"{words}: plans asked for", found.planned, "", goal=">= 1", met=found.planned >= 1)
 
 

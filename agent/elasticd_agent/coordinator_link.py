@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import ssl
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -31,6 +32,7 @@ from elasticd.wire.coordinator import (
     FromAgent,
     FromClient,
     PassedReport,
+    ReportWindow,
     ToAgent,
     ToClient,
     frames,
@@ -47,8 +49,9 @@ _PING_SECONDS = 5.0
 #: Seconds for the leader to hear that this agent ends in good order.
 _LEAVE_SECONDS = 1.0
 _LARGEST_MESSAGE = 64 << 20
-#: Seconds that a worker's report waits for those of the node's other workers.
-GATHER_SECONDS = 0.01
+#: Seconds that a worker's report waits for those of the node's other workers, and at most where the leader has
+#: so many agents that they spread their reports.
+GATHER_SECONDS, MOST_GATHER_SECONDS = 0.01, 1.0
 
 _log = logging.getLogger(__name__)
 
@@ -64,9 +67,13 @@ class Link:
         emit: Callable[[Event], None],
         orders: Mapping[type, Callable[[Any], None]],
         known: Callable[[], Credentials] = Credentials,
+        *,
+        place: float | None = None,
     ) -> None:
         self._emit, self._orders, self._known = emit, orders, known
         self._said = ""
+        self._place = random.random() if place is None else place
+        self._gather_seconds = GATHER_SECONDS
         self._url: str | None = None
         self._moved = asyncio.Event()
         self._hung_up = False
@@ -144,7 +151,7 @@ class Link:
         except (OSError, TimeoutError, WebSocketException, InvalidURI) as error:
             _log.debug("the leader at %s cannot be reached: %s", url, error)
             return False
-        self._said = ""
+        self._said, self._gather_seconds = "", GATHER_SECONDS
         self._outgoing, self._hung_up = asyncio.Queue(), False
         self._connection = connection
         _log.info("linked to the leader at %s", url)
@@ -210,6 +217,8 @@ class Link:
             self._emit(AgentDrained(on=message.on))
         elif isinstance(message, ToClient | AgentRejected):
             self._emit(Heard(message=message))
+        elif isinstance(message, ReportWindow):
+            self._gather_seconds = gather_seconds(message, self._place)
         else:
             self._orders[type(message)](message)
 
@@ -218,7 +227,7 @@ class Link:
             waiting = [await outgoing.get()]
             # The node's other workers report the same step now, and a message costs the leader more than what
             # is in it. Nothing else waits for them.
-            ends = asyncio.get_running_loop().time() + GATHER_SECONDS
+            ends = asyncio.get_running_loop().time() + self._gather_seconds
             while len(waiting) < MOST_TOGETHER and _is_report(waiting[-1]):
                 try:
                     async with asyncio.timeout_at(ends):
@@ -248,6 +257,11 @@ def _encoded(message: FromAgent) -> bytes | None:
     except Exception as error:
         outlived(f"{type(message).__name__} to the leader", error)
         return None
+
+
+def gather_seconds(window: ReportWindow, place: float) -> float:
+    """Returns the seconds that reports wait in the agent whose place in the window is this (0 to 1)."""
+    return min(max(GATHER_SECONDS, window.seconds * place), MOST_GATHER_SECONDS)
 
 
 def _is_report(message: FromAgent) -> bool:

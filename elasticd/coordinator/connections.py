@@ -8,13 +8,16 @@ from collections.abc import Awaitable, Callable
 from elasticd.codec.message import encode, protocol_refusal
 from elasticd.records import NodeRecord
 from elasticd.system.network_addresses import is_loopback
-from elasticd.wire.coordinator import AgentHello, FromMachine, ToAgent
+from elasticd.wire.coordinator import AgentHello, FromMachine, ReportWindow, ToAgent
 from elasticd.wire.launch import Happened, ReadOutput
 
 #: Messages that may wait for a slow agent before its connection is given up; it then starts afresh.
 MOST_WAITING = 10_000
 #: Seconds for an agent's process to have an order: a ping behind it is answered, or its connection is given up.
 REACH_SECONDS = 3.0
+#: Seconds of this process that the reports of one agent's step take, and the window over which fewer agents
+#: than it would be for do not spread theirs, and the longest one.
+FRAME_SECONDS, LEAST_WINDOW_SECONDS, MOST_WINDOW_SECONDS = 0.6e-3, 0.05, 1.0
 
 
 class Connection:
@@ -74,6 +77,7 @@ class Connections:
 
     def __init__(self) -> None:
         self._live: dict[str, Connection] = {}
+        self._window_seconds = 0.0  # over which the agents spread their reports
 
     def __len__(self) -> int:
         return len(self._live)
@@ -113,6 +117,8 @@ class Connections:
             if _on_another_machine(record, other.record):
                 other.closed.set()  # it comes back, and is told why it cannot stay
         connection = self._live[record.node] = Connection(record)
+        if not self._adjust_window() and self._window_seconds:
+            connection.send(ReportWindow(seconds=self._window_seconds))
         return connection
 
     def leave(self, connection: Connection) -> bool:
@@ -121,6 +127,23 @@ class Connections:
         if self._live.get(connection.node) is not connection:
             return False
         del self._live[connection.node]
+        self._adjust_window()
+        return True
+
+    def _adjust_window(self) -> bool:
+        """Returns whether all agents had to be sent another window for their reports. It is one to two times as
+        long as this process needs for a report of each agent; it shrinks late, so that agents that come and go
+        do not change it each time."""
+        needed = len(self._live) * FRAME_SECONDS
+        window = self._window_seconds
+        if needed <= window and (needed > window / 4 or not window):
+            return False
+        window = 0.0 if needed < LEAST_WINDOW_SECONDS else min(MOST_WINDOW_SECONDS, 2 * needed)
+        if window == self._window_seconds:
+            return False
+        self._window_seconds = window
+        for connection in self._live.values():
+            connection.send(ReportWindow(seconds=window))
         return True
 
     def renew(self, node: str) -> None:

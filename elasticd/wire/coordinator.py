@@ -158,6 +158,13 @@ class TryReach(Message, frozen=True, kw_only=True, tag="try-reach"):
     targets: dict[str, str]  # "host:port" by node
 
 
+class ReportWindow(Message, frozen=True, kw_only=True, tag="report-window"):
+    """Spreads the reports of many agents, whose steps end at one moment: each agent lets its reports wait for a
+    fixed part of this time, which it draws by itself."""
+
+    seconds: float  # 0: they do not wait
+
+
 class Harm(Message, frozen=True, kw_only=True, tag="inject-fault"):
     """Fault injection, a hint: into the process that drives a device, or into this node's links."""
 
@@ -189,7 +196,7 @@ ToLeader = AgentHello | StepTime | TorchrunState | ToMachine | FollowJob | Outpu
 FromAgent = ToLeader | PassedReport
 #: What the coordinator's machine says to agents.
 FromMachine = ToClient | SnapshotSetComplete | Harm | Drain | End | TryReach
-ToAgent = AgentRejected | FromMachine | Happened | ReadOutput
+ToAgent = AgentRejected | FromMachine | Happened | ReadOutput | ReportWindow
 
 _to_leader: MessageReader[ToLeader | Unread] = MessageReader(
     ToLeader, "an agent", lambda data, why: _unread(data, why)
