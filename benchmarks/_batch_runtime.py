@@ -186,7 +186,7 @@ def degree_rows() -> Iterator[Row]:
         memory.group = counted  # type: ignore[method-assign]
         degrees = set()
         for step in range(STEPS_OF_DEGREES):
-            rows = engine._batches.of(step).modules[0][0]
+            rows = engine._batches.of(step).pipelines[0]
             lanes: dict[int, int] = {}
             for each in (piece for row_ in rows for lane in row_.lanes for piece in lane):
                 lanes[each.sample] = lanes.get(each.sample, 0) + 1

@@ -58,7 +58,7 @@ def numbers() -> str:
 def picture() -> str:
     """The SVG."""
     _, dealt = batch()
-    (rows,) = dealt.modules[0]
+    (rows,) = dealt.pipelines
     pieces = [piece.sample for row in rows for lane in row.lanes for piece in lane]
     shared = [sample for sample, count in Counter(pieces).items() if count > 1]
     times = [

@@ -67,13 +67,13 @@ def dealt(plan: Plan, given: StepLengths) -> BatchPlan:
 
 def batch_lines(plan: Plan, batch: BatchPlan, linear: int) -> Iterator[Text]:
     """The picture of a batch, and its numbers."""
-    pieces = (piece.sample for rows in batch.modules[0] for row in rows for lane in row.lanes for piece in lane)
+    pieces = (piece.sample for rows in batch.pipelines for row in rows for lane in row.lanes for piece in lane)
     shared = [sample for sample, count in Counter(pieces).items() if count > 1]
     marks = {sample: at for at, sample in enumerate(shared)}
     slowdown = _slowdown(plan)
     most = max(work * pace for work, pace in zip(lane_work(plan, batch, linear), slowdown, strict=True))
     shown, lanes = 0, len(slowdown)
-    for number, (pipeline, rows) in enumerate(zip(plan.pipelines, batch.modules[0], strict=True)):
+    for number, (pipeline, rows) in enumerate(zip(plan.pipelines, batch.pipelines, strict=True)):
         for lane in range(len(pipeline.micro_batches_by_lane)):
             if shown == _SHOWN:
                 yield Text(f"and {lanes - shown} more lanes", style="dim")
@@ -140,5 +140,5 @@ def batch_of(plan: Plan, batch: BatchPlan, linear: int) -> dict[str, object]:
 def _pipelines(batch: BatchPlan) -> Sequence[object]:
     return [
         [[[piece._asdict() for piece in lane] for lane in row.lanes] for row in rows]
-        for rows in batch.modules[0]
+        for rows in batch.pipelines
     ]

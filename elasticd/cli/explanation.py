@@ -134,7 +134,7 @@ def explained(
 
 
 def _has_lanes(plan: Plan) -> bool:
-    return any(stage.lanes for m in plan.modules for pipeline in m.pipelines for stage in pipeline.stages)
+    return any(stage.lanes for pipeline in plan.pipelines for stage in pipeline.stages)
 
 
 def explanation_of(found: Explained) -> dict[str, Any]:

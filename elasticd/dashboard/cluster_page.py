@@ -124,7 +124,7 @@ def cell(known: Knowledge, node: NodeStatus, device: str, pace: float) -> views.
         slowdown=known.cluster.rates.get(device, 1.0),
         state=state_of(known, node, device),
         job=use.job if use is not None else "",
-        place=(place.module, place.pipeline, place.lane, place.stage, place.position) if place else None,
+        place=(0, place.pipeline, place.lane, place.stage, place.position) if place else None,
         pace=pace,
     )
 

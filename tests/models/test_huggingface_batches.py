@@ -193,7 +193,7 @@ def test_a_sequence_that_is_cut_has_the_next_tokens_label_on_another_lane() -> N
         model=described, loss=next_token_loss, dataset=Chats(), packing=Packing(tokens=8, least=1)
     )
     dealt = training.recipe().feed.dealing(LANES, 0)()
-    pieces = [piece for row in dealt.modules[0][0] for lane in row.lanes for piece in lane]
+    pieces = [piece for row in dealt.pipelines[0] for lane in row.lanes for piece in lane]
     assert sum(piece.tokens < piece.length for piece in pieces) >= 8
 
 

@@ -64,7 +64,7 @@ def test_whatever_the_lengths_each_sample_is_dealt_once_and_lanes_have_no_gaps(
         batch_plan(made, 0, samples, BatchLengths(tokens=tokens, linear=30)),
     ):
         assert sorted(batch.samples()) == sorted(samples)
-        for pipeline, rows in zip(made.pipelines, batch.modules[0], strict=True):
+        for pipeline, rows in zip(made.pipelines, batch.pipelines, strict=True):
             assert len(rows) == max(pipeline.micro_batches_by_lane)
             for lane, count in enumerate(pipeline.micro_batches_by_lane):
                 assert [bool(row.lanes[lane]) for row in rows] == [i < count for i in range(len(rows))]
@@ -103,7 +103,7 @@ def test_rows_are_dealt_in_order_and_short_lanes_have_none_in_the_last_ones() ->
         ((0,),),
         ((1,), (2,), (3,)),
     ]
-    assert [[bool(lane) for lane in row.lanes] for row in batch.modules[0][0]] == [
+    assert [[bool(lane) for lane in row.lanes] for row in batch.pipelines[0]] == [
         [True, True],
         [False, True],
         [False, True],
@@ -114,9 +114,9 @@ def test_a_gap_in_a_lane_and_a_row_without_all_lanes_are_refused() -> None:
     one, none = (SequencePiece.whole(0),), ()
     rows = (BatchRow(lanes=(one, none)), BatchRow(lanes=(one, one)))
     with pytest.raises(Invalid, match="step 4: the rows of a lane must have no gap"):
-        BatchPlan(step=4, plan=1, modules=((rows,),))
+        BatchPlan(step=4, plan=1, pipelines=(rows,))
     with pytest.raises(Invalid, match="must name all its lanes"):
-        BatchPlan(step=4, plan=1, modules=(((BatchRow(lanes=(one,)), *rows),),))
+        BatchPlan(step=4, plan=1, pipelines=((BatchRow(lanes=(one,)), *rows),))
 
 
 def test_a_round_takes_no_more_than_a_step() -> None:

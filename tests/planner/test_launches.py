@@ -113,7 +113,7 @@ def lanes_of(rows: Sequence[Sequence[Sequence[int]]], chunks: int = 1) -> dict[s
         for row in rows
     )
     made = plan_of_lanes(tuple(max(1, sum(bool(row[lane]) for row in rows)) for lane in range(3)), chunks)
-    batch = BatchPlan(step=0, plan=0, modules=((listed,),), packed=True)
+    batch = BatchPlan(step=0, plan=0, pipelines=(listed,), packed=True)
     return launches(Layouts(SPEC, made), batch, passes)
 
 

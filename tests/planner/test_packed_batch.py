@@ -59,20 +59,20 @@ def test_each_token_is_dealt_once_under_any_plan(made: Plan, tokens: list[int], 
     batch = dealt(made, tokens, most, CUTS if cut else None)
     assert (batch.step, batch.plan, batch.packed) == (3, made.number, True)
     length = {}
-    for piece in pieces(tuple(row for rows in batch.modules[0] for row in rows)):
+    for piece in pieces(tuple(row for rows in batch.pipelines for row in rows)):
         length[piece.sample] = length.get(piece.sample, 0) + piece.tokens
     assert length == {100 + index: count for index, count in enumerate(tokens)}
 
 
 def test_a_sequence_longer_than_any_lane_is_cut_over_a_pipeline() -> None:
     batch = dealt(planned(lanes(3, 1)), [100], 40)
-    assert [piece.tokens for piece in pieces(batch.modules[0][0])] == [34, 32, 34]
+    assert [piece.tokens for piece in pieces(batch.pipelines[0])] == [34, 32, 34]
 
 
 def test_a_pipeline_of_several_stages_has_even_rows() -> None:
     draw = np.random.default_rng(2)
     tokens = np.clip(draw.lognormal(5, 1, 80), 4, 1500).astype(int).tolist()
-    rows = dealt(planned(lanes(4, 1, stages=2)), tokens, 2048).modules[0][0]
+    rows = dealt(planned(lanes(4, 1, stages=2)), tokens, 2048).pipelines[0]
     cost = [[sum(p.tokens * (50 + p.length) for p in lane) for lane in row.lanes] for row in rows]
     mean = sum(map(sum, cost)) / 4 / len(rows)
     assert all(max(row) <= 1.1 * max(mean, sum(row) / 4) for row in cost)
@@ -81,7 +81,7 @@ def test_a_pipeline_of_several_stages_has_even_rows() -> None:
 def test_a_sequence_goes_to_a_pipeline_that_holds_it() -> None:
     plan = planned(lanes(1, 1), lanes(4, 1, 4), lanes(2, 1, 8))
     batch = dealt(plan, [10, 150, 10], 40)
-    assert {piece.sample for piece in pieces(batch.modules[0][1])} == {101}
+    assert {piece.sample for piece in pieces(batch.pipelines[1])} == {101}
 
 
 def test_a_sequence_that_no_lanes_hold_is_refused_by_name() -> None:
@@ -96,21 +96,21 @@ def test_a_sequence_that_no_lanes_hold_is_refused_by_name() -> None:
 def test_pipelines_get_work_by_the_speed_of_their_lanes() -> None:
     plan = planned(lanes(4, 1), lanes(4, 1, 4))
     batch = dealt(plan, [30] * 600, 400, slowdown=(64,) * 4 + (128,) * 4)
-    quick, slow = (sum(piece.tokens for piece in pieces(rows)) for rows in batch.modules[0])
+    quick, slow = (sum(piece.tokens for piece in pieces(rows)) for rows in batch.pipelines)
     assert quick == pytest.approx(2 * slow, rel=0.02)
 
 
 def test_without_slowdowns_lanes_get_work_by_the_plans_micro_batches() -> None:
     plan = planned(Pipeline(stages=lanes(2, 1).stages, micro_batches=4, rows=(3, 1)))
     for cut in (CUTS, None):
-        rows = dealt(plan, [20] * 400, 2000, cut).modules[0][0]
+        rows = dealt(plan, [20] * 400, 2000, cut).pipelines[0]
         tokens = [sum(piece.tokens for row in rows for piece in row.lanes[lane]) for lane in (0, 1)]
         assert tokens[0] == pytest.approx(3 * tokens[1], rel=0.05)
 
 
 def test_a_slow_lane_gets_fewer_tokens_also_of_whole_sequences() -> None:
     plan = planned(lanes(4, 1))
-    rows = dealt(plan, [20] * 700, 4000, None, slowdown=(64, 64, 64, 128)).modules[0][0]
+    rows = dealt(plan, [20] * 700, 4000, None, slowdown=(64, 64, 64, 128)).pipelines[0]
     tokens = [sum(piece.tokens for row in rows for piece in row.lanes[lane]) for lane in range(4)]
     assert tokens[3] == pytest.approx(tokens[0] / 2, rel=0.03)
 
@@ -127,7 +127,7 @@ def test_cutting_ends_a_step_sooner_than_whole_sequences() -> None:
     plan, draw = planned(lanes(8, 1)), np.random.default_rng(1)
     tokens = np.clip(draw.lognormal(5, 1.2, 60), 4, 4000).astype(int).tolist()
     whole, cut = (
-        played_rows.seconds(dealt(plan, tokens, 4096, options).modules[0][0], (64,) * 8, 50, 2000)
+        played_rows.seconds(dealt(plan, tokens, 4096, options).pipelines[0], (64,) * 8, 50, 2000)
         for options in (None, CUTS)
     )
     work = sum(each * (50 + each) for each in tokens) / 8
@@ -142,7 +142,7 @@ def test_a_batch_that_breaks_a_rule_is_refused() -> None:
 
     def batch(*rows: tuple[tuple[SequencePiece, ...], ...]) -> BatchPlan:
         made = tuple(BatchRow(lanes=row) for row in rows)
-        return BatchPlan(step=1, plan=plan.number, modules=((made,),), packed=True)
+        return BatchPlan(step=1, plan=plan.number, pipelines=(made,), packed=True)
 
     check_batch(batch(((whole[100],), (whole[101],))), (100, 101), lengths, 8)
     check_batch(batch((half[:1], half[1:]), ((whole[101],), ())), (100, 101), lengths, 8)
@@ -202,7 +202,7 @@ def test_a_packed_plan_says_which_shares_lanes_get_at_first() -> None:
     plan = planned(packed_lanes(9000, 9000, slowdown=(64, 192)))
     assert planned_slowdown(plan.pipelines) == [64, 192]
     made = packed_batch_plan(plan, 1, (1,), BatchLengths(tokens=(4000,), linear=50), 9000, cut=CUTS)
-    assert [piece.tokens for piece in pieces(made.modules[0][0])] == [3000, 1000]
+    assert [piece.tokens for piece in pieces(made.pipelines[0])] == [3000, 1000]
 
 
 def test_lanes_are_on_the_node_of_their_first_device() -> None:

@@ -150,7 +150,7 @@ def played(made: Plan, given: Problem, lengths: np.ndarray) -> float:
         return math.inf
     slowest = max(
         _pipeline(pipeline, rows, given)
-        for pipeline, rows in zip(made.pipelines, batch.modules[0], strict=True)
+        for pipeline, rows in zip(made.pipelines, batch.pipelines, strict=True)
         if rows
     )
     return slowest + after_seconds(made, given.cluster, ProfileCost(given.profile))

@@ -14,6 +14,7 @@ from elasticd_planner.spec.plan import (
 )
 from elasticd_planner.value import Invalid
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.planner.models import plan, planned, plans
 from tests.sizes import examples
@@ -47,7 +48,7 @@ def test_a_plan_survives_json(made: Plan) -> None:
 
 def test_rank_follows_pipeline_stage_and_position() -> None:
     assert SIMPLE.members == ("n0/0", "n0/1", "n1/0", "n1/1")
-    assert SIMPLE.places["n1/0"] == Place(module=0, pipeline=0, stage=1, position=0)
+    assert SIMPLE.places["n1/0"] == Place(pipeline=0, stage=1, position=0)
     assert SIMPLE.rank("n1/1") == 3
     assert SIMPLE.stage(SIMPLE.places["n0/1"]).fraction(1) == 0.25
 
@@ -154,7 +155,7 @@ LANES = planned(
 
 def test_a_lane_is_seen_as_a_pipeline_of_its_own() -> None:
     assert LANES.members == ("n0/0", "n0/1", "n0/2", "n1/0", "n1/1", "n2/0"), "lane by lane"
-    assert LANES.places["n1/1"] == Place(module=0, pipeline=0, stage=1, position=0, lane=1)
+    assert LANES.places["n1/1"] == Place(pipeline=0, stage=1, position=0, lane=1)
     tensor = LANES.places["n0/1"]
     assert LANES.stage(tensor).devices == ("n0/0", "n0/1")
     assert LANES.stage(tensor).fraction(tensor.position) == 0.25
@@ -194,6 +195,36 @@ def test_lanes_have_a_version_that_older_releases_refuse() -> None:
     assert tree["strategies"][0]["modules"][0]["pipelines"][0]["rows"] == [3, 2]
 
 
+@settings(max_examples=examples(50))
+@given(plans(), st.data())
+def test_views_are_the_plans_of_the_modules(first: Plan, data: st.DataObject) -> None:
+    """However many devices are in both modules, and wherever they stand in the second."""
+    shared = data.draw(st.permutations(first.members))
+    count = data.draw(st.integers(0, len(shared)))
+    names = dict(
+        zip(first.members, [*shared[:count], *(f"x/{i}" for i in range(count, len(shared)))], strict=True)
+    )
+
+    def renamed(stage: Stage) -> Stage:
+        return msgspec.structs.replace(stage, devices=tuple(names[device] for device in stage.devices))
+
+    pipelines = tuple(
+        msgspec.structs.replace(pipeline, stages=tuple(map(renamed, pipeline.stages)))
+        for pipeline in first.pipelines
+    )
+    alone = first.replace(carriers=(), idle=(), binding={}, prediction=None)
+    second = alone.replace(strategies=(Strategy(modules=(ModulePlan(module="vision", pipelines=pipelines),)),))
+    both = alone.replace(strategies=(Strategy(modules=(*first.modules, *second.modules)),))
+    both = both.replace(binding={device: f"i-{device}" for device in both.members})
+    for each in (alone, second):
+        view = both.view(each.module.module)
+        assert view.replace(binding={}) == each
+        assert view.places == each.places
+        assert view.binding == {device: f"i-{device}" for device in each.members}
+    assert {*both.members} == {*alone.members, *second.members}
+    assert both.members[: len(alone.members)] == alone.members
+
+
 def test_json_that_breaks_an_invariant_names_the_place() -> None:
     tree = msgspec.json.decode(SIMPLE.to_json())
     tree["strategies"][0]["modules"][0]["pipelines"][0]["stages"][0]["shares"] = [1, 0]
@@ -215,15 +246,20 @@ def test_a_device_has_at_most_one_place_in_each_module() -> None:
     vision = ModulePlan(module="vision", pipelines=(others,))
     both = SIMPLE.replace(strategies=(Strategy(modules=(*SIMPLE.modules, vision)),))
     shared = pipeline.stages[0].devices[0]
-    assert both.places_of(shared) == (Place(0, 0, 0, 0), Place(1, 0, 0, 1))
-    assert both.places[shared] == Place(0, 0, 0, 0)
-    assert both.places_of("n9/0") == (Place(1, 0, 0, 0),)
     assert both.members == (*SIMPLE.members, "n9/0")
     assert both.version == 3
     assert Plan.from_json(both.to_json()) == both
-    assert both.places_of("n7/7") == ()
-    with pytest.raises(Invalid, match="in several modules, and has no one seat"):
-        _ = both.seats
+    for question in ("pipelines", "by_lane", "places", "seats", "module"):
+        with pytest.raises(Invalid, match="it has the modules model, vision, each of which has pipelines"):
+            getattr(both, question)
+    assert both.view("model") == SIMPLE.replace(idle=())
+    assert both.view("model").places == SIMPLE.places
+    assert both.view("vision").pipelines == (others,)
+    assert both.view("vision").members == ("n9/0", shared)
+    assert both.view("vision").version == 1
+    with pytest.raises(Invalid, match="it has no module 'audio'"):
+        both.view("audio")
+    assert SIMPLE.view("model") is SIMPLE
     twice = msgspec.structs.replace(
         others, stages=(msgspec.structs.replace(others.stages[0], devices=(shared,) * 2),)
     )

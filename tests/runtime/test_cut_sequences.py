@@ -89,7 +89,7 @@ class Cutting(Mapped):
             tuple(self._rows(drawn, pipeline, part))
             for pipeline, part in zip(plan.pipelines, parts, strict=True)
         )
-        dealt = BatchPlan(step=step, plan=plan.number, modules=(rows,), packed=True)
+        dealt = BatchPlan(step=step, plan=plan.number, pipelines=rows, packed=True)
         return lambda: dealt
 
     def _rows(self, drawn: random.Random, pipeline: Pipeline, samples: list[int]) -> Iterator[BatchRow]:
@@ -163,7 +163,7 @@ def test_drawn_cuts_train_like_one_process(name: str, policy: str) -> None:
 def test_sequences_that_memory_cuts_train_like_one_process(name: str, policy: str) -> None:
     plan = PLANS[name].replace(state=POLICIES[policy])
     dealt = [cut_by_memory().feed.dealing(plan, step)() for step in range(test_parity.STEPS)]
-    pieces = [p for each in dealt for row in each.modules[0][0] for lane in row.lanes for p in lane]
+    pieces = [p for each in dealt for row in each.pipelines[0] for lane in row.lanes for p in lane]
     assert any(piece.tokens < piece.length for piece in pieces)
     check(plan, in_threads(plan, cut_by_memory))
 

@@ -148,7 +148,7 @@ def test_samples_dealt_to_lanes_by_their_lengths_train_alike(
     )
     recipe = replace(make_recipe(), data=DataOptions(length=lambda index: 5 + index % 9))
     dealt = recipe.feed.dealing(plan, 0)()
-    assert {piece.length for row in dealt.modules[0][0] for lane in row.lanes for piece in lane} <= {
+    assert {piece.length for row in dealt.pipelines[0] for lane in row.lanes for piece in lane} <= {
         *range(5, 14)
     }
 

@@ -257,7 +257,7 @@ class OneSided(Mapped):
         rows = tuple((SequencePiece.whole(i, length(i)),) for i in samples)
         first, *others = (len(pipeline.micro_batches_by_lane) for pipeline in plan.pipelines)
         mine = tuple(BatchRow(lanes=(row, *[()] * (first - 1))) for row in rows)
-        dealt = BatchPlan(step=step, plan=plan.number, modules=((mine, *[()] * len(others)),), packed=True)
+        dealt = BatchPlan(step=step, plan=plan.number, pipelines=(mine, *[()] * len(others)), packed=True)
         return lambda: dealt
 
 

@@ -163,7 +163,7 @@ def _moved(engine: Engine, layouts: Layouts, state: LocalState, group: Group) ->
 
 def alone(plan: Plan) -> Plan:
     """A plan of the first member of `plan` alone."""
-    first, module = plan.members[0], plan.modules[0]
+    first, module = plan.members[0], plan.module
     stage = Stage(start=0, stop=module.pipelines[0].layers, devices=(first,), shares=(1,))
     pipeline = Pipeline(stages=(stage,), micro_batches=plan.global_batch // plan.micro_batch)
     return Plan(

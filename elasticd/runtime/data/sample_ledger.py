@@ -65,10 +65,10 @@ def expected_hashes(plan: Plan, batch: BatchPlan) -> list[int]:
         plan: the plan in force. Devices that only carry state see no samples.
         batch: the micro-batches of each lane, in the order of their forward passes.
     """
-    hashes: dict[tuple[int, int, int], int] = {}  # all members of a lane see the same samples
+    hashes: dict[tuple[int, int], int] = {}  # all members of a lane see the same samples
     found = []
     for place in plan.places.values():
-        lane = place.module, place.pipeline, place.lane
+        lane = place.pipeline, place.lane
         if lane not in hashes:
             mine = (entries(micro, packed=batch.packed) for micro in batch.of(place))
             hashes[lane] = hash_samples(chain.from_iterable(mine))

@@ -165,12 +165,8 @@ class Engine:
         """Makes the groups and modules of one member of a plan. It has no state until `adopt`.
 
         Raises:
-            ValueError: the plan has several modules.
+            Invalid: the plan has several modules.
         """
-        if len(names := [module.module for module in layouts.plan.modules]) > 1:
-            raise ValueError(
-                f"a plan of the modules {', '.join(names)}: models of one module are trained so far"
-            )
         peers = connect(plan_groups, layouts, recipe)
         accelerator = self.accelerator = recipe.accelerator
         local = build(recipe.model, layouts.plan, plan_groups.me, accelerator)

@@ -199,7 +199,7 @@ def _chunks(
 def _context(recipe: Recipe, plan: Plan, peers: Peers) -> ContextParallel | None:
     """What this device exchanges with the other lanes of its stage; None: no sequence is cut over lanes."""
     place, me = plan.places[peers.me], peers.me
-    stage = plan.modules[place.module].pipelines[place.pipeline].stages[place.stage]
+    stage = plan.pipelines[place.pipeline].stages[place.stage]
     channel = Channel("context", stage.devices)
     if channel not in peers.channels:
         return None

@@ -97,7 +97,7 @@ def dealt(lengths: Ints, gang: Gang, plan: Plan | None = None) -> tuple[BatchRow
         cut=CutOptions(fixed=gang.fixed),
         slowdown=tuple(map(round, gang.slowdown)),
     )
-    return made.modules[0][0]
+    return made.pipelines[0]
 
 
 def seconds(rows: Sequence[BatchRow], gang: Gang) -> float:

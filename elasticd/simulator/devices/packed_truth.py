@@ -189,7 +189,7 @@ class PackedTruth(Truth):
     def _played(self, plan: Plan, batch: BatchPlan, unit: Floats) -> StepTimes:
         shape, base = self._shape(plan), self.unit
         ends, first = np.zeros(shape.count), 0
-        for pipeline, rows in zip(plan.pipelines, batch.modules[0], strict=True):
+        for pipeline, rows in zip(plan.pipelines, batch.pipelines, strict=True):
             gangs, lanes = self._gangs(plan, pipeline, unit), len(pipeline.micro_batches_by_lane)
             if rows:
                 ends[first : first + lanes] = self._pipeline(shape, pipeline, rows, gangs, base)
@@ -282,7 +282,7 @@ def _tokens(plan: Plan, batch: BatchPlan) -> list[int]:
     """Of each lane of all pipelines."""
     return [
         sum(piece.tokens for row in rows for piece in row.lanes[lane])
-        for pipeline, rows in zip(plan.pipelines, batch.modules[0], strict=True)
+        for pipeline, rows in zip(plan.pipelines, batch.pipelines, strict=True)
         for lane in range(len(pipeline.micro_batches_by_lane))
     ]
 

@@ -28,20 +28,18 @@ def key_flows(layouts: Layouts, batch: BatchPlan) -> Iterator[Flow]:
         batch: of the step.
     """
     spec = layouts.spec
-    for module, pipelines in zip(layouts.plan.modules, batch.modules, strict=True):
-        for pipeline, rows in zip(module.pipelines, pipelines, strict=True):
-            for stage in pipeline.stages if batch.packed else ():
-                found = attention_members(spec, stage)
-                if found is None or len(stage.by_lane) == 1:
-                    continue
-                members, size = found
-                layers = sum(stop - start for start, stop in stage.chunks)
-                layers = sum(stop - start for start, stop in stage.chunks)
-                sent = Counter[tuple[str, str, int]]()
-                for row in rows:
-                    sent.update(_sent(row.lanes, members, size))
-                for (source, to, elements), times in sent.items():
-                    yield Flow(message((source, to), elements), item_size(spec.dtype), times * layers)
+    for pipeline, rows in zip(layouts.plan.pipelines, batch.pipelines, strict=True):
+        for stage in pipeline.stages if batch.packed else ():
+            attention = attention_members(spec, stage)
+            if attention is None or len(stage.by_lane) == 1:
+                continue
+            members, size = attention
+            layers = sum(stop - start for start, stop in stage.chunks)
+            sent = Counter[tuple[str, str, int]]()
+            for row in rows:
+                sent.update(_sent(row.lanes, members, size))
+            for (source, to, elements), times in sent.items():
+                yield Flow(message((source, to), elements), item_size(spec.dtype), times * layers)
 
 
 def _sent(lanes: Sequence[MicroBatch], members: ContextMembers, size: int) -> Iterator[tuple[str, str, int]]:

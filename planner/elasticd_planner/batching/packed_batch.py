@@ -27,7 +27,7 @@ from elasticd_planner.batching.sequence_split import divided
 from elasticd_planner.numeric import Ints
 from elasticd_planner.spec.batch import BatchLengths, BatchPlan, BatchRow, MicroBatch, SequencePiece
 from elasticd_planner.spec.cluster import node_of
-from elasticd_planner.spec.plan import ModulePlan, Pipeline, Plan
+from elasticd_planner.spec.plan import Pipeline, Plan
 from elasticd_planner.value import Invalid, Value, refuse
 
 
@@ -50,12 +50,12 @@ class CutOptions(Value, frozen=True, kw_only=True):
             refuse("packing: the least piece must be at least 1 pair, and a row's fixed cost not negative")
 
 
-def row_capacity(plan: Plan, lengths: BatchLengths, most: int | None = None, module: int = 0) -> list[int]:
-    """Tokens of a row that each lane of a module takes, lane by lane over its pipelines: what its memory holds,
+def row_capacity(plan: Plan, lengths: BatchLengths, most: int | None = None) -> list[int]:
+    """Tokens of a row that each lane takes, lane by lane over all pipelines: what its memory holds,
     as the plan has it, and no more than `most` (None: than a padded micro-batch of these sequences)."""
     limit = plan.micro_batch * max(1, *lengths.tokens) if most is None else most
     found: list[int] = []
-    for pipeline in plan.modules[module].pipelines:
+    for pipeline in plan.pipelines:
         rooms = [min(limit, lane.capacity) for lane in pipeline.packed]
         found += rooms or [limit] * len(pipeline.micro_batches_by_lane)
     return found
@@ -71,16 +71,16 @@ def packed_batch_plan(
     cut: CutOptions | None = None,
     slowdown: Sequence[int] | None = None,
 ) -> BatchPlan:
-    """Deals the samples of a step to the lanes of each module, and to rows of those.
+    """Deals the samples of a step to the lanes of a plan, and to rows of those.
 
     Args:
-        plan: the plan.
+        plan: the plan, of one module.
         step: its index.
         samples: their ids.
         lengths: tokens of each sample, and what they cost.
         most: the most tokens of a row, see `row_capacity`.
         cut: how sequences may be cut over the lanes of a pipeline; None: they stay whole.
-        slowdown: the time of each lane of a module for the same work, in order, in 64ths of a normal lane's;
+        slowdown: the time of each lane for the same work, in order, in 64ths of a normal lane's;
             None: see `planned_slowdown`.
 
     Raises:
@@ -92,42 +92,38 @@ def packed_batch_plan(
     if 0 in lengths.tokens:
         sample = samples[lengths.tokens.index(0)]
         raise NoRoom(step, sample, "has 0 tokens: a packed sequence needs at least one")
-    modules = tuple(
-        _Dealing(
-            step, module, samples, lengths, row_capacity(plan, lengths, most, number), cut, slowdown
-        ).rows()
-        for number, module in enumerate(plan.modules)
-    )
-    return BatchPlan(step=step, plan=plan.number, modules=modules, packed=True)
+    dealing = _Dealing(step, plan, samples, lengths, row_capacity(plan, lengths, most), cut, slowdown)
+    return BatchPlan(step=step, plan=plan.number, pipelines=dealing.rows(), packed=True)
 
 
 class _Dealing:
-    """The dealing of a step's samples to one module."""
+    """The dealing of a step's samples to the lanes of a plan."""
 
     def __init__(
         self,
         step: int,
-        module: ModulePlan,
+        plan: Plan,
         samples: Sequence[int],
         lengths: BatchLengths,
         capacity: Sequence[int],
         cut: CutOptions | None,
         slowdown: Sequence[int] | None,
     ) -> None:
-        self.step, self.module, self.samples, self.lengths, self.options = step, module, samples, lengths, cut
-        slots = [count for pipeline in module.pipelines for count in pipeline.micro_batches_by_lane]
+        self.step, self.pipelines, self.samples, self.lengths = step, plan.pipelines, samples, lengths
+        self.options = cut
+        slots = [count for pipeline in plan.pipelines for count in pipeline.micro_batches_by_lane]
         lanes = len(slots)
         self.capacity = list(capacity)
-        self.slowdown = planned_slowdown(module.pipelines) if slowdown is None else list(slowdown)
+        self.slowdown = planned_slowdown(plan.pipelines) if slowdown is None else list(slowdown)
         # The time of a unit of work on each lane, in a unit that all have in common.
         common = prod({*slots})
-        by_slots = slowdown is None and not module.pipelines[0].packed
+        by_slots = slowdown is None and not plan.packed
         self.each = [common // slot for slot in slots] if by_slots else self.slowdown
         for name, given in (("capacities", self.capacity), ("slowdowns", self.slowdown)):
             if len(given) != lanes or min(given) < 1:
                 said = f"has {lanes} lanes, which need {name} of at least 1"
-                refuse(f"step {step}: module {module.module} {said}")
-        ends = [0, *accumulate(len(pipeline.micro_batches_by_lane) for pipeline in module.pipelines)]
+                refuse(f"step {step}: module {plan.module.module} {said}")
+        ends = [0, *accumulate(len(pipeline.micro_batches_by_lane) for pipeline in plan.pipelines)]
         self.lanes = [slice(*pair) for pair in pairwise(ends)]
 
     def rows(self) -> tuple[tuple[BatchRow, ...], ...]:
@@ -138,7 +134,7 @@ class _Dealing:
         cost = SplitCost(linear=self.lengths.linear, fixed=options.fixed, least=options.least)
         return tuple(
             self._cut(pipeline, own, mine, cost)
-            for pipeline, own, mine in zip(self.module.pipelines, self.lanes, self._by_pipeline(), strict=True)
+            for pipeline, own, mine in zip(self.pipelines, self.lanes, self._by_pipeline(), strict=True)
         )
 
     def _cut(self, pipeline: Pipeline, own: slice, mine: list[int], cost: SplitCost) -> tuple[BatchRow, ...]:

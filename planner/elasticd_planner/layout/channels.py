@@ -126,13 +126,11 @@ def _chosen(
 def _fixed(plan: Plan) -> _Fixed:
     """Those of TP groups, of the boundaries of stages, and of lanes."""
     found: dict[str, set[Channel]] = defaultdict(set)
-    for number, module in enumerate(plan.modules):
-        stages = [stage for pipeline in module.pipelines for stage in pipeline.stages]
-        of_lanes = (Channel("context", stage.devices) for stage in stages if stage.lanes)
-        for channel in chain(of_lanes, *map(_of_lane, module.by_lane)):
-            for device in channel.members:
-                if plan.places[device].module == number:
-                    found[device].add(channel)
+    stages = [stage for pipeline in plan.pipelines for stage in pipeline.stages]
+    of_lanes = (Channel("context", stage.devices) for stage in stages if stage.lanes)
+    for channel in chain(of_lanes, *map(_of_lane, plan.by_lane)):
+        for device in channel.members:
+            found[device].add(channel)
     return found
 
 

@@ -113,9 +113,8 @@ def explain_step(
     for _, pipeline, stage in plan.walk() if one else ():
         flows += [("tensor parallelism", flow) for flow in _inside(spec, pipeline, stage, tokens)]
     size = round(tokens * (boundary or one))
-    for module in plan.modules if size else ():
-        for pipeline in module.by_lane:
-            flows += _between(pipeline, size)
+    for pipeline in plan.by_lane if size else ():
+        flows += _between(pipeline, size)
     flows += [("keys of cut sequences", flow) for flow in keys]
     flows += _reduced(layouts, gradients)
     return listed(flows, cluster)

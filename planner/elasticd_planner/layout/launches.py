@@ -120,7 +120,7 @@ class _Rank:
                 self._before, self._after = before(pipeline, place, device), after(pipeline, place, device)
             rows = batch.rows(place)
             self._rows = [(number, row) for number, row in enumerate(rows) if row.lanes[place.lane]]
-            of_lanes = layouts.plan.modules[place.module].pipelines[place.pipeline].stages[place.stage]
+            of_lanes = layouts.plan.pipelines[place.pipeline].stages[place.stage]
             self._context, self._lanes = Channel("context", of_lanes.devices), of_lanes.by_lane
             count = len(batch.of(place))
             acts = stage_order(schedule, len(pipeline.stages), place.stage, len(rows) or count, pipeline.chunks)

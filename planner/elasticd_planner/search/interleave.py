@@ -38,7 +38,7 @@ def plain(plan: Plan) -> Plan:
     """The same plan without interleaved stages; itself where it has none."""
     if all(pipeline.chunks == 1 for pipeline in plan.pipelines):
         return plan
-    module = plan.modules[0]
+    module = plan.module
     return plan.replace(strategies=(strategy(flattened(module.pipelines), module.module),))
 
 
@@ -64,7 +64,7 @@ class Interleaving:
 
     def plan(self, given: Plan) -> Plan:
         """A plan of plain stages with those of its pipelines interleaved that are quicker so, and fit."""
-        module = given.modules[0]
+        module = given.module
         cost = self.task.cost.under(given)
 
         def improved(pipeline: Pipeline) -> Pipeline:

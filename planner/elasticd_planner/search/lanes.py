@@ -22,7 +22,7 @@ def apart(plan: Plan) -> Plan:
     """The same plan with each lane as a pipeline of its own; itself where each pipeline has one lane."""
     if plan.by_lane == plan.pipelines:
         return plan
-    return plan.replace(strategies=(strategy(plan.by_lane, plan.modules[0].module),))
+    return plan.replace(strategies=(strategy(plan.by_lane, plan.module.module),))
 
 
 def apart_problem(problem: Problem) -> Problem:
@@ -67,7 +67,7 @@ def answer(problem: Problem, found: Answer) -> Answer:
     lanes = joined(plan.pipelines, most)
     if current is not None and current.by_lane == plan.pipelines and _widest(current) <= most:
         lanes = current.pipelines
-    made = plan.replace(strategies=(strategy(lanes, plan.modules[0].module),))
+    made = plan.replace(strategies=(strategy(lanes, plan.module.module),))
     return msgspec.structs.replace(found, plan=made.replace(reason=describe(made, problem.rates)))
 
 

@@ -223,7 +223,7 @@ class _PackedSearch:
             msgspec.structs.replace(lane, micro_batches=rows, packed=())
             for lane, rows in zip(current.by_lane, apportion(count, weights), strict=True)
         )
-        made = strategy(pipelines, current.modules[0].module)
+        made = strategy(pipelines, current.module.module)
         return current.replace(strategies=(made,), global_batch=count, micro_batch=1)
 
     def _of_widths(self, size: int, known: dict[int, float]) -> Iterator[Problem]:

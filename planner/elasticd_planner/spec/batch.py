@@ -21,7 +21,7 @@ import numpy as np
 
 from elasticd_planner.numeric import Ints
 from elasticd_planner.spec import sample_packing
-from elasticd_planner.spec.plan import ModulePlan, Place, Plan
+from elasticd_planner.spec.plan import Place, Plan
 from elasticd_planner.spec.sample_order import Order, permutation, samples_at
 from elasticd_planner.value import Value, refuse
 
@@ -102,15 +102,15 @@ def passes_of_rows(
 
 
 class BatchPlan(Value, frozen=True, kw_only=True, dict=True):
-    """The micro-batches of one step under one plan."""
+    """The micro-batches of one step under one plan, which has one module (`Plan.view`)."""
 
     step: int
     plan: int  # its number
-    modules: tuple[tuple[tuple[BatchRow, ...], ...], ...]  # by module and pipeline: its rows
+    pipelines: tuple[tuple[BatchRow, ...], ...]  # the rows of each
     packed: bool = False  # the sequences of a micro-batch follow each other in one row, without padding
 
     def __post_init__(self) -> None:
-        for rows in chain.from_iterable(self.modules):
+        for rows in self.pipelines:
             listed = [row.lanes for row in rows]
             if len(set(map(len, listed))) > 1:
                 refuse(f"step {self.step}: each row of a pipeline must name all its lanes")
@@ -121,26 +121,26 @@ class BatchPlan(Value, frozen=True, kw_only=True, dict=True):
     def of(self, place: Place) -> tuple[MicroBatch, ...]:
         """The micro-batches of the lane that a device is in."""
         lane = place.lane
-        return tuple(row.lanes[lane] for row in self.modules[place.module][place.pipeline] if row.lanes[lane])
+        return tuple(row.lanes[lane] for row in self.pipelines[place.pipeline] if row.lanes[lane])
 
     def rows(self, place: Place) -> tuple[BatchRow, ...]:
         """The rows of the pipeline that a device is in, if they are packed; else none."""
-        return self.modules[place.module][place.pipeline] if self.packed else ()
+        return self.pipelines[place.pipeline] if self.packed else ()
 
     @cached_property
     def digest(self) -> int:
         """A 64-bit hash of all pieces and their places; never 0."""
         digest = hashlib.blake2b(struct.pack("<qq", self.step, self.plan), digest_size=8)
-        for rows in chain.from_iterable(self.modules):
+        for rows in self.pipelines:
             for row in rows:
                 for lane in row.lanes:
                     digest.update(struct.pack(f"<q{4 * len(lane)}q", len(lane), *chain.from_iterable(lane)))
             digest.update(b"/")
         return int.from_bytes(digest.digest(), "little") or 1
 
-    def samples(self, module: int = 0) -> tuple[int, ...]:
+    def samples(self) -> tuple[int, ...]:
         """All sample ids of the step, in order; of a sample in pieces where the first of them is."""
-        rows = chain.from_iterable(self.modules[module])
+        rows = chain.from_iterable(self.pipelines)
         return tuple(piece.sample for row in rows for lane in row.lanes for piece in lane if not piece.start)
 
 
@@ -246,19 +246,19 @@ class BatchLengths(Value, frozen=True, kw_only=True):
 
 
 def batch_plan(plan: Plan, step: int, samples: Sequence[int], lengths: BatchLengths | None = None) -> BatchPlan:
-    """Hands the samples of a step to the lanes: in order, `micro_batch` at a time, row by row; with lengths so
-    that all micro-batches cost alike, whatever the number of samples in each."""
+    """Hands the samples of a step to the lanes of a plan of one module: in order, `micro_batch` at a time, row
+    by row; with lengths so that all micro-batches cost alike, whatever the number of samples in each."""
     if len(samples) != plan.global_batch:
         refuse(f"step {step}: {len(samples)} samples for a global batch of {plan.global_batch}")
     if lengths is not None and len(lengths.tokens) != len(samples):
         refuse(f"step {step}: {len(lengths.tokens)} lengths for {len(samples)} samples")
     if plan.packed:  # its micro-batches are rows, and not of so many samples
-        modules = tuple(_in_turn(plan, module, samples) for module in plan.modules)
+        pipelines = _in_turn(plan, samples)
     elif lengths is None:
-        modules = tuple(_in_order(plan, module, samples) for module in plan.modules)
+        pipelines = _in_order(plan, samples)
     else:
-        modules = tuple(_evenly(plan, module, samples, lengths) for module in plan.modules)
-    return BatchPlan(step=step, plan=plan.number, modules=modules)
+        pipelines = _evenly(plan, samples, lengths)
+    return BatchPlan(step=step, plan=plan.number, pipelines=pipelines)
 
 
 def short_batch_plan(plan: Plan, step: int, samples: Sequence[int]) -> BatchPlan:
@@ -266,16 +266,14 @@ def short_batch_plan(plan: Plan, step: int, samples: Sequence[int]) -> BatchPlan
     none. (The last round of an evaluation.)"""
     if len(samples) > plan.global_batch:
         refuse(f"step {step}: {len(samples)} samples for a global batch of {plan.global_batch}")
-    return BatchPlan(
-        step=step, plan=plan.number, modules=tuple(_in_turn(plan, module, samples) for module in plan.modules)
-    )
+    return BatchPlan(step=step, plan=plan.number, pipelines=_in_turn(plan, samples))
 
 
-#: The rows of each pipeline of a module.
+#: The rows of each pipeline.
 _Rows = tuple[tuple[BatchRow, ...], ...]
 
 
-def _in_order(plan: Plan, module: ModulePlan, samples: Sequence[int]) -> _Rows:
+def _in_order(plan: Plan, samples: Sequence[int]) -> _Rows:
     micro = iter(_cut(plan, samples))
 
     def rows(counts: Sequence[int]) -> Iterator[BatchRow]:
@@ -285,32 +283,32 @@ def _in_order(plan: Plan, module: ModulePlan, samples: Sequence[int]) -> _Rows:
         for row in range(max(counts)):
             yield BatchRow(lanes=tuple([next(micro) if row < count else () for count in counts]))
 
-    return tuple(tuple(rows(pipeline.micro_batches_by_lane)) for pipeline in module.pipelines)
+    return tuple(tuple(rows(pipeline.micro_batches_by_lane)) for pipeline in plan.pipelines)
 
 
-def _in_turn(plan: Plan, module: ModulePlan, samples: Sequence[int]) -> _Rows:
-    slots = _slots(module)
+def _in_turn(plan: Plan, samples: Sequence[int]) -> _Rows:
+    slots = _slots(plan)
     if plan.packed:
         slots = [-(-len(samples) // plan.micro_batch)] * len(slots)
     dealt: list[list[MicroBatch]] = [[] for _ in slots]
     turns = (lane for turn in range(max(slots)) for lane, slot in enumerate(slots) if turn < slot)
     for lane, micro in zip(turns, _cut(plan, samples), strict=False):
         dealt[lane].append(micro)
-    return _by_pipeline(module, dealt)
+    return _by_pipeline(plan, dealt)
 
 
-def _evenly(plan: Plan, module: ModulePlan, samples: Sequence[int], lengths: BatchLengths) -> _Rows:
-    slots, tokens = _slots(module), lengths.tokens
+def _evenly(plan: Plan, samples: Sequence[int], lengths: BatchLengths) -> _Rows:
+    slots, tokens = _slots(plan), lengths.tokens
     cut = sample_packing.runs(tokens, sum(slots), plan.micro_batch, lengths.linear)
     costs = [sample_packing.cost(len(run), tokens[run[0]], lengths.linear) for run in cut]
     micro = [tuple(SequencePiece.whole(samples[i], tokens[i]) for i in run) for run in cut]
     dealt = [[micro[index] for index in mine] for mine in sample_packing.dealt(costs, slots)]
-    return _by_pipeline(module, dealt)
+    return _by_pipeline(plan, dealt)
 
 
-def _slots(module: ModulePlan) -> list[int]:
-    """How many micro-batches each lane of the module takes."""
-    return [count for pipeline in module.pipelines for count in pipeline.micro_batches_by_lane]
+def _slots(plan: Plan) -> list[int]:
+    """How many micro-batches each lane takes."""
+    return [count for pipeline in plan.pipelines for count in pipeline.micro_batches_by_lane]
 
 
 def _cut(plan: Plan, samples: Sequence[int]) -> list[MicroBatch]:
@@ -318,8 +316,8 @@ def _cut(plan: Plan, samples: Sequence[int]) -> list[MicroBatch]:
     return [tuple(pieces[first : first + size]) for first in range(0, len(pieces), size)]
 
 
-def _by_pipeline(module: ModulePlan, dealt: Sequence[Sequence[MicroBatch]]) -> _Rows:
-    """Rows of what each lane of the module has."""
+def _by_pipeline(plan: Plan, dealt: Sequence[Sequence[MicroBatch]]) -> _Rows:
+    """Rows of what each lane has."""
     lanes = iter(dealt)
-    mine = [tuple(islice(lanes, len(pipeline.micro_batches_by_lane))) for pipeline in module.pipelines]
+    mine = [tuple(islice(lanes, len(pipeline.micro_batches_by_lane))) for pipeline in plan.pipelines]
     return tuple(tuple(BatchRow(lanes=row) for row in zip_longest(*each, fillvalue=())) for each in mine)

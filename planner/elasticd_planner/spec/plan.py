@@ -300,9 +300,8 @@ class Prediction(Value, frozen=True, kw_only=True):
 
 
 class Place(NamedTuple):
-    """Where a device stands in a plan."""
+    """Where a device stands in the pipelines of a module."""
 
-    module: int
     pipeline: int
     stage: int
     position: int  # in the TP group of its lane
@@ -329,10 +328,8 @@ class Seats:
 
     @classmethod
     def of(cls, plan: Plan) -> Seats:
-        """The members of a plan that compute. Refuses a plan in which one has places in several modules."""
-        if len(plan.places) < len(plan._placed()):
-            refuse(f"plan {plan.number}: a device is in several modules, and has no one seat")
-        pipelines = [lane for module in plan.modules for lane in module.by_lane]
+        """The members of a plan of one module that compute."""
+        pipelines = plan.by_lane
         stages = [stage for _, _, stage in plan.walk()]
         counts, layers = zip(*((len(pipeline.stages), pipeline.layers) for pipeline in pipelines), strict=True)
         width = np.array([len(stage.devices) for stage in stages])
@@ -389,10 +386,10 @@ class Plan(StoredValue, frozen=True, kw_only=True, dict=True, tag="plan"):
         msgspec.structs.force_setattr(self, "version", self._least_version())
         if self.number < 0 or self.micro_batch < 1:
             refuse(f"plan {self.number}: number and micro-batch size must be positive")
-        counts = Counter([*((name, place.module) for name, place in self._placed()), *self.carriers])
-        devices = {*self.places, *self.carriers}
-        carrying = {*self.places} & {*self.carriers}
-        twice = {each if isinstance(each, str) else each[0] for each, count in counts.items() if count > 1}
+        devices = {*self._computing, *self.carriers}
+        carrying = {*self._computing} & {*self.carriers}
+        listed = (*map(_devices_of, self.modules), self.carriers)
+        twice = {device for names in listed for device, count in Counter(names).items() if count > 1}
         if twice := twice | carrying | devices & {*self.idle}:
             refuse(f"plan {self.number}: device {min(twice)} is placed twice")
         if self.carriers and not self.state.zero:
@@ -416,24 +413,9 @@ class Plan(StoredValue, frozen=True, kw_only=True, dict=True, tag="plan"):
         pipelines = [pipeline for module in self.modules for pipeline in module.pipelines]
         sliced = any(stage.sequence_parallel for pipeline in pipelines for stage in pipeline.stages)
         lanes = any(pipeline.rows or pipeline.packed for pipeline in pipelines)
-        if sliced or lanes or len(self._placed()) > len(self.places):
+        if sliced or lanes or sum(len(_devices_of(module)) for module in self.modules) > len(self._computing):
             return 3
         return 2 if self.sequence or any(pipeline.chunks > 1 for pipeline in pipelines) else 1
-
-    def _placed(self) -> list[tuple[str, Place]]:
-        return [
-            (device, Place(m, p, s, position, j))
-            for m, pipelines in enumerate(self._lanes)
-            for p, lanes in enumerate(pipelines)
-            for j, lane in enumerate(lanes)
-            for s, stage in enumerate(lane.stages)
-            for position, device in enumerate(stage.devices)
-        ]
-
-    @cached_property
-    def _lanes(self) -> tuple[tuple[tuple[Pipeline, ...], ...], ...]:
-        """By module, pipeline and lane."""
-        return tuple(tuple(pipeline.by_lane for pipeline in module.pipelines) for module in self.modules)
 
     @property
     def modules(self) -> tuple[ModulePlan, ...]:
@@ -441,45 +423,82 @@ class Plan(StoredValue, frozen=True, kw_only=True, dict=True, tag="plan"):
         return self.strategies[0].modules
 
     @property
+    def module(self) -> ModulePlan:
+        """The module of a plan that has one. Refuses a plan of several: each of them has a `view`."""
+        if len(self.modules) > 1:
+            names = ", ".join(module.module for module in self.modules)
+            refuse(f"plan {self.number}: it has the modules {names}, each of which has pipelines of its own")
+        return self.modules[0]
+
+    def view(self, name: str) -> Plan:
+        """The plan of one of its modules alone: that module's pipelines, and the devices that compute in them.
+
+        Its members are in the order that they have there; no carrier is among them. A plan of one module is its
+        own view.
+        """
+        if len(self.modules) == 1 and self.modules[0].module == name:
+            return self
+        module = next((module for module in self.modules if module.module == name), None)
+        if module is None:
+            refuse(f"plan {self.number}: it has no module {name!r}")
+        devices = _devices_of(module)
+        return self.replace(
+            strategies=(Strategy(modules=(module,)),),
+            carriers=(),
+            idle=(),
+            binding={device: self.binding[device] for device in devices if self.binding},
+            prediction=None,
+        )
+
+    @property
     def pipelines(self) -> tuple[Pipeline, ...]:
-        """The pipelines of the first module; a plain language model has no other."""
-        return self.modules[0].pipelines
+        """The pipelines of a plan of one module."""
+        return self.module.pipelines
 
     @property
     def packed(self) -> bool:
         """Whether it says of its lanes which packed rows they hold."""
-        return bool(self.pipelines[0].packed)
+        return bool(self.modules[0].pipelines[0].packed)
+
+    @cached_property
+    def _lanes(self) -> tuple[tuple[Pipeline, ...], ...]:
+        """By pipeline and lane, of a plan of one module."""
+        return tuple(pipeline.by_lane for pipeline in self.pipelines)
 
     @cached_property
     def by_lane(self) -> tuple[Pipeline, ...]:
-        """The same pipelines lane by lane, each lane as a pipeline of its own: the copies of the model."""
-        return tuple(lane for lanes in self._lanes[0] for lane in lanes)
+        """The pipelines of a plan of one module lane by lane, each lane as a pipeline of its own: the copies of
+        the module."""
+        return tuple(chain.from_iterable(self._lanes))
 
     def walk(self) -> Iterator[tuple[ModulePlan, Pipeline, Stage]]:
         """Every TP group in rank order: its module, and the pipeline and the stage of its lane alone."""
-        for module, pipelines in zip(self.modules, self._lanes, strict=True):
-            for lane in chain.from_iterable(pipelines):
+        for module in self.modules:
+            for lane in module.by_lane:
                 for stage in lane.stages:
                     yield module, lane, stage
 
     @cached_property
     def places(self) -> dict[str, Place]:
-        """The place of each member that computes, in rank order: by module, pipeline, lane, stage, position.
+        """The place of each member that computes, in rank order, in a plan of one module: by pipeline, lane,
+        stage, position."""
+        return {
+            device: Place(p, s, position, j)
+            for p, lanes in enumerate(self._lanes)
+            for j, lane in enumerate(lanes)
+            for s, stage in enumerate(lane.stages)
+            for position, device in enumerate(stage.devices)
+        }
 
-        Of a device with a place in several modules that in the first of them; `places_of` has them all."""
-        found: dict[str, Place] = {}
-        for device, place in self._placed():
-            found.setdefault(device, place)
-        return found
-
-    def places_of(self, device: str) -> tuple[Place, ...]:
-        """The places of a device: at most one in each module; none of one that does not compute."""
-        return tuple(place for name, place in self._placed() if name == device)
+    @cached_property
+    def _computing(self) -> tuple[str, ...]:
+        """The members that compute, in rank order: those of the first module, then others of the second, ..."""
+        return tuple(dict.fromkeys(chain.from_iterable(map(_devices_of, self.modules))))
 
     @cached_property
     def members(self) -> tuple[str, ...]:
         """The members in rank order: those that compute, then the carriers by name."""
-        return (*self.places, *sorted(self.carriers))
+        return (*self._computing, *sorted(self.carriers))
 
     @cached_property
     def nodes(self) -> frozenset[str]:
@@ -502,7 +521,7 @@ class Plan(StoredValue, frozen=True, kw_only=True, dict=True, tag="plan"):
 
     def pipeline(self, place: Place) -> Pipeline:
         """The pipeline of a place, as far as its lane goes: its TP groups and its micro-batches alone."""
-        return self._lanes[place.module][place.pipeline][place.lane]
+        return self._lanes[place.pipeline][place.lane]
 
     def stage(self, place: Place) -> Stage:
         """The stage of a place, likewise: its TP group alone."""
@@ -534,6 +553,11 @@ class Plan(StoredValue, frozen=True, kw_only=True, dict=True, tag="plan"):
     def from_json(cls, text: bytes) -> Plan:
         """Raises `msgspec.ValidationError` (a ValueError) that names the key and what is wrong."""
         return _decoder.decode(text)
+
+
+def _devices_of(module: ModulePlan) -> list[str]:
+    """The devices of a module's TP groups, in rank order."""
+    return [device for lane in module.by_lane for stage in lane.stages for device in stage.devices]
 
 
 #: Made with the module: two threads that first decode a class at one moment end the process (msgspec 0.22).

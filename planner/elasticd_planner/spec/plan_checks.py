@@ -14,10 +14,10 @@ def check_model(plan: Plan, spec: ModelSpec) -> None:
     Raises:
         Invalid: with the stage, and what it would need.
     """
-    layers = {pipeline.layers for module in plan.modules for pipeline in module.pipelines}
-    if len(plan.modules) != 1 or layers != {len(spec.layers)}:
+    layers = plan.pipelines[0].layers
+    if layers != len(spec.layers):
         refuse(
-            f"the plan has {' and '.join(map(str, sorted(layers)))} blocks in each pipeline, and the model has "
+            f"the plan has {layers} blocks in each pipeline, and the model has "
             f"{len(spec.layers)}: make the plan of this model, with elasticd.annotations.plan_of"
         )
     for _, _, stage in plan.walk():
