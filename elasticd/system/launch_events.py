@@ -36,30 +36,38 @@ class LaunchLink:
     def __init__(self, path: str, job: str, happened: Callable[[Happened], None]) -> None:
         self._path, self._job, self._happened = path, job, happened
         self.refusal = ""  # why there is no agent, and what to do
-        self._following: Following | None = None
         self._slots: tuple[int, ...] = ()
-        self._answered = threading.Event()
+        self._known = threading.Condition()  # of what follows
+        self._following: Following | None = None  # the answer to what was asked last
+        self._unanswered = 0  # questions on the present connection; answers come in their order
+        self._without_agent = False
         self._sock: socket.socket | None = None
         self._ended = False
         threading.Thread(target=self._run, name="elasticd-launch-link", daemon=True).start()
 
     def following(self) -> Following | None:
         """The devices of this node; None where no agent says so in time."""
-        self._answered.wait(AGENT_SECONDS + ANSWER_SECONDS)
-        return self._following
+        return self._answer(AGENT_SECONDS + ANSWER_SECONDS)
 
     def take(self, slots: tuple[int, ...]) -> Following | None:
         """Reserves these devices in place of those before, until this launcher hangs up. The agent's answer; if
         it says that another job uses one of them, none is reserved. None where no agent answers."""
-        self._slots = slots
-        self._answered.clear()
-        with contextlib.suppress(OSError):
+        with self._known:
+            self._slots, self._following = slots, None
             if self._sock is not None:
                 self._follow(self._sock)
-        return self._following if self._answered.wait(ANSWER_SECONDS) else None
+        return self._answer(ANSWER_SECONDS)
+
+    def _answer(self, seconds: float) -> Following | None:
+        with self._known:
+            self._known.wait_for(lambda: self._following is not None or self._without_agent, seconds)
+            return self._following
 
     def _follow(self, sock: socket.socket) -> None:
-        unix_socket.send(sock, encode(FollowEvents(job=self._job, slots=self._slots, release=__version__)))
+        """Asks, with the lock."""
+        self._unanswered += 1
+        with contextlib.suppress(OSError):  # the next connection asks again
+            unix_socket.send(sock, encode(FollowEvents(job=self._job, slots=self._slots, release=__version__)))
 
     def close(self) -> None:
         """Hangs up, once what the agent has said is told."""
@@ -79,21 +87,33 @@ class LaunchLink:
         pause, patience = Backoff(*_AWAY), AGENT_SECONDS
         while not self._ended:
             with contextlib.suppress(OSError, msgspec.DecodeError):
-                self._sock = self._connected(patience)
-                self._follow(self._sock)
-                while (data := unix_socket.receive(self._sock)) is not None:
+                sock = self._connected(patience)
+                with self._known:
+                    self._sock, self._unanswered, self._following = sock, 0, None
+                    self._follow(sock)
+                while (data := unix_socket.receive(sock)) is not None:
                     answer = to_worker(data)
                     if isinstance(answer, Following):
-                        self._following = answer
-                        self._answered.set()
+                        self._take_answer(answer)
                         pause.reset()
                     elif isinstance(answer, Happened):
                         self._happened(answer)
-            self._answered.set()
-            if self._sock is not None:
-                self._sock.close()
+            with self._known:
+                if self._sock is None:
+                    self._without_agent = True
+                    self._known.notify_all()
+                else:
+                    self._sock.close()
             patience = 0.0
             time.sleep(pause.next())
+
+    def _take_answer(self, answer: Following) -> None:
+        """An answer to a question that was asked anew since says nothing."""
+        with self._known:
+            self._unanswered -= 1
+            if not self._unanswered:
+                self._following, self._without_agent = answer, False
+                self._known.notify_all()
 
 
 class LaunchLines:

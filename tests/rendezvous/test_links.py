@@ -108,6 +108,39 @@ def test_launcher_follows_its_job_from_one_agent_to_the_next(path: Path) -> None
         agents[-1].close()
 
 
+@pytest.mark.parametrize("restarts", [False, True])
+def test_launcher_takes_no_answer_that_was_asked_for_before_its_question(path: Path, restarts: bool) -> None:
+    """Neither one that is on its way as it asks, nor that of an agent that is gone since."""
+    stale, fresh = (Following(devices=("a/0", "a/1"), used={"a/1": job}) for job in ("before", "after"))
+    agents = [AgentOf(path)]
+    heard: list[Happened] = []
+    link = LaunchLink(str(path), "job", heard.append)
+    try:
+        agents[0].hear()
+        if restarts:
+            agents[0].say(stale)
+            assert link.following() == stale
+        with concurrent.futures.ThreadPoolExecutor() as threads:
+            answer = threads.submit(link.take, (0,))
+            body, _ = agents[0].hear()
+            if restarts:
+                agents[0].close()
+                agents.append(AgentOf(path))
+                body, _ = agents[1].hear()
+            else:
+                agents[0].say(stale)
+                agents[0].say(Happened(job="job", kind="recorded", text="behind it"))
+                until(lambda: bool(heard))
+            assert isinstance(body, FollowEvents)
+            assert body.slots == (0,)
+            agents[-1].say(fresh)
+            assert answer.result() == fresh
+        assert link.following() == fresh
+    finally:
+        link.close()
+        agents[-1].close()
+
+
 def test_launcher_without_an_agent_says_so(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch_events, "AGENT_SECONDS", 0.05)
     link = LaunchLink(str(path), "job", lambda event: None)
