@@ -30,6 +30,7 @@ from elasticd.runtime.comm.in_memory import MemoryPlanGroups, MemoryWorld, unpac
 from elasticd.runtime.data.loader import Loader
 from elasticd.runtime.data.options import DataOptions
 from elasticd.runtime.data.prefetch import SampleReader
+from elasticd.runtime.data.stream import _Source
 from elasticd.runtime.engine.engine import Engine, first_state
 from elasticd.runtime.engine.parallelism import ParallelismOptions
 from elasticd.runtime.exits import ScriptRefusal
@@ -509,6 +510,54 @@ class Streaming(Augmented):
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.at = state["at"]
+
+
+class HeldStream:
+    """Gives the numbers from 1 on, none before it is allowed; draws for one of them."""
+
+    def __init__(self, draws_at: int) -> None:
+        self.at, self.draws_at = 0, draws_at
+        self.allowed, self.waits_for = 1, 0
+        self.changed = threading.Condition()
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        while True:
+            with self.changed:
+                self.waits_for = self.at + 1
+                self.changed.notify_all()
+                assert self.changed.wait_for(lambda: self.at < self.allowed, 60)
+            self.at += 1
+            if self.at == self.draws_at:
+                random.random()
+            yield {"inputs": torch.tensor([self.at]), "targets": torch.tensor([self.at])}
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+@pytest.mark.parametrize("draws_at", [0, 4])
+def test_a_stream_beside_a_loop_that_draws_is_read_ahead_unless_it_draws_itself(
+    draws_at: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The loop's body draws while the next step is read."""
+    caplog.set_level(logging.INFO, "elasticd.runtime.data.stream")
+    data, position = HeldStream(draws_at), None
+    source = _Source(data, 1, threaded=True)
+    with kept_states():
+        for number in range(1, 9):
+            read = source.take(number - 1, position)
+            assert [int(sample["inputs"]) for sample in read.samples] == [number]
+            position = read.after
+            with data.changed:
+                if source._next is not None:
+                    assert data.changed.wait_for(lambda number=number: data.waits_for == number + 1, 60)
+                    random.random()
+                data.allowed = number + 1
+                data.changed.notify_all()
+    assert ("is not read ahead any more" in caplog.text) == (draws_at > 0)
 
 
 def test_a_stream_that_draws_disturbs_no_recomputation_and_goes_on_with_the_scripts_own_numbers(

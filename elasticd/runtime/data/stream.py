@@ -37,6 +37,9 @@ log = logging.getLogger(__name__)
 _SIZE, _HANDED = (1 << 24) + 16, (1 << 24) + 17
 #: The most elements of a position, which may hold the state of a random generator.
 _MOST_ELEMENTS = 1 << 20
+#: Steps that are read once more, alone, since somebody drew while they were read ahead: the stream, or the body
+#: of the loop. After so many, further draws from Python's generator and NumPy's are taken for the loop's.
+_DOUBTS = 4
 _TENSOR = 1
 
 
@@ -100,7 +103,8 @@ class _Read:
     samples: Sequence[Any]
     failed: int = 0  #: 1 + id of a sample that could not be read; 0: none
     why: str = ""  #: the error of that sample
-    drew: bool = False  #: it drew from a generator that the whole process shares
+    drew: bool = False  #: somebody drew from a generator that the whole process shares
+    alone: bool = False  #: nobody else drew: the training thread waited meanwhile, or the draw was seen here
 
 
 class Streamed:
@@ -270,7 +274,7 @@ class _Source:
         self._submit: Callable[[Callable[[], _Read]], Future[_Read]] = (
             DaemonThreads("stream") if threaded else _at_once
         )
-        self._threaded = threaded
+        self._threaded, self._doubts = threaded, 0
         self._last: _Read | None = None
         self._next: Future[_Read] | None = None
         # Only the reading thread uses these.
@@ -284,10 +288,10 @@ class _Source:
         if last is not None and last.before == position and not last.failed:
             return last
         ahead = self._next.result() if self._next is not None and last is not None else None
-        if ahead is None or ahead.before != position or ahead.failed:
-            ahead = self._submit(lambda: self._read(step, position)).result()
+        if ahead is None or ahead.before != position or ahead.failed or self._in_doubt(ahead):
+            ahead = self._submit(lambda: self._read(step, position, alone=True)).result()
         self._last, self._next = ahead, None
-        if ahead.drew and self._threaded:
+        if ahead.drew and ahead.alone and self._threaded:
             log.info(
                 "the stream draws from a generator that the whole process shares (torch's, Python's or "
                 "NumPy's): it is not read ahead any more; give it a generator of its own to have it read ahead"
@@ -297,11 +301,18 @@ class _Source:
             self._next = self._submit(lambda: self._read(step + 1, ahead.after))
         return ahead
 
-    def _read(self, step: int, position: str | None) -> _Read:
+    def _in_doubt(self, ahead: _Read) -> bool:
+        """Returns whether a step that was read ahead is to be read again, to see who drew."""
+        if not ahead.drew or ahead.alone or self._doubts >= _DOUBTS:
+            return False
+        self._doubts += 1
+        return True
+
+    def _read(self, step: int, position: str | None, *, alone: bool = False) -> _Read:
         """Reads a step's samples, on the reading thread."""
         with watching_thread() as draws:
             read = self._samples(step, position)
-        return replace(read, drew=draws.drew)
+        return replace(read, drew=draws.drew, alone=alone or draws.of_thread)
 
     def _samples(self, step: int, position: str | None) -> _Read:
         found: list[Any] = []

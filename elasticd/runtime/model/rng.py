@@ -306,6 +306,7 @@ class Draws:
     """Says whether somebody drew between two moments."""
 
     drew: bool = False
+    of_thread: bool = False  #: the watched thread drew, whatever others did
 
 
 @contextmanager
@@ -324,6 +325,7 @@ def watching_thread() -> Iterator[Draws]:
     changes, before, draws = _changes, (_others_seed(), *_other_states()), Draws()
     with TorchDraws() as torchs:
         yield draws
+    draws.of_thread = torchs.drew
     draws.drew = torchs.drew or ((_others_seed(), *_other_states()) != before and changes == _changes)
 
 
