@@ -85,6 +85,25 @@ def test_seconds_are_those_of_the_events_and_curves_are_seconds(case: tuple[Time
         np.testing.assert_allclose(timing.curve(times, micro_batches), each, rtol=1e-9)
 
 
+@settings(max_examples=examples(60))
+@given(pipelines(), st.floats(0.5, 1.5), st.integers(0, 2**32 - 1))
+def test_pipelines_within_a_limit_take_what_they_take_without_one(
+    case: tuple[Times, int], part: float, seed: int
+) -> None:
+    one, micro_batches = case
+    longer = np.random.default_rng(seed).uniform(0.5, 2.0, (12, 1))
+    many = Times(
+        forward=one.forward * longer, backward=one.backward * longer, boundary=one.boundary + 0 * longer
+    )
+    seconds = Schedule().seconds(many, micro_batches)
+    limit = float(np.median(seconds)) * part
+    limited = Schedule().seconds(many, micro_batches, limit)
+    within = seconds <= limit
+    np.testing.assert_array_equal(limited[within], seconds[within])
+    assert (seconds[np.isinf(limited)] > limit).all()
+    assert float(Schedule().seconds(one, micro_batches, limit=1e-9)) == np.inf
+
+
 def test_the_formula_repeats_the_slowest_stage() -> None:
     assert closed([1.0, 3.0, 2.0], 4) == 3 * 3 + 6
     assert closed([1.0], 1) == 1

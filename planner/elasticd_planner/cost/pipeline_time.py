@@ -23,6 +23,7 @@ the formula have `Formula`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -67,8 +68,8 @@ class Timing(Protocol):
     def hidden(self) -> float:
         """The largest part of a stage's work that may run while it waits for stages after it; 0: none."""
 
-    def seconds(self, times: Times, micro_batches: int) -> Floats:
-        """Of pipelines with these stages: [...]."""
+    def seconds(self, times: Times, micro_batches: int, limit: float = math.inf) -> Floats:
+        """Of pipelines with these stages: [...]. Those shown to take longer than `limit` may be inf."""
 
     def curve(self, times: Times, most: int) -> Floats:
         """The same for 1 to `most` micro-batches: [most, ...]."""
@@ -86,8 +87,8 @@ class Formula:
         """None: the formula hides no work."""
         return 0.0
 
-    def seconds(self, times: Times, micro_batches: int) -> Floats:
-        """Seconds of a step by the formula: [...]."""
+    def seconds(self, times: Times, micro_batches: int, limit: float = math.inf) -> Floats:
+        """Seconds of a step by the formula: [...], whatever the limit."""
         return closed(times.charged, micro_batches)
 
     def curve(self, times: Times, most: int) -> Floats:
@@ -106,9 +107,16 @@ class Schedule:
 
     hidden: float = FORWARD
 
-    def seconds(self, times: Times, micro_batches: int) -> Floats:
-        """Seconds of a step as 1F1B runs: [...]."""
-        return one_f_one_b_seconds(times.forward, times.backward, times.boundary, micro_batches)
+    def seconds(self, times: Times, micro_batches: int, limit: float = math.inf) -> Floats:
+        """Seconds of a step as 1F1B runs: [...]; inf where `at_least` is above the limit."""
+        if math.isinf(limit):
+            return one_f_one_b_seconds(times.forward, times.backward, times.boundary, micro_batches)
+        possible = at_least(times, micro_batches) <= limit
+        seconds = np.full(possible.shape, math.inf)
+        if possible.any():
+            rows = times.forward[possible], times.backward[possible], times.boundary[possible]
+            seconds[possible] = one_f_one_b_seconds(*rows, micro_batches)
+        return seconds
 
     def curve(self, times: Times, most: int) -> Floats:
         """Seconds of a step as 1F1B runs for 1 to `most` micro-batches: [most, ...]."""

@@ -29,7 +29,7 @@ import numpy as np
 
 from elasticd_planner.cost.memory import memory_by_device
 from elasticd_planner.cost.model import KnownCosts, smallest, stage_times
-from elasticd_planner.cost.pipeline_time import Times, at_least
+from elasticd_planner.cost.pipeline_time import Times
 from elasticd_planner.grouping.tp_groups import by_name
 from elasticd_planner.numeric import EQUAL
 from elasticd_planner.placement.state_movement import strategy
@@ -61,6 +61,9 @@ Change = Mapping[Place, tuple[str, ...]]
 
 #: What a plan's time and memory depend on of a device: its rate, its memory, its node and its island.
 Kind = tuple[float, int, str, int]
+
+#: The kinds of a pipeline's devices, stage by stage.
+Looks = tuple[tuple[Kind, ...], ...]
 
 
 def swapped(task: Task, plan: Plan) -> tuple[Pipeline, ...] | None:
@@ -202,18 +205,10 @@ class _Swaps:
             backward=np.stack([times.backward for _, times in listed]),
             boundary=np.stack([times.boundary for _, times in listed]),
         )
-        timing = self.task.cost.timing
-        remaining = np.arange(len(listed))
-        if timing.hidden:
-            remaining = np.flatnonzero(at_least(together, micro_batches) <= limit)
-        if len(remaining):
-            possible = Times(
-                forward=together.forward[remaining],
-                backward=together.backward[remaining],
-                boundary=together.boundary[remaining],
-            )
-            for row, seconds in zip(remaining.tolist(), timing.seconds(possible, micro_batches), strict=True):
-                spent[listed[row][0]] = float(seconds)
+        for (at, _), seconds in zip(
+            listed, self.task.cost.timing.seconds(together, micro_batches, limit), strict=True
+        ):
+            spent[at] = float(seconds)
 
     def _after(self, change: Change) -> float:
         """Seconds after the slowest pipeline; inf where replicas would be on fewer nodes than they were."""
@@ -248,14 +243,20 @@ class _Swaps:
         """Of some changes the one after which the step takes least; of equal ones the one after which all
         pipelines together do. None where no change makes the step faster, nor the slowest pipeline with all
         others that it concerns."""
-        made: dict[Pipeline, int] = {}
+        pipelines: list[Pipeline] = []
+        index: dict[tuple[int, Looks], int] = {}  # where a pipeline that looks so is among these
         parts = []
         for change in listed:
             touched = sorted({p for p, _ in change})
-            parts.append([(p, made.setdefault(self._changed(p, change), len(made))) for p in touched])
+            looks = [(p, self._looks(p, change)) for p in touched]
+            for key in looks:
+                if key not in index:
+                    index[key] = len(pipelines)
+                    pipelines.append(self._changed(key[0], change))
+            parts.append([(key[0], index[key]) for key in looks])
         limit, best, chosen = self._seconds[slowest] * (1 - EQUAL), None, None
         step = self._seconds[slowest] + self._spent_after
-        seconds = self._of(list(made), step)
+        seconds = self._of(pipelines, step)
         ranked = sorted(range(len(self._seconds)), key=lambda p: -self._seconds[p])
         for change, part in zip(listed, parts, strict=True):
             now = [seconds[at] for _, at in part]
@@ -269,6 +270,13 @@ class _Swaps:
             if best is None or _less(value, best):
                 best, chosen = value, change
         return chosen
+
+    def _looks(self, p: int, change: Change) -> Looks:
+        """What the seconds of one pipeline after a change depend on, besides its shares and layers."""
+        return tuple(
+            tuple(self._kinds[name] for name in change.get((p, s), stage.devices))
+            for s, stage in enumerate(self.pipelines[p].stages)
+        )
 
     def _brings(self, change: Change) -> bool:
         """Whether a change takes idle devices."""

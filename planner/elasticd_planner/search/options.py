@@ -251,7 +251,8 @@ class Settings:
     def refusal(self, refused: Sequence[Answer]) -> str:
         """Why no setting has a plan: of those that ask the least memory the one that comes nearest."""
         if len(self.listed) == 1 and refused:
-            return refused[0].refusal
+            task = task_of(self.listed[0].problem(self.problem), steady=self.steady)
+            return refused[0].refusal or explain_infeasible(task, micro_batch=self.listed[0].micro_batch)
         size = min(setting.micro_batch for setting in self.listed)
         again = any(setting.recompute for setting in self.listed)
         sliced = any(setting.sequence_parallel for setting in self.listed)

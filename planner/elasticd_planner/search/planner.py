@@ -24,7 +24,7 @@ from elasticd_planner.search import given_plan, interleave, lanes, packed
 from elasticd_planner.search.balance.micro_batch_split import split_micro_batches
 from elasticd_planner.search.device_swaps import swapped
 from elasticd_planner.search.exhaustive import Combination, Exact, place
-from elasticd_planner.search.infeasible import explain_infeasible, impossible_pin
+from elasticd_planner.search.infeasible import impossible_pin
 from elasticd_planner.search.large import LargeSearch
 from elasticd_planner.search.options import (
     Form,
@@ -154,6 +154,7 @@ def _plain(
     refused: list[Answer] = []
     # What enumerations may still look at, of all settings together.
     left = [ENUMERATED if len(settings.listed) == 1 else ENUMERATED_SETTINGS]
+    refiners: dict[Setting, dict[int | None, Refiner]] = {}
 
     def evaluate(setting: Setting, like: Form | None) -> tuple[float, Form | None]:
         given = setting.problem(problem)
@@ -166,6 +167,7 @@ def _plain(
             known=_least(made),
             left=left,
             regular=tuple(settings.regular.get(setting, ())),
+            refiners=refiners.setdefault(setting, {}),
         )
         planning, answer = planning.fitting()
         if answer.plan is None or answer.plan.prediction is None:
@@ -215,7 +217,8 @@ def _least(made: Sequence[_Made]) -> float:
 @dataclass(frozen=True, kw_only=True)
 class Planner:
     """One problem being planned. known: seconds of a plan of another setting, which one of this must beat.
-    left: what enumerations may still look at, in one place for all settings."""
+    left: what enumerations may still look at, in one place for all settings. refiners: by `members`, those of
+    all searches of one setting."""
 
     problem: Problem
     number: int = 0
@@ -226,6 +229,7 @@ class Planner:
     known: float = math.inf
     left: list[int] = field(default_factory=lambda: [ENUMERATED])
     regular: tuple[RegularLayout, ...] = ()
+    refiners: dict[int | None, Refiner] = field(default_factory=dict)
 
     def fitting(self) -> tuple[Planner, Answer]:
         """The answer, with recomputation and sequence parallelism off where memory allows; made again with
@@ -289,8 +293,7 @@ class Planner:
     @cached_property
     def _regular(self) -> list[Plan]:
         """Plans of the regular layouts, in the best order of stages and with the best layers."""
-        refiner = Refiner(self.task)
-        listed = (refiner.pipelines(layout.chains) for layout in self.regular)
+        listed = (self.refiner.pipelines(layout.chains) for layout in self.regular)
         plans = (self.made(pipelines) for pipelines in listed if pipelines is not None)
         return [plan for plan in plans if self.fits(plan)]
 
@@ -298,6 +301,13 @@ class Planner:
     def task(self) -> Task:
         """The problem in the terms of the search."""
         return task_of(self.problem, steady=self.steady, members=self.members)
+
+    @property
+    def refiner(self) -> Refiner:
+        """What orders and divides the pipelines of this setting, with what it knows of earlier searches."""
+        if self.members not in self.refiners:
+            self.refiners[self.members] = Refiner(self.task)
+        return self.refiners[self.members]
 
     @cached_property
     def search(self) -> LargeSearch:
@@ -309,7 +319,7 @@ class Planner:
         search = self.search
         forms = tuple(dict.fromkeys(layout.form for layout in self.regular))
         found = search.run(self.like, brief=self.like is not None, forms=forms)
-        finisher = Refiner(self.task)
+        finisher = self.refiner
         listed = [finisher.pipelines(one.pipelines) for one in search.near()] if found is not None else []
         options = list(self._kept(self.current, finisher)) if self.current is not None else []
         listed += [finisher.pipelines(layout.chains) for layout in self.regular]
@@ -320,11 +330,10 @@ class Planner:
 
     def _answered(self, options: Sequence[Plan], candidates: int, proved: float | None = None) -> Answer:
         """The best of these plans; of those that are near it the one that moves least from the current plan. Of
-        no plans, why there is none. `proved`: as in `finished`."""
+        no plans no answer, and `Settings.refusal` says why. `proved`: as in `finished`."""
         now = self.now()
         if not options:
-            refusal = explain_infeasible(self.task, micro_batch=self.problem.micro_batch)
-            return Answer(plan=None, refusal=refusal, current_seconds=now, candidates=candidates)
+            return Answer(plan=None, current_seconds=now, candidates=candidates)
         limit = min(map(self.task.seconds, options)) * (1 + self.slack) * (1 + EQUAL)
         close = [option for option in options if self.task.seconds(option) <= limit]
         chosen = min(close, key=self.distance) if self.current is not None else close[0]

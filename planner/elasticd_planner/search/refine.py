@@ -49,12 +49,19 @@ class Refiner:
         self._types: dict[tuple[tuple[float, ...], tuple[int, ...], tuple[int, ...], Link], GroupType] = {}
         self._named: dict[tuple[tuple[str, ...], tuple[int, ...]], GroupType] = {}
         self._most: dict[tuple[GroupType, bool, int], int] = {}
+        self._refined: dict[tuple[tuple[Chained, ...], bool], tuple[Pipeline, ...] | None] = {}
         #: Whether the time is the schedule's own.
         self.exact = task.cost.timing.hidden > 0 and not task.steady
 
     def pipelines(self, found: Sequence[Chained], *, keep: bool = False) -> tuple[Pipeline, ...] | None:
         """Pipelines with names; None where the groups cannot hold the layers after all. `keep`: in the order
         of stages that they have."""
+        key = tuple(found), keep
+        if key not in self._refined:
+            self._refined[key] = self._pipelines(found, keep=keep)
+        return self._refined[key]
+
+    def _pipelines(self, found: Sequence[Chained], *, keep: bool) -> tuple[Pipeline, ...] | None:
         task = self.task
         swap = len(found) <= SWAPPED_PIPELINES
         if keep:

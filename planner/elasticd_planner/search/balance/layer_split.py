@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from elasticd_planner.cost.model import GroupCost
-from elasticd_planner.cost.pipeline_time import FORWARD, Times, Timing, at_least
+from elasticd_planner.cost.pipeline_time import FORWARD, Times, Timing
 from elasticd_planner.numeric import EQUAL, Floats, Ints
 
 #: The most layer splits that are listed: of one pipeline, and of all pipelines in one array.
@@ -209,19 +209,15 @@ def _cost(
     timing: Timing,
     found: list[Layered | None],
 ) -> None:
-    """Costs what was listed, all at once, but for what the inequalities exclude."""
+    """Costs what was listed, all at once, but for what the limit excludes."""
     which = np.concatenate([np.full(len(rows), index) for index, rows in waiting])
     rows = np.concatenate([rows for _, rows in waiting])
-    low = at_least(stages.times(which, rows), stages.micro_batches)
-    kept = low <= limit * (1 + EQUAL)
-    which, rows = which[kept], rows[kept]
-    if not len(which):
-        return
-    seconds = timing.seconds(stages.times(which, rows), stages.micro_batches)
+    limit *= 1 + EQUAL
+    seconds = timing.seconds(stages.times(which, rows), stages.micro_batches, limit)
     order = np.lexsort((seconds, which))
     first = order[np.flatnonzero(np.diff(which[order], prepend=-1))]
     for best in first:
-        if seconds[best] <= limit * (1 + EQUAL):
+        if seconds[best] <= limit:
             found[which[best]] = Layered(seconds=float(seconds[best]), layers=tuple(map(int, rows[best])))
 
 
@@ -242,7 +238,7 @@ def _climbed(
         options = options[((options >= 1) & (options <= stages.most[index])).all(axis=1)]
         if not len(options):
             break
-        costs = timing.seconds(stages.times(index, options), stages.micro_batches)
+        costs = timing.seconds(stages.times(index, options), stages.micro_batches, seconds)
         least = int(np.argmin(costs))
         if costs[least] >= seconds * (1 - EQUAL):
             break

@@ -75,7 +75,7 @@ def improved(
         orders, layers = orders[fitting], layers[fitting]
         if not len(orders):
             break
-        seconds = timing.seconds(board.times(orders, layers), micro_batches)
+        seconds = timing.seconds(board.times(orders, layers), micro_batches, best)
         least = int(np.argmin(seconds))
         if seconds[least] >= best * (1 - EQUAL):
             break
