@@ -39,6 +39,7 @@ from elasticd_planner.search.options import (
 )
 from elasticd_planner.search.recompute import Selective, flagged
 from elasticd_planner.search.refine import Refiner
+from elasticd_planner.search.regroup import regrouped
 from elasticd_planner.search.regular import RegularLayout
 from elasticd_planner.search.sequence_parallel import sliced, where_needed
 from elasticd_planner.search.task import (
@@ -51,7 +52,7 @@ from elasticd_planner.search.task import (
     alive,
     dealt,
 )
-from elasticd_planner.spec.cluster import node_of, rate_of
+from elasticd_planner.spec.cluster import NORMAL, node_of, rate_of
 from elasticd_planner.spec.plan import Pipeline, Plan, Prediction
 from elasticd_planner.spec.plan_summary import describe
 
@@ -326,7 +327,23 @@ class Planner:
         for best in (pipelines for pipelines in listed if pipelines is not None):
             near = nearest(best, search.kinds, self.problem.profile, self.problem.current)
             options += [self.made(near)]
+        options += self._regrouped(options)
         return self._answered(options, search.candidates)
+
+    def _regrouped(self, options: Sequence[Plan]) -> list[Plan]:
+        """The best of these plans in other TP groups, where devices are unlike and that is faster; not while a
+        setting is only tried."""
+        unlike = any(rate_of(self.problem.rates, device.name) > NORMAL for device in alive(self.problem))
+        if self.like is not None or not options or not unlike:
+            return []
+
+        def step_seconds(pipelines: Sequence[Pipeline]) -> float:
+            plan = self.made(pipelines)
+            return self.task.seconds(plan) if self.fits(plan) else math.inf
+
+        best = min(options, key=self.task.seconds)
+        pipelines = regrouped(self.task, self.refiner, best.pipelines, step_seconds)
+        return [self.made(pipelines)] if pipelines is not None else []
 
     def _answered(self, options: Sequence[Plan], candidates: int, proved: float | None = None) -> Answer:
         """The best of these plans; of those that are near it the one that moves least from the current plan. Of
