@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from elasticd.models import Decoder, DecoderConfig, next_token_loss
 from elasticd.runtime.accelerator import CPU, NoDevice, placed
+from elasticd.runtime.engine.mixed_precision import Precision
 from elasticd.runtime.model.model import Model, split_name
 from elasticd.runtime.profiling.loading import CannotLoad, batch_of, load, loss_of
 from elasticd.runtime.profiling.measure import measure, with_widths
@@ -112,6 +113,19 @@ def test_working_bytes_are_what_both_passes_have_beside_what_is_kept() -> None:
     logits, kept = 64 * 4 * 512 * 4, head.kept(x, targets)
     alive = kept + head.working(x, targets, kept)
     assert 4 * logits <= alive <= 4.2 * logits, "logits, their log-softmax, and the gradients of both"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_working_bytes_hold_neither_parameters_nor_gradients_that_were_there(dtype: torch.dtype) -> None:
+    """Of three large matrices and few tokens: the gradient of one matrix, and with master weights its copy in
+    their type. All parameters' views, and the gradients that it is added to, are state."""
+    block = nn.Sequential(*(nn.Linear(256, 256, bias=False, dtype=dtype) for _ in range(3)))
+    Precision(compute=dtype).add_up(block.parameters())
+    held = ProfiledPart(label="block", width=1, share=1.0, module=block, passed=block)
+    x = torch.randn(1, 2, 256, dtype=dtype)
+    working, elements = held.working(x, None, held.kept(x, None)), 256 * 256
+    gradient = elements * dtype.itemsize + (4 * elements if dtype is torch.bfloat16 else 0)
+    assert gradient <= working <= gradient + 8 * x.nbytes
 
 
 def test_recomputation_gives_the_same_gradients() -> None:

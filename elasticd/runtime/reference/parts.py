@@ -126,17 +126,20 @@ class ProfiledPart:
         """Bytes that both passes have alive at most beside the `kept` ones; gradients of parameters are there
         before. What a section gives counts as the input of the next one, but for the logits of a head."""
         entered = self._enter(given)
-        for parameter in self.module.parameters():
+        parameters = list(self.module.parameters())
+        for parameter in parameters:
             if parameter.requires_grad:
                 dtype = getattr(parameter, "grad_dtype", None)  # of master weights, see `Precision.add_up`
                 parameter.grad = torch.zeros_like(parameter, dtype=dtype or parameter.dtype)
-        with LiveBytes() as live:
+        held = [*parameters, *self.module.buffers(), *(p.grad for p in parameters if p.grad is not None)]
+        # Operations give views of these (a transposed weight) and write into them (a gradient that adds up).
+        with LiveBytes([*held, *tensors(entered)] if self.label != "embed" else held) as live:
             out = self.forward(entered)
             if self.loss is None:
                 _back(out, _some(out, torch.ones_like))
             else:
                 _back(self.loss(out, batch)[0], None)
-        for parameter in self.module.parameters():
+        for parameter in parameters:
             parameter.grad = None
         before = 0 if self.label == "embed" else sum(tensor.nbytes for tensor in tensors(entered))
         after = 0 if self.label == "head" else sum(tensor.nbytes for tensor in tensors(out))
