@@ -21,6 +21,7 @@ class _StageView(msgspec.Struct):
     shares: list[float]
     layers: tuple[int, int]
     recompute: bool = False
+    sequence_parallel: bool = False
     later: tuple[tuple[int, int], ...] = ()
     lanes: tuple[int, ...] = ()
 
@@ -89,6 +90,7 @@ def _plan(view: _PlanView) -> Plan:
                     devices=tuple(stage.devices),
                     shares=tuple(max(1, round(share * PARTS)) for share in stage.shares),
                     recompute=stage.recompute,
+                    sequence_parallel=stage.sequence_parallel,
                     later=stage.later,
                     lanes=stage.lanes,
                 )

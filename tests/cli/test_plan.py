@@ -13,6 +13,7 @@ from click.testing import CliRunner, Result
 
 from elasticd.cli import plan
 from elasticd.cli.app import elasticd
+from elasticd.cli.moves import answered
 
 EXAMPLE = Path(__file__).parents[2] / "examples/problems/mixed.json"
 PROBLEM: dict[str, Any] = {
@@ -138,6 +139,52 @@ def test_stages_are_interleaved_where_one_asks_and_the_answer_is_read_back(tmp_p
     assert "in all 6.00 of 8 layers" in moved
     stays = run(problem, "--interleave", "2", "--json", "--current", str(tmp_path / "new"))
     assert json.loads(stays.output)["current"]["moved_bytes"] == 0
+
+
+#: Two devices in a group, whose blocks keep most of what they keep whole.
+GROUPED: dict[str, Any] = {
+    "cluster": {"nodes": [{"name": "n", "devices": 2, "memory_mib": 100}]},
+    "model": {
+        "name": "m",
+        "layers": 8,
+        "units": 8,
+        "times": {
+            "block": {"seconds_per_token": 1e-3, "tp_slowdown": {"2": 1.0}, "collectives": 4},
+            "boundary_bytes": 4096,
+        },
+        "state": {"block": {"cut_bytes": 2**20, "whole_activation": 2**16}, "optimizer": 2.0},
+    },
+    "batch": {"global_batch": 2, "micro_batch": 1, "sequence": 200},
+    "pins": {"tp": 2, "dp": 1, "zero": 0},
+    "rates": {},
+}
+
+
+def test_groups_have_slices_of_the_tokens_as_the_pin_says_and_the_answer_is_read_back(tmp_path: Path) -> None:
+    """Whole activations take 100 MiB of a member, slices half of that; the links' share of a step grows."""
+
+    def answer(pin: Any, memory: int = 1000) -> Any:
+        cluster = {"nodes": [{"name": "n", "devices": 2, "memory_mib": memory}]}
+        pins = GROUPED["pins"] | ({"sequence_parallel": pin} if pin is not None else {})
+        return run(written(tmp_path / "p.json", **(GROUPED | {"pins": pins, "cluster": cluster})), "--json")
+
+    def stage(result: Any) -> Any:
+        return json.loads(result.output)["plan"]["modules"][0]["pipelines"][0]["stages"][0]
+
+    for pin, memory, sliced in [(None, 1000, False), (False, 1000, False), ("plan", 1000, False)]:
+        assert stage(answer(pin, memory)).get("sequence_parallel", False) is sliced
+    always = answer(True)
+    assert stage(always)["sequence_parallel"] is True
+    steps = [json.loads(result.output)["figures"]["step"] for result in (answer(None), always)]
+    assert steps[0] < steps[1]
+    assert answer(None, 100).exit_code == 1, "it does not fit"
+    needed = answer("plan", 100)
+    assert stage(needed)["sequence_parallel"] is True
+    assert json.loads(needed.output)["figures"]["step"] == pytest.approx(steps[1])
+    (tmp_path / "old").write_text(needed.output)
+    assert answered((tmp_path / "old").read_bytes(), "old").plan.pipelines[0].stages[0].sequence_parallel
+    shown = run(str(tmp_path / "p.json"), "--current", str(tmp_path / "old"))
+    assert "0.00 GiB move" in shown.output
 
 
 def test_interleaved_stages_are_refused_where_nothing_says_what_they_take(tmp_path: Path) -> None:

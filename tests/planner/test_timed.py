@@ -80,6 +80,10 @@ def test_pins_need_what_they_are_about() -> None:
         load(changed(("model.state", None), ("pins.zero", 1)))
     with pytest.raises(Invalid, match=r"pins\.recompute true needs model\.recompute"):
         load(changed(("model.recompute", None), ("pins.recompute", True)))
+    with pytest.raises(Invalid, match=r'sequence_parallel "plan" needs model\.state'):
+        load(changed(("model.state", None), ("pins.sequence_parallel", "plan")))
+    with pytest.raises(Invalid, match=r"pins\.sequence_parallel: .*'always'"):
+        load(changed(("pins.sequence_parallel", "always")))
     with pytest.raises(Invalid, match="replicas 2 go with zero 1 or 2"):
         load(changed(("pins.zero", 0), ("pins.replicas", 2)))
 
@@ -94,6 +98,7 @@ def test_what_only_problems_in_seconds_have_is_refused_in_units() -> None:
         (("cluster", "links"), {}),
         (("batch", "sequence"), 10),
         (("pins", "zero"), 1),
+        (("pins", "sequence_parallel"), True),
         (("model", "recompute"), {"kept_activation": 1}),
     ]:
         text = json.loads(json.dumps(units))

@@ -124,6 +124,7 @@ def search_space_of(given: TableProblem) -> SearchSpace:
         micro_batches=tuple(size for size in sizes if batch.global_batch // size >= least),
         states=tuple(_states(given)),
         recompute="always" if pins.recompute else may,
+        sequence_parallel="always" if pins.sequence_parallel is True else bool(pins.sequence_parallel),
         interleave=pins.interleave or 1,
         lanes=pins.lanes or 1,
         fixed_tp=pins.tp,

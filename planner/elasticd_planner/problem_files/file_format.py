@@ -209,7 +209,9 @@ class PinsEntry(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What is not searched: TP size on nodes of normal devices, number of pipelines, ZeRO stage, replicas of
     the optimizer state (with ZeRO), and whether blocks make their activations again. `interleave`: stages may
     have up to so many chunks of layers, where that takes less time; without it they have one. `lanes`:
-    pipelines may have up to so many lanes; without it they have one."""
+    pipelines may have up to so many lanes; without it they have one. `sequence_parallel`: TP groups have slices
+    of the tokens between cut modules, all of them (true) or those that do not fit otherwise ("plan"); without it
+    none has."""
 
     tp: int | None = None
     dp: int | None = None
@@ -218,6 +220,7 @@ class PinsEntry(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     recompute: bool | None = None
     interleave: int | None = None
     lanes: int | None = None
+    sequence_parallel: bool | Literal["plan"] | None = None
 
     def __post_init__(self) -> None:
         if self.zero not in (None, 0, 1, 2):
@@ -283,12 +286,17 @@ class TableProblem(StoredValue, frozen=True, kw_only=True, forbid_unknown_fields
         for name in ("zero", "replicas"):
             if getattr(self.pins, name) and self.model.state is None:
                 refuse(f"pins.{name} {getattr(self.pins, name)} needs model.state: the bytes that it is about")
+        if self.pins.sequence_parallel == "plan" and self.model.state is None:
+            refuse(
+                'pins.sequence_parallel "plan" needs model.state: the bytes that say which TP groups do not fit '
+                "without it"
+            )
         if self.pins.recompute and self.model.recompute is None:
             refuse("pins.recompute true needs model.recompute: its time and what it keeps")
 
 
 #: Pins of problems in seconds alone.
-TIMED_PINS = ("zero", "replicas", "recompute", "interleave")
+TIMED_PINS = ("zero", "replicas", "recompute", "interleave", "sequence_parallel")
 
 
 def load(text: bytes | str) -> TableProblem:
@@ -365,6 +373,7 @@ def answer(planned: Planned, planning_seconds: float) -> dict[str, Any]:
                             "layers": [stage.start, stage.stop],
                             **({"later": [list(span) for span in stage.later]} if stage.later else {}),
                             **({"recompute": True} if stage.recompute else {}),
+                            **({"sequence_parallel": True} if stage.sequence_parallel else {}),
                             **({"lanes": list(stage.lanes)} if stage.lanes else {}),
                         }
                         for stage in pipeline.stages
