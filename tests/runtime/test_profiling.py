@@ -143,7 +143,7 @@ def test_the_whole_model_makes_the_gradients_of_plain_torch() -> None:
     model, batch = decoder(), ids()
     local = whole_model(model, Values(model, CPU))
     whole = local.modules
-    both_passes(local.passes, batch, next_token_loss)
+    both_passes(local.passes, batch, batch, next_token_loss)
     plain = Decoder(CONFIG)
     with torch.no_grad():
         for name, parameter in plain.named_parameters():
@@ -239,7 +239,7 @@ def test_the_whole_model_of_named_tensors_makes_the_gradients_of_plain_torch() -
     model, batch = bundled.make_recipe().model, batch_of_bundles(2, 10)
     local = whole_model(model, Values(model, CPU))
     sections = local.modules
-    both_passes(local.passes, batch, bundled.loss)
+    both_passes(local.passes, batch, batch, bundled.loss)
     plain = bundled.Whole()
     with torch.no_grad():
         for name, parameter in plain.named_parameters():

@@ -12,22 +12,31 @@ import numpy as np
 import pytest
 import torch
 from elasticd_planner.cost.model_profile import derive
-from elasticd_planner.profiling.samples import MeasuredBytes, ModelBytes
+from elasticd_planner.problem_files.profile_file import given_profile
+from elasticd_planner.profiling.sample_profile import measured_profile
+from elasticd_planner.profiling.samples import MeasuredBytes, ModelBytes, Samples
 from elasticd_planner.profiling.section_bytes import with_bytes
 from elasticd_planner.value import Invalid
 from torch import Tensor, nn
+from torch.utils.data import default_collate
 
 import elasticd
+from elasticd.cli.profile import profile_text
 from elasticd.machines.job.assembly import difference
 from elasticd.machines.job.replan import first_profile
 from elasticd.models import Decoder, DecoderConfig, next_token_loss
 from elasticd.runtime.accelerator import CPU, Accelerator
 from elasticd.runtime.api.hello import job_spec
+from elasticd.runtime.data.options import DataOptions
+from elasticd.runtime.data.packing import Packing
+from elasticd.runtime.data.stream import Stream
 from elasticd.runtime.engine.parallelism import ParallelismOptions
 from elasticd.runtime.engine.recipe import Recipe
 from elasticd.runtime.model.model import Model
+from elasticd.runtime.profiling.measure import measure
 from elasticd.runtime.reference import section_bytes as measuring
 from elasticd.runtime.reference.section_bytes import section_bytes
+from elasticd.wire.profiler import Request
 from tests import sizes
 
 TOKENS, VOCABULARY = 24, 64
@@ -255,6 +264,49 @@ def test_the_first_profile_counts_with_measured_bytes_and_workers_may_differ_in_
     assert first_profile(other, 1e12) == shapes
 
 
+def test_a_profile_of_a_job_in_bfloat16_has_the_bytes_that_the_job_measures() -> None:
+    """Its loss sees logits in single precision, gradients add up in it, and state is that of master weights."""
+    made = recipe(decoder(), parallelism=ParallelismOptions(precision="bf16"))
+    asked = Request(
+        target="train.py", repeats=3, threads=1, widths=(1, 2), tokens=(24, 48), sample_tokens=24, whole=True
+    )
+    samples = measure(
+        made.model,
+        asked,
+        CPU,
+        lambda count, _: default_collate([made.dataset[index] for index in range(count)]),
+        made.loss,
+        lambda part: None,
+        precision=made.precision,
+    )
+    own = {(each.section, each.share): each for each in measured(made, CPU).sections}
+    alike = [timing.bytes for timing in samples.timings if timing.tokens == 48]
+    assert {(each.section, each.share): each for each in alike} == own
+    profile = measured_profile(with_growing_times(samples)).profile
+    assert profile.gradient_factor == 2, "four bytes beside two"
+    assert profile.optimizer_factor == 6, "a master weight and two moments of four bytes"
+    block = derive(made.model.spec, 24, 1).block
+    assert samples.updates[0].state == 6 * block.parameter_bytes
+    spec = job_spec(made, "job", measures=False)
+    given = given_profile(
+        profile_text(samples, measured_profile(with_growing_times(samples))).encode(), spec.model, 24, 2
+    )
+    assert (
+        first_profile(msgspec.structs.replace(spec, profile=given), 1e12).state_factor == profile.state_factor
+    )
+
+
+def with_growing_times(samples: Samples) -> Samples:
+    """Times by tokens alone: those of a few dozen tokens are lost in the noise."""
+    return msgspec.structs.replace(
+        samples,
+        timings=tuple(
+            msgspec.structs.replace(each, forward=1e-6 * each.tokens, backward=2e-6 * each.tokens)
+            for each in samples.timings
+        ),
+    )
+
+
 def test_a_job_with_a_profile_measures_nothing(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     made = recipe(decoder())
     path = tmp_path / "profile.json"
@@ -263,6 +315,53 @@ def test_a_job_with_a_profile_measures_nothing(tmp_path: Any, monkeypatch: pytes
     monkeypatch.setattr("elasticd.runtime.api.hello.section_bytes", pytest.fail)
     made = replace(made, parallelism=ParallelismOptions(profile=path))
     assert job_spec(made, "job").measured_bytes is None
+
+
+class Unread:
+    """A stream that nobody may read."""
+
+    def __iter__(self) -> Any:
+        pytest.fail("the stream was read")
+
+    def state_dict(self) -> dict[str, Any]:
+        pytest.fail("the stream's position was asked for")
+
+    load_state_dict = state_dict
+
+
+@pytest.mark.parametrize("of_transformers", [False, True])
+@pytest.mark.filterwarnings("ignore:elasticd. the model")
+def test_a_stream_is_measured_by_token_ids_and_not_read(of_transformers: bool) -> None:
+    model = of_transformers_model() if of_transformers else decoder()
+    loss = model.loss if of_transformers else next_token_loss
+    streamed = recipe(model, loss=loss, dataset=Stream(dataset=Unread(), tokens=TOKENS))  # type: ignore[arg-type]
+    found = section_bytes(streamed)
+    assert found is not None
+    assert {each.tokens for each in found.sections} == {2 * TOKENS}
+    if not of_transformers:
+        assert found == section_bytes(recipe(model))
+    assert job_spec(streamed, "job").measured_bytes == found
+
+
+def of_transformers_model() -> Model:
+    return of_transformers("Llama")
+
+
+def test_packed_rows_are_measured_by_rows_as_long() -> None:
+    """A token needs no more in a longer row, but for the gradients of large matrices, which are of all tokens."""
+    packed = recipe(
+        decoder(), data=DataOptions(packing=Packing(tokens=4 * TOKENS), length=lambda sample: TOKENS)
+    )
+    found = section_bytes(packed)
+    assert found == section_bytes(recipe(decoder(), micro_batch=4))
+    spec = job_spec(packed, "job")
+    assert spec.packed is not None
+    assert spec.measured_bytes == found
+    profile = first_profile(spec, 1e12)
+    (block,) = [each for each in found.sections if each.section == "block" and each.share == 1]
+    assert profile.block.cut_activation + profile.block.whole_activation == pytest.approx(
+        block.kept / block.tokens
+    )
 
 
 @pytest.mark.filterwarnings("ignore:elasticd. the model")

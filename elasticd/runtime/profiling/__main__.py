@@ -14,6 +14,7 @@ from elasticd_planner.value import Invalid
 
 from elasticd.runtime.accelerator import NoDevice, placed
 from elasticd.runtime.api.script import CannotRun
+from elasticd.runtime.engine.mixed_precision import Precision
 from elasticd.runtime.model.model import Loss, Model, ModelError
 from elasticd.runtime.profiling import collectives
 from elasticd.runtime.profiling.loading import CannotLoad, MakeBatch, batch_of, load, loss_of, of_script, told
@@ -40,10 +41,11 @@ def run(request: Request, answer: BinaryIO) -> Done | Failed:
         torch.set_num_threads(request.threads)
         accelerator = placed(request.device, {})
         accelerator.use()
-        request, model, make_batch, loss = _loaded(request)
+        request, model, make_batch, loss, precision = _loaded(request)
         request = with_widths(model, request)
         among = collectives.measure(model, request) if request.collectives else ()
-        return Done(samples=measure(model, request, accelerator, make_batch, loss, progress, among))
+        samples = measure(model, request, accelerator, make_batch, loss, progress, among, precision)
+        return Done(samples=samples)
     except (CannotLoad, CannotRun, Invalid, ModelError, NoDevice, collectives.CannotMeasure) as error:
         return Failed(reason=str(error))
     except Exception as error:
@@ -51,12 +53,12 @@ def run(request: Request, answer: BinaryIO) -> Done | Failed:
         return Failed(reason=told("measuring", error) + (_GUESSED if guessed else ""))
 
 
-def _loaded(request: Request) -> tuple[Request, Model, MakeBatch, Loss | None]:
-    """The request with what its target says, the model, its batches and its loss."""
+def _loaded(request: Request) -> tuple[Request, Model, MakeBatch, Loss | None, Precision | None]:
+    """The request with what its target says, the model, its batches, its loss and its precision."""
     if request.arguments is not None:
         return of_script(request)
     module, model = load(request.target)
-    return request, model, batch_of(module, request.batch, model), loss_of(module, request.loss)
+    return request, model, batch_of(module, request.batch, model), loss_of(module, request.loss), None
 
 
 def describe(request: Describe) -> Described | Failed:

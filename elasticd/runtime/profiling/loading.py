@@ -18,6 +18,7 @@ from torch import nn
 from elasticd.runtime.api.script import recipe_of
 from elasticd.runtime.data.collate import Batch
 from elasticd.runtime.data.loader import reading, sample_tokens
+from elasticd.runtime.engine.mixed_precision import Precision
 from elasticd.runtime.model.model import Loss, Model, ModelError
 from elasticd.system.user_line import user_line
 from elasticd.wire.profiler import Request
@@ -51,7 +52,7 @@ def load(target: str) -> tuple[ModuleType, Model]:
     return module, found
 
 
-def of_script(request: Request) -> tuple[Request, Model, MakeBatch, Loss]:
+def of_script(request: Request) -> tuple[Request, Model, MakeBatch, Loss, Precision | None]:
     """Runs a training script up to its Job.
 
     The batches are made by the Job's `collate`, of one sample as often as it takes: so that all samples of a
@@ -61,7 +62,7 @@ def of_script(request: Request) -> tuple[Request, Model, MakeBatch, Loss]:
         request: names the script and its arguments.
 
     Returns:
-        The request with the tokens of a sample in it, the Job's model, its batches, and its loss.
+        The request with the tokens of a sample in it, the Job's model, its batches, its loss and its precision.
 
     Raises:
         CannotLoad, CannotRun: the script gives no such Job, or has no sample of so many tokens.
@@ -83,7 +84,7 @@ def of_script(request: Request) -> tuple[Request, Model, MakeBatch, Loss]:
         )
     sample, collate = dataset[place], reading(recipe.reads, recipe.data.collate)
     request = msgspec.structs.replace(request, sample_tokens=tokens[place])
-    return request, recipe.model, lambda samples, _: collate([sample] * samples), recipe.loss
+    return request, recipe.model, lambda samples, _: collate([sample] * samples), recipe.loss, recipe.precision
 
 
 def named(module: ModuleType, name: str) -> Any:

@@ -7,7 +7,7 @@ becomes slower meanwhile makes all of them slower alike, and ratios stay true.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
@@ -20,10 +20,10 @@ from elasticd_planner.profiling.samples import Collective, Samples, SectionTimin
 from elasticd_planner.readable import counted
 from elasticd_planner.spec.model import ModelSpec, apportion
 from elasticd_planner.value import refuse
-from torch import Tensor
+from torch import Tensor, nn
 
 from elasticd.runtime.accelerator import Accelerator
-from elasticd.runtime.engine.mixed_precision import converted
+from elasticd.runtime.engine.mixed_precision import Precision, converted
 from elasticd.runtime.model.bundle import entering, going_back, sizes, tensors
 from elasticd.runtime.model.model import Loss, Model
 from elasticd.runtime.profiling.loading import MakeBatch
@@ -99,13 +99,14 @@ class _Updates:
     """AdamW over a part's parameters. Its rate is zero: the arithmetic is the same, the values stay."""
 
     optimizer: torch.optim.Optimizer
-    size: int
+    size: int  #: [bytes] of the parameters
+    masters: int  #: [bytes] of master weights, which are state too; 0: there are none
     case: _Case
 
     def update(self) -> Update:
         state = [v for held in self.optimizer.state.values() for v in held.values() if isinstance(v, Tensor)]
-        moments = sum(v.numel() * v.element_size() for v in state if v.dim() > 0)
-        return Update(size=self.size, state=moments, seconds=self.case.seconds())
+        moments = sum(v.nbytes for v in state if v.dim() > 0)
+        return Update(size=self.size, state=moments + self.masters, seconds=self.case.seconds())
 
 
 def with_widths(model: Model, request: Request) -> Request:
@@ -129,12 +130,14 @@ def measure(
     loss: Loss | None,
     progress: Callable[[float], None],
     collectives: tuple[Collective, ...] = (),
+    precision: Precision | None = None,
 ) -> Samples:
-    """Runs all cases."""
+    """Runs all cases, those of a job with a `precision` in its types."""
+    final = loss if loss is None or precision is None else _of_output(loss, precision)
     units = derive(model.spec, request.sample_tokens, 1).share_units
     values = Values(model, accelerator)
     by_width = {
-        width: [*_parts(model, apportion(units, (1,) * width), values, loss)]
+        width: [*_parts(model, apportion(units, (1,) * width), values, final, precision)]
         for width in sorted(set(request.widths))
     }
     batches = {
@@ -142,16 +145,25 @@ def measure(
         for tokens in sorted(set(request.tokens))
     }
     narrow, most = by_width[min(by_width)], max(batches)
-    given = {tokens: _entering(narrow, tokens, batch) for tokens, batch in batches.items()}
+    entered = {
+        tokens: precision.entering(batch) if precision is not None else batch
+        for tokens, batch in batches.items()
+    }
+    given = {tokens: _entering(narrow, tokens, batch) for tokens, batch in entered.items()}
     bundle_bytes = _bundle_bytes(model.spec, given[most], most)
     points = [*_points(by_width, batches, given, accelerator)]
-    updates = [_updates(parts[1], accelerator) for parts in by_width.values()]  # the first kind of block
+    updates = [
+        _updates(parts[1], accelerator, precision) for parts in by_width.values()
+    ]  # the first kind of block
     skipped = _too_large(model, request, accelerator)
     compared = sorted(batches)[len(batches) // 2]
     whole = None
     if not skipped:
         made = whole_model(model, Values(model, accelerator, keep=False))
-        whole = _case(accelerator, lambda: both_passes(made.passes, batches[compared], loss))
+        _add_up(made.modules.values(), precision)
+        whole = _case(
+            accelerator, lambda: both_passes(made.passes, entered[compared], batches[compared], final)
+        )
     del values
     cases = [*(c for p in points for c in (p.plain, p.again) if c is not None), *(u.case for u in updates)]
     _rounds([*cases, *([whole] if whole is not None else [])], request.repeats, progress)
@@ -168,6 +180,7 @@ def measure(
         whole=Whole(tokens=compared, seconds=whole.seconds()) if whole is not None else None,
         skipped=skipped,
         loss=loss is not None,
+        numbers=precision.numbers if precision is not None else None,
         bundle_bytes=bundle_bytes,
     )
 
@@ -184,13 +197,29 @@ def _rounds(cases: list[_Case], repeats: int, progress: Callable[[float], None])
         progress((turn + 1) / (WARM_UP + repeats))
 
 
-def _parts(model: Model, shares: tuple[int, ...], values: Values, loss: Loss | None) -> Iterator[ProfiledPart]:
+def _parts(
+    model: Model, shares: tuple[int, ...], values: Values, loss: Loss | None, precision: Precision | None
+) -> Iterator[ProfiledPart]:
     """The sections of one width: embed, a block of each kind, head."""
-    yield part_of(model, "embed", "embed", shares, values)
+    sections = {"embed": "embed"}
     for kind in range(len(model.spec.kinds)):
-        section = f"blocks.{model.spec.layers.index(kind)}"
-        yield part_of(model, section, kind_name(model.spec, kind), shares, values)
-    yield part_of(model, "head", "head", shares, values, loss)
+        sections[f"blocks.{model.spec.layers.index(kind)}"] = kind_name(model.spec, kind)
+    for section, label in (sections | {"head": "head"}).items():
+        part = part_of(model, section, label, shares, values, loss if section == "head" else None)
+        _add_up([part.module], precision)
+        yield part
+
+
+def _of_output(loss: Loss, precision: Precision) -> Loss:
+    """The loss as a job calls it: with the head's output in the type of master weights."""
+    return lambda output, batch: loss(precision.leaving(output), batch)
+
+
+def _add_up(modules: Iterable[nn.Module], precision: Precision | None) -> None:
+    """See `Precision.add_up`."""
+    for module in modules if precision is not None else ():
+        assert precision is not None
+        precision.add_up(module.parameters())
 
 
 def _entering(parts: Sequence[ProfiledPart], tokens: int, batch: Any) -> list[Any]:
@@ -242,14 +271,18 @@ def _point(part: ProfiledPart, tokens: int, given: Any, batch: Any, accelerator:
     )
 
 
-def _updates(part: ProfiledPart, accelerator: Accelerator) -> _Updates:
+def _updates(part: ProfiledPart, accelerator: Accelerator, precision: Precision | None) -> _Updates:
+    """The optimizer of a part, on its parameters or on master weights of them."""
     parameters = list(part.module.parameters())
+    size = sum(parameter.nbytes for parameter in parameters)
+    if separate := precision is not None and precision.separate:
+        parameters = [nn.Parameter(parameter.detach().to(precision.master)) for parameter in parameters]
     optimizer = torch.optim.AdamW(parameters, lr=0.0)
 
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
-    size = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
-    return _Updates(optimizer, size, _case(accelerator, optimizer.step))
+    masters = sum(parameter.nbytes for parameter in parameters) if separate else 0
+    return _Updates(optimizer, size, masters, _case(accelerator, optimizer.step))
 
 
 def _case(accelerator: Accelerator, work: Callable[[], object]) -> _Case:

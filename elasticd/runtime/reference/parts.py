@@ -176,10 +176,19 @@ def _back(out: Bundle, grads: Gradients) -> None:
         backward(out, grads)
 
 
-def both_passes(sections: Mapping[str, Callable[..., Any]], batch: Any, loss: Loss | None) -> None:
-    """Forward and backward of one micro-batch through all sections, block by block as a stage runs it."""
+def both_passes(
+    sections: Mapping[str, Callable[..., Any]], entered: Any, batch: Any, loss: Loss | None
+) -> None:
+    """Forward and backward of one micro-batch through all sections, block by block as a stage runs it.
+
+    Args:
+        sections: in their order.
+        entered: the batch as the embedding takes it.
+        batch: as the loss takes it.
+        loss: of the head's output; None: some gradient is given.
+    """
     first, *rest = sections.values()
-    embedded: Bundle = first(batch)
+    embedded: Bundle = first(entered)
     x = embedded
     segments = []
     for passed in rest:

@@ -1,10 +1,10 @@
 """The bytes that a job's sections keep and have alive, measured before its first plan by a run of each.
 
 The embedding, a block of each kind and the head run forward and backward, whole and as one of two members of a
-TP group has them, on one micro-batch of the job's first samples. They run on the meta device, where nothing is
-computed and a large model costs no more than a small one; a small model runs on the CPU, and so does one that
-reads values (experts that take their tokens), if that takes a moment. A model that runs on neither is counted
-by its shapes.
+TP group has them, on one micro-batch of the job's first samples (of a stream, which is not read, on token
+ids). They run on the meta device, where nothing is computed and a large model costs no more than a small one; a
+small model runs on the CPU, and so does one that reads values (experts that take their tokens), if that takes a
+moment. A model that runs on neither is counted by its shapes.
 
 No generator of the script changes, nor any of its tensors: the sections are copies.
 """
@@ -95,8 +95,6 @@ def section_bytes(recipe: Recipe) -> ModelBytes | None:
                 continue
             log.debug("bytes of sections measured in %.2f s", time.perf_counter() - began)
             return measured
-    except _Untried as reason:
-        why = str(reason)
     except Exception as error:  # of the user's dataset or collate, which says so again where it is needed
         why = f"{type(error).__name__}: {error}"
     log.debug(
@@ -105,21 +103,28 @@ def section_bytes(recipe: Recipe) -> ModelBytes | None:
     return None
 
 
-class _Untried(Exception):
-    """Why the sections of a job are not run."""
-
-
 def _first_batch(recipe: Recipe) -> tuple[Any, int]:
-    """A micro-batch of the first samples, on the host, and about how many tokens it has."""
-    if isinstance(recipe.dataset, Stream):
-        raise _Untried("a stream is not read before the job starts")
-    if recipe.data.packing is not None:
-        raise _Untried("sequences are packed")
-    count = len(recipe.dataset)
+    """A micro-batch of the first samples, on the host, and about how many tokens it has. Packed rows have no
+    padding: as many copies of the first sample stand for one as fill it."""
+    dataset, packing, count = recipe.dataset, recipe.data.packing, recipe.micro_batch
+    if packing is not None and packing.tokens is not None:
+        count = max(1, round(packing.tokens / recipe.tokens))
     with begun_at(0):
-        samples = [recipe.dataset[index % count] for index in range(recipe.micro_batch)]
+        if isinstance(dataset, Stream):
+            samples = [_stand_in(round(dataset.tokens), own_loss=recipe.loss is recipe.model.loss)] * count
+        elif packing is not None:
+            samples = [dataset[0]] * count
+        else:
+            samples = [dataset[index % len(dataset)] for index in range(count)]
         batch = reading(recipe.reads, recipe.data.collate)(samples)
-    return batch, round(recipe.micro_batch * recipe.tokens)
+    return batch, round(count * recipe.tokens)
+
+
+def _stand_in(tokens: int, *, own_loss: bool) -> dict[str, Tensor]:
+    """A sample of token ids for a stream's, which is not read before the job starts: as transformers names them
+    for a model's own loss, else as elasticd does."""
+    ids = torch.zeros(max(1, tokens), dtype=torch.int64)
+    return dict.fromkeys(("input_ids", "labels") if own_loss else ("inputs", "targets"), ids)
 
 
 def _accelerators(work: int) -> tuple[Accelerator, ...]:

@@ -334,13 +334,17 @@ def with_room(profile: ModelProfile, factor: float) -> ModelProfile:
 
 def suited(profile: ModelProfile, numbers: Numbers | None, recomputed_part: float = 0.0) -> ModelProfile:
     """The profile of a model in `compute` (its spec's types), whose state is of these numbers (None: all is of
-    the parameters' own type) and of whose blocks this part makes its activations again by the user's word."""
+    the parameters' own type) and of whose blocks this part makes its activations again by the user's word. A
+    measured profile may be of these numbers already."""
     profile = msgspec.structs.replace(profile, recomputed_part=recomputed_part)
     if numbers is None:
+        return profile
+    gradient = item_size(numbers.gradients) / item_size(numbers.compute)
+    if profile.gradient_factor == gradient != 1:
         return profile
     wider = item_size(numbers.master) / item_size(numbers.compute)
     return msgspec.structs.replace(
         profile,
-        gradient_factor=item_size(numbers.gradients) / item_size(numbers.compute),
+        gradient_factor=gradient,
         optimizer_factor=(1 + profile.optimizer_factor) * wider,
     )

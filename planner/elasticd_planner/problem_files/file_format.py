@@ -209,9 +209,9 @@ class PinsEntry(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What is not searched: TP size on nodes of normal devices, number of pipelines, ZeRO stage, replicas of
     the optimizer state (with ZeRO), and whether blocks make their activations again. `interleave`: stages may
     have up to so many chunks of layers, where that takes less time; without it they have one. `lanes`:
-    pipelines may have up to so many lanes; without it they have one. `sequence_parallel`: TP groups have slices
-    of the tokens between cut modules, all of them (true) or those that do not fit otherwise ("plan"); without it
-    none has."""
+    pipelines may have up to so many lanes; without it they have one. `sequence_parallel`: TP groups have
+    slices of the tokens between cut modules, all of them (true) or those that do not fit otherwise ("plan");
+    without it none has."""
 
     tp: int | None = None
     dp: int | None = None
@@ -288,8 +288,8 @@ class TableProblem(StoredValue, frozen=True, kw_only=True, forbid_unknown_fields
                 refuse(f"pins.{name} {getattr(self.pins, name)} needs model.state: the bytes that it is about")
         if self.pins.sequence_parallel == "plan" and self.model.state is None:
             refuse(
-                'pins.sequence_parallel "plan" needs model.state: the bytes that say which TP groups do not fit '
-                "without it"
+                'pins.sequence_parallel "plan" needs model.state: the bytes that say which TP groups do not '
+                "fit without it"
             )
         if self.pins.recompute and self.model.recompute is None:
             refuse("pins.recompute true needs model.recompute: its time and what it keeps")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from elasticd_planner.cost.model_profile import ModelProfile, SectionProfile, derive
+from elasticd_planner.cost.model_profile import ModelProfile, SectionProfile, derive, suited
 from elasticd_planner.profiling.regression import SectionFit, line, regress
 from elasticd_planner.profiling.samples import Samples, SectionTiming, kind_name
 from elasticd_planner.profiling.section_bytes import section_with_bytes
@@ -55,6 +55,7 @@ def measured_profile(samples: Samples) -> MeasuredProfile:
         optimizer_seconds=update.seconds / update.state if update is not None and update.state else 0.0,
     )
     fits = (embed, *kinds, *(() if len(kinds) == 1 else (block,)), head)
+    profile = suited(profile, samples.numbers)
     return MeasuredProfile(profile=profile, fits=fits, predicted=_predicted(samples, embed, block, head))
 
 

@@ -7,6 +7,7 @@ import math
 
 import msgspec
 
+from elasticd_planner.cost.model_profile import Numbers
 from elasticd_planner.spec.model import ModelSpec
 from elasticd_planner.value import Value, refuse
 
@@ -27,7 +28,8 @@ class MeasuredBytes(Value, frozen=True, kw_only=True):
 
 
 class ModelBytes(Value, frozen=True, kw_only=True):
-    """Bytes of a model's sections at some shares; `bundle_bytes`: see `ModelProfile`."""
+    """Bytes of a model's sections at some shares; `bundle_bytes`: see `ModelProfile`.
+    `numbers`: of a job that trains with master weights."""
 
     sections: tuple[MeasuredBytes, ...]
     bundle_bytes: float = 0.0
@@ -124,6 +126,7 @@ class Samples(Value, frozen=True, kw_only=True):
     skipped: str = ""
     loss: bool = False
     bundle_bytes: float = 0.0
+    numbers: Numbers | None = None
 
     def of(self, section: str) -> tuple[SectionTiming, ...]:
         """The timings of one section."""
