@@ -230,7 +230,9 @@ MORE: dict[type, Any] = {
             groups=4,
         ),
         batch=BatchEntry(global_batch=8, micro_batch=1, sequence=16.0),
-        pins=PinsEntry(tp=2, dp=1, zero=1, replicas=2, recompute=True, interleave=2, lanes=2),
+        pins=PinsEntry(
+            tp=2, dp=1, zero=1, replicas=2, recompute=True, interleave=2, lanes=2, sequence_parallel=True
+        ),
     ),
 }
 #: Fields whose values are checked, by class and name.
