@@ -348,7 +348,7 @@ def of_transformers_model() -> Model:
 
 
 def test_packed_rows_are_measured_by_rows_as_long() -> None:
-    """A token needs no more in a longer row, but for the gradients of large matrices, which are of all tokens."""
+    """A token needs no more in a longer row, but for the gradient of a matrix, which is of all tokens."""
     packed = recipe(
         decoder(), data=DataOptions(packing=Packing(tokens=4 * TOKENS), length=lambda sample: TOKENS)
     )
