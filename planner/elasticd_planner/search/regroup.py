@@ -28,8 +28,7 @@ from elasticd_planner.spec.plan import Pipeline
 #: Changes made at most, so that a search ends; drawn jobs of 10 to 16 devices needed up to three.
 CHANGES = 12
 
-#: Plans of so many groups at most are changed: changes grow with the square of groups in a node, and costing one
-#: with all groups.
+#: Plans of so many groups at most are changed: a change is costed with all groups.
 GROUPS = 32
 
 #: So many of the quickest changes are costed with the best orders of stages.
