@@ -2,8 +2,9 @@
 
     torchrun --rdzv-backend=elasticd ... benchmarks/_snapping.py FOLDER STEPS
 
-Each worker writes into FOLDER what each of its steps took, what it was held up by the copy of its snapshot, and
-between the steps what one plain copy of as many bytes takes, while the other workers make theirs.
+Each worker writes into FOLDER what each of its steps took, the processor time of its training thread, the
+seconds for which that was held up by the snapshot of the state after the step, and after steps without one what
+a plain copy of as many bytes takes, while the other workers make theirs.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ class Watched(Snapper):
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
         self.made: set[int] = set()
+        self.held_up: dict[int, float] = {}  # seconds, by the updates that the state of the snapshot had
 
     def ready(self, plan: int, step: int) -> bool:
         return wanted(step) and super().ready(plan, step)
@@ -59,6 +61,12 @@ class Watched(Snapper):
         super().voted(step, bits, layouts, state)
         if all(bits):
             self.made.add(step)
+            self.held_up[step] = self.copy_seconds
+
+    def copied(self) -> None:
+        super().copied()
+        if self.held_up:
+            self.held_up[max(self.held_up)] = self.copy_seconds
 
 
 class Plainly:
@@ -92,20 +100,23 @@ def main(folder: str, steps: int) -> None:
     )
     snapper, plainly = job._snapper, Plainly()
     assert isinstance(snapper, Watched)
-    found, since = [], time.perf_counter()
+    found: list[dict[str, Any]] = []
+    since, worked = time.perf_counter(), time.thread_time()
     for step in job.steps(steps):
         number = step.index + 1
         found.append(
             {
                 "step": number,
                 "seconds": time.perf_counter() - since,
+                "processor": time.thread_time() - worked,
                 "on": wanted(number),
                 "made": number in snapper.made,
-                "copy": snapper.copy_seconds if number in snapper.made else 0.0,
-                "plain": plainly(snapper.bytes),
+                "plain": plainly(snapper.bytes) if not wanted(number) else 0.0,
             }
         )
-        since = time.perf_counter()
+        since, worked = time.perf_counter(), time.thread_time()
+    for each in found:
+        each["copy"] = snapper.held_up.get(each["step"], 0.0)
     body = {"bytes": snapper.bytes, "steps": found}
     (Path(folder) / f"{job.device.replace('/', ':')}.json").write_text(json.dumps(body))
 

@@ -215,9 +215,7 @@ class Accelerator:
     def passed(self, check: Callable[[], None] = lambda: None) -> None:
         """Returns when the device has done what this thread has asked of it so far; `check` as in `read`."""
         if not self.immediate:
-            event = self.event()
-            event.record(torch.accelerator.current_stream(self.device))
-            self._poll(event, check)
+            self._poll(self.now(), check)
 
     def drained(self, seconds: float) -> bool:
         """Whether the device comes to the end of what this thread has asked of it, within so many seconds. It
@@ -237,13 +235,23 @@ class Accelerator:
             return False
         return True
 
-    def to_host(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """Copies values to where they belong on the host: pairs of that and of them. It returns when all bytes
-        are there.
+    def now(self) -> Event:
+        """An event behind what this thread has asked of the device so far."""
+        event = self.event()
+        event.record(None if self.immediate else torch.accelerator.current_stream(self.device))
+        return event
 
-        They go on a stream of this thread's own, behind what the current one has yet to do, so that what is
-        asked of the device meanwhile need not wait for them. Into memory that is not pinned the driver copies
-        through a small buffer of its own, at a fraction of the speed.
+    def to_host(self, pairs: Iterable[tuple[Tensor, Tensor]], after: Event | None = None) -> None:
+        """Copies values to where they belong on the host. It returns when all bytes are there.
+
+        They go on a stream of this thread's own, so that what is asked of the device meanwhile need not wait
+        for them. Into memory that is not pinned the driver copies through a small buffer of its own, at a
+        fraction of the speed.
+
+        Args:
+            pairs: of host memory and the values.
+            after: the values are there once the device has passed it, perhaps recorded by another thread; None:
+                once it has done what this thread has asked of it so far.
         """
         every = list(pairs)
         here = [pair for pair in every if pair[1].device.type == "cpu"]
@@ -257,7 +265,7 @@ class Accelerator:
         stream: torch.Stream | None = getattr(self._threads, "copies", None)
         if stream is None:
             stream = self._threads.copies = torch.Stream(self.device)
-        stream.wait_stream(torch.accelerator.current_stream(self.device))
+        stream.wait_event(after if after is not None else self.now())  # type: ignore[arg-type]  # not the host's
         copied = self.event()
         try:
             with stream:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import threading
 
 import pytest
 import torch
@@ -74,6 +75,30 @@ def test_a_snapshot_goes_into_pinned_memory_and_comes_back_to_the_device() -> No
     values = found.tensors[ITEM].shards[0].planes["m"]
     assert values.device == accelerator.device
     assert torch.equal(values.cpu(), expected())
+
+
+@vgpu.alone
+def test_a_snapshot_is_copied_by_another_thread_behind_the_update_alone() -> None:
+    accelerator = Accelerator("vgpu:0")
+    held = piece(accelerator)
+    file = MemoryFile(size_of([held], LocalState()), accelerator)
+    updated = accelerator.now()
+    held_up = held.values.clone()
+
+    def copies() -> None:
+        accelerator.use()
+        file.copy([held], updated)
+
+    with vgpu.counting() as spent:
+        thread = threading.Thread(target=copies)
+        thread.start()
+        for _ in range(3):
+            held_up = held_up * 2  # the next step's passes
+        thread.join(60)
+    assert not thread.is_alive()
+    assert spent.synchronizations == 0
+    held.values.zero_()
+    assert torch.equal(file._cut[0], expected())
 
 
 @vgpu.alone

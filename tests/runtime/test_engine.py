@@ -12,7 +12,7 @@ from elasticd_migration.local_state import LocalState
 from elasticd_planner.cost.schedule import Pass
 from elasticd_planner.layout.layouts import Layouts
 from elasticd_planner.spec.batch import BatchPlan
-from elasticd_planner.spec.plan import Plan
+from elasticd_planner.spec.plan import Plan, StatePolicy
 
 from elasticd.runtime.comm.in_memory import MemoryPlanGroups, run_threads
 from elasticd.runtime.data.options import DataOptions
@@ -20,6 +20,7 @@ from elasticd.runtime.data.prefetch import SampleError
 from elasticd.runtime.engine.engine import Engine, first_state
 from elasticd.runtime.engine.pipeline_stage import all_forward
 from elasticd.runtime.engine.recipe import Recipe
+from tests.runtime.state_reader import StateReader
 from tests.runtime.test_parity import SEED, Text, make_recipe, plan_of, stage, unpaced
 
 TWO_STAGES = plan_of((8, [stage(0, 3, ("a/0", 1)), stage(3, 6, ("a/1", 1))]))
@@ -134,6 +135,36 @@ class Counted:
     def arrived(self, numbers: Any) -> None:
         for number in numbers:
             self.kept.pop(number, None)
+
+
+@pytest.mark.parametrize("zero", [0, 2])
+def test_an_update_waits_for_what_still_reads_the_state_and_passes_do_not(zero: int) -> None:
+    plan = UNEQUAL.replace(state=StatePolicy(zero=zero, replicas=1 if zero else None))
+
+    def worker(plan_groups: MemoryPlanGroups) -> None:
+        engine = engine_on(plan_groups, make_recipe(), plan)
+        engine.step(0, lambda: 0)
+        engine.settle()
+        reader = StateReader(engine)
+        engine.step(1, lambda: pytest.fail("it was waited for before the vote") if reader.waited_for else 0)
+        assert reader.waited_for
+        assert reader.changed()
+
+    run_threads(plan.members, worker)
+
+
+def test_a_state_that_is_still_read_is_not_set_aside() -> None:
+    plan = plan_of((8, [stage(0, 6, ("a/0", 1))]))
+
+    def worker(plan_groups: MemoryPlanGroups) -> None:
+        engine = engine_on(plan_groups, make_recipe(), plan)
+        engine.step(0, lambda: 0)
+        reader = StateReader(engine)
+        engine.set_aside({})
+        assert reader.waited_for
+        engine.back()
+
+    run_threads(plan.members, worker)
 
 
 def most_kept(plan: Plan) -> int:

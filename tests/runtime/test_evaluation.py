@@ -24,6 +24,7 @@ from elasticd.runtime.engine.parallelism import ParallelismOptions
 from elasticd.runtime.engine.recipe import Recipe
 from tests import sizes
 from tests.models.test_sequence_parallel import sliced
+from tests.runtime.state_reader import StateReader
 from tests.runtime.test_engine import TWO_STAGES, UNEQUAL, Torn, engine_on
 from tests.runtime.test_interleaved import PLANS as INTERLEAVED
 from tests.runtime.test_lanes import PLANS as LANES
@@ -106,9 +107,11 @@ def under(plan: Plan, dataset: Any, precision: Precision | None = None) -> dict[
         held, found = HeldOut(dataset=dataset, measures={"right": right}), dict[str, list[Evaluation]]()
         for step in range(STEPS):
             engine.step(step, lambda: 0)
+            reader = StateReader(engine)
             for weights in ("average", "value"):
                 done = evaluate(engine, held, "held", step + 1, next_token_loss, DataOptions(), weights)
                 found.setdefault(weights, []).append(done)
+            assert reader.waited_for, "parameters and averages are swapped in place"
         assert not engine.stale
         assert all(part.training for module in engine.local.modules.values() for part in module.modules())
         return found

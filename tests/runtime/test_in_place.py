@@ -15,6 +15,7 @@ from elasticd.runtime.comm.groups import PlanGroups
 from elasticd.runtime.switch.copies import Copies
 from elasticd.runtime.switch.move import move, prepare
 from tests.runtime import gang
+from tests.runtime.state_reader import StateReader
 from tests.runtime.test_parity import unpaced
 from tests.runtime.test_snapshots import NEW, OLD, first, held_by
 from tests.runtime.test_zero import STEPS, check, recipe
@@ -60,8 +61,10 @@ def worker(device: str, store: Any, old: Plan, new: Plan, aside: tuple[str, ...]
     else:
         with pytest.raises(Disagreement):
             attempt(2)
+    reader = StateReader(engine) if engine is not None else None
     before = deepcopy(held_by(engine.state())) if aside and engine is not None else None
     prepared, side = attempt(3)
+    assert reader is None or reader.waited_for
     said = []
     if aside and engine is not None:
         np.testing.assert_equal(held_by(engine.state()), before)  # its copy of the old plan, wherever it lies

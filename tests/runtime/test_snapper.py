@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import queue
+import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from elasticd_migration.local_state import LocalState, NotElementWise
 
 from elasticd.codec.message import Message
+from elasticd.runtime.accelerator import CPU
 from elasticd.runtime.checkpoint.options import CheckpointingOptions
 from elasticd.runtime.checkpoint.staging import shares
 from elasticd.runtime.snapshot.memory_file import read
@@ -74,7 +77,8 @@ def test_what_was_copied_is_what_the_agent_gets_whatever_training_does_then(agen
     held = state(2)
     expected = copy_of(held)
     made.voted(2, [ready(made, 2)] * 3, THREE, lambda: held)
-    for tensor in held.tensors.values():  # the next step
+    made.copied()
+    for tensor in held.tensors.values():  # the next update
         for shard in tensor.shards:
             for plane in shard.planes.values():
                 plane.zero_()
@@ -99,6 +103,56 @@ def test_what_was_copied_is_what_the_agent_gets_whatever_training_does_then(agen
                     or not values.dim()
                 ), item
     assert found.extras == expected.extras
+    made.end()
+
+
+class HeldUp:
+    """A device whose copies to the host begin when a test lets them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.may, to_host = threading.Event(), CPU.to_host
+
+        def waits(*pairs: Any) -> None:
+            assert self.may.wait(60)
+            to_host(*pairs)
+
+        monkeypatch.setattr(CPU, "to_host", waits)
+
+
+def test_training_goes_on_while_a_snapshot_is_copied_and_the_update_waits_for_it(
+    agent: Agent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, held, copies = begun(agent), state(2), HeldUp(monkeypatch)
+    made.voted(2, [ready(made, 2)], THREE, lambda: held)
+    assert agent.came.empty(), "voted has returned, and nothing is copied yet"
+    updates = threading.Thread(target=made.copied)
+    updates.start()
+    updates.join(0.2)
+    assert updates.is_alive()
+    copies.may.set()
+    updates.join(60)
+    assert not updates.is_alive()
+    assert agent.came.get(timeout=60)[0].held.step == 2
+    made.copied()  # nothing is under way
+    assert ready(made, 3)
+    made.end()
+    made.voted(3, [True], THREE, lambda: state(3))
+    made.copied()  # nor is it begun at the end
+
+
+def test_a_state_that_the_script_wrote_to_meanwhile_is_not_handed_over(
+    agent: Agent, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    made, held, copies = begun(agent), state(2), HeldUp(monkeypatch)
+    made.voted(2, [ready(made, 2)], THREE, lambda: held)
+    item = next(item for item in shares(THREE)[DEVICE] if held.tensors[item].shards)
+    next(iter(held.tensors[item].shards[0].planes.values())).mul_(2)
+    copies.may.set()
+    made.copied()
+    assert [record.message.partition(":")[0] for record in caplog.records] == ["no snapshot of step 2"]
+    assert f"the script wrote to {item.name} while it was copied" in caplog.text
+    made.voted(3, [ready(made, 3)], THREE, lambda: state(3))
+    assert agent.came.get(timeout=60)[0].held.step == 3, "its slot is free again"
     made.end()
 
 

@@ -115,6 +115,7 @@ def averaged(engine: Engine, weights: str) -> Iterator[None]:
         )
     pairs = _pairs(engine)
     engine.delivered()
+    engine.copied()
     engine.stale = engine.plan.state.zero > 0
     _exchange(pairs)
     engine.zero.round()

@@ -241,6 +241,8 @@ class Loop:
 
     def _train(self, engine: Engine, step: int, *, last: bool) -> StepDone:
         """Trains one step, and begins a checkpoint and a snapshot if they are due. `last`: no snapshot."""
+        if self.snapper is not None:
+            engine.copied = self.snapper.copied
         saver, snapper = self.saver, self.snapper if not last else None
         try:
             done = engine.step(

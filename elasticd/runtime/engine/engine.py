@@ -159,6 +159,7 @@ class Engine:
     guard: StabilityGuard  #: leaves updates out
     torn: bool  #: an update began and did not end: the state here is of no step
     leave_out: int  #: index of the last step whose update is left out, since the job went back; -1: of none
+    copied: Callable[[], None]  #: returns when no snapshot reads the state any more: it may change
     after_recovery: bool  #: its members may be at different places between two steps, see `between_steps`
 
     def __init__(self, recipe: Recipe, layouts: Layouts, plan_groups: PlanGroups, pace: PassPacer) -> None:
@@ -197,6 +198,7 @@ class Engine:
         self._carried: dict[str, str] = {}
         self._after: str | None = None
         self._delivered: Event | None = None  # after the last step's deliveries; None: they are over
+        self.copied = lambda: None
         self.after_recovery = self.torn = self.stale = self.spent = self._met = False
         self._batches = BatchesAhead(recipe.feed, self.plan, self.linear, recipe.planning)
         self.reduced = self.last = self.lent = None
@@ -318,6 +320,7 @@ class Engine:
             NoHostMemory: nothing was changed.
         """
         if self.lent is None:
+            self.copied()
             self.lent = SetAside(self.state(), self.accelerator)
         self.lent.lend(kept)
         size = self.lent.bytes / (1 << 20)
@@ -476,8 +479,9 @@ class Engine:
             self.communicators.received()
             if outcome.failed is not None:
                 self._drop(*outcome.failed, passed.failure)
-            self._telemetry.mark()
             where.at(UPDATE)
+            self.copied()
+            self._telemetry.mark()
             self.apply(outcome.vote)
             self._telemetry.passed("optimizer")
             if outcome.vote.apply:
@@ -597,6 +601,7 @@ class Engine:
         """
         if self.reduced != vote.step:
             raise RuntimeError(f"the gradients here are of step {self.reduced}, the vote is of {vote.step}")
+        self.copied()
         self.reduced, self.last, self.torn = None, vote, True
         if self._after is not None:
             self._carried[DATA], self._after = self._after, None

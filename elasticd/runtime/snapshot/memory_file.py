@@ -25,7 +25,7 @@ from elasticd_planner.value import StoredValue, Value
 from torch import Tensor
 
 from elasticd.codec.decoding import decode_stored, tag_of
-from elasticd.runtime.accelerator import CPU, Accelerator
+from elasticd.runtime.accelerator import CPU, Accelerator, Event
 from elasticd.runtime.checkpoint.staging import Piece, padded, places
 
 _END = struct.Struct("<Qq8s")
@@ -112,10 +112,23 @@ class MemoryFile:
         self._chunks: tuple[object, msgspec.Raw] = (None, msgspec.Raw())
         self._end = 0
 
-    def copy(self, held: Sequence[Piece]) -> None:
-        """Copies the values; it returns when all bytes are here. Raises BadSnapshot where there is no room."""
-        self._prepare([piece.values for piece in held])
-        self._accelerator.to_host(zip(self._cut, (piece.values for piece in held), strict=True))
+    def prepare(self, held: Sequence[Piece]) -> None:
+        """Gives each value its place for `copy`. Raises BadSnapshot where there is no room."""
+        values = [piece.values for piece in held]
+        shapes = tuple((tensor.dtype, tensor.shape) for tensor in values)
+        if shapes == self._shapes:
+            return
+        *starts, end = places(values)
+        if end > self.room:
+            raise BadSnapshot(f"{end} bytes of values do not fit into a memory file of {self.room}")
+        self._cut = [_view(self._raw, at, *shape) for at, shape in zip(starts, shapes, strict=True)]
+        self._shapes, self._end = shapes, end
+
+    def copy(self, held: Sequence[Piece], after: Event | None = None) -> None:
+        """Copies the values once the device has passed `after` (None: what this thread has asked of it); it
+        returns when all bytes are here. Raises BadSnapshot where there is no room."""
+        self.prepare(held)
+        self._accelerator.to_host(zip(self._cut, (piece.values for piece in held), strict=True), after)
 
     def close(
         self, job: str, device: str, plan: int, step: int, held: Sequence[Piece], small: LocalState
@@ -132,16 +145,6 @@ class MemoryFile:
         self._map[self._end : body] = text
         self._map[body : body + _END.size] = _END.pack(len(text), checksum(self._raw[:body]), _MAGIC)
         return body + _END.size
-
-    def _prepare(self, values: Sequence[Tensor]) -> None:
-        shapes = tuple((tensor.dtype, tensor.shape) for tensor in values)
-        if shapes == self._shapes:
-            return
-        *starts, end = places(values)
-        if end > self.room:
-            raise BadSnapshot(f"{end} bytes of values do not fit into a memory file of {self.room}")
-        self._cut = [_view(self._raw, at, *shape) for at, shape in zip(starts, shapes, strict=True)]
-        self._shapes, self._end = shapes, end
 
     def _text(self, held: Sequence[Piece]) -> msgspec.Raw:
         key = self._shapes, tuple((piece.item, piece.plane, piece.box) for piece in held)

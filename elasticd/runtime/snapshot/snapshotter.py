@@ -1,7 +1,9 @@
-"""A rank's side of snapshots at work: copies its share into a memory file at a step's end, and hands it over.
+"""A rank's side of snapshots at work: copies its share into a memory file after a step, and hands it over.
 
-The machine in `machines.worker.snapshotting` says when and where. What a step waits for is the copy alone; a
-thread of its own makes the files, writes what they hold, and gives them to the agent, who keeps them.
+The machine in `machines.worker.snapshotting` says when and where. One thread copies while the next step is
+computed; another one makes the files, writes what they hold, and gives them to the agent, who keeps them. The
+training thread lists the state's tensors, and waits for the copy only where the state is to change before it is
+made: at the next update as a rule (`Engine.copied`).
 """
 
 from __future__ import annotations
@@ -10,6 +12,8 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError, Future
+from contextlib import suppress
 from functools import partial
 
 from elasticd_migration.local_state import LocalState, NotElementWise
@@ -38,8 +42,8 @@ Tell = Callable[[Message, int], None]
 class Snapper:
     """Makes this rank's snapshots every `every` steps. `welcome` gives who this worker is now.
 
-    The thread that trains calls `ready` for a vote's record and `voted` after it; `freed` and `welcomed` are
-    called by the control thread, `end` by whoever ends the process.
+    The thread that trains calls `ready` for a vote's record and `voted` after it, and `copied` before the state
+    changes; `freed` and `welcomed` are called by the control thread, `end` by whoever ends the process.
     """
 
     def __init__(
@@ -51,7 +55,7 @@ class Snapper:
         accelerator: Accelerator = CPU,
     ) -> None:
         self._accelerator = accelerator
-        self.copy_seconds = 0.0  # what the last snapshot held its step up
+        self.copy_seconds = 0.0  # for which the training thread was held up by the last snapshot so far
         self.bytes = 0  # of the last one
         self._job, self._welcome, self._tell = job, welcome, tell
         self._lock = threading.Lock()
@@ -59,6 +63,8 @@ class Snapper:
         self._files: list[MemoryFile | None] = [None] * len(self._state.slots)
         self._layouts: Layouts | None = None
         self._beside = DaemonThreads("snapshot")
+        self._copier = DaemonThreads("snapshot-copy")  # no copy waits for a file to be made, which takes longer
+        self._copying: Future[None] | None = None  # of the last snapshot, until it is known to have ended
 
     # -- what the training thread does -----------------------------------------------------------------------
 
@@ -68,7 +74,15 @@ class Snapper:
             return self._state.ready(plan, step)
 
     def voted(self, step: int, bits: Sequence[bool], layouts: Layouts, state: Callable[[], LocalState]) -> None:
-        """After that vote and its update; `bits` are all ranks', in rank order."""
+        """After that vote and its update: begins a snapshot where all ranks may. Until `copied` returns, the
+        state's tensors must not change.
+
+        Args:
+            step: updates that are applied.
+            bits: of all ranks, in rank order.
+            layouts: of the plan in force.
+            state: gives this rank's state, by reference.
+        """
         began = time.perf_counter()
         with self._lock:
             self._state, slot = snapshotting.voted(self._state, step, bits)
@@ -81,6 +95,15 @@ class Snapper:
                 self._measure(layouts, state)
         except (NotElementWise, BadSnapshot, RuntimeError) as error:
             self._give_up(error, layouts.plan.number, step)
+
+    def copied(self) -> None:
+        """Returns when no snapshot reads the state any more."""
+        if self._copying is not None:
+            began = time.perf_counter()
+            with suppress(CancelledError):  # the process ends
+                self._copying.result()
+            self._copying = None
+            self.copy_seconds += time.perf_counter() - began
 
     def _give_up(self, error: Exception, plan: int, step: int) -> None:
         log.warning("no snapshot of step %d: %s", step, error)
@@ -98,13 +121,26 @@ class Snapper:
         self._step(lambda old: snapshotting.sized(old, layouts.plan.number, need))
 
     def _copy(self, step: int, file: MemoryFile, layouts: Layouts, state: LocalState) -> None:
-        held = pieces(state, self._share)
-        file.copy(held)
-        small, me = without_planes(state, self._share), self._welcome()
-        self._beside.run(lambda: self._hand_over(me, step, file, layouts.plan, held, small))
+        held, small, me = pieces(state, self._share), without_planes(state, self._share), self._welcome()
+        file.prepare(held)
+        hand_over = partial(self._hand_over, me, step, file, layouts.plan, held, small)
+        versions, updated = [piece.values._version for piece in held], self._accelerator.now()
+
+        def copy() -> None:
+            try:
+                self._accelerator.use()  # this thread is another than the training's
+                file.copy(held, updated)
+                _refuse_writes(held, versions)
+            except Exception as error:  # also what nobody thought of: the slot must come free
+                self._give_up(error, layouts.plan.number, step)
+            else:
+                self._beside.run(hand_over)
+
+        self._copying = self._copier(copy)
 
     def end(self) -> None:
-        """Ends the thread after the work that it is at; waits for it 5 s at most."""
+        """Ends the threads after the work that they are at; waits for each 5 s at most."""
+        self._copier.end(_LEAVE)
         self._beside.end(_LEAVE)
 
     # -- what the control thread does ------------------------------------------------------------------------
@@ -118,7 +154,7 @@ class Snapper:
         not this worker's any more."""
         self._step(snapshotting.left)
 
-    # -- what the thread beside does -------------------------------------------------------------------------
+    # -- what the threads beside do --------------------------------------------------------------------------
 
     def _step(self, change: Callable[[snapshotting.SnapshotState], snapshotting.SnapshotStep]) -> None:
         with self._lock:
@@ -158,3 +194,13 @@ class Snapper:
         )
         first = plan.members[0] == me.device
         self._tell(Snapped(held=made, plan=plan if first else None), file.fd)
+
+
+def _refuse_writes(held: Sequence[Piece], versions: Sequence[int]) -> None:
+    """Raises RuntimeError where torch counted a write to a piece since `versions` were read."""
+    for (item, *_, values), version in zip(held, versions, strict=True):
+        if values._version != version:
+            raise RuntimeError(
+                f"the script wrote to {item.name} while it was copied: do so within the optimizer's step, in a "
+                "hook of register_step_post_hook"
+            )

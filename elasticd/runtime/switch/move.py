@@ -273,6 +273,8 @@ def _migrated(
     accelerator: Accelerator,
 ) -> Moved:
     proposal, me = prepared.proposal, prepared.group.me
+    if engine is not None:
+        engine.copied()  # the new engine may take its tensors over
     try:
         if prepared.snapshot is not None:
             state = prepared.snapshot
