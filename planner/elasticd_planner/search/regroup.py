@@ -194,7 +194,7 @@ class _Regrouping:
                 if len(devices) not in self._widths or not self._pinned(devices):
                     return
         changed = []
-        for p, groups in enumerate(now):
+        for p, pipeline in enumerate(now):
             listed: list[NamedGroup] = []
             for s, group in enumerate(groups):
                 devices_of = change.get((p, s))
