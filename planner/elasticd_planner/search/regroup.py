@@ -196,7 +196,7 @@ class _Regrouping:
         changed = []
         for p, pipeline in enumerate(now):
             listed: list[NamedGroup] = []
-            for s, group in enumerate(groups):
+            for s, group in enumerate(pipeline):
                 devices_of = change.get((p, s))
                 kept = devices_of is None
                 listed += [group] if kept else [self._group(devices, group) for devices in devices_of or ()]
