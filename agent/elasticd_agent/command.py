@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import resource
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from urllib.parse import urlsplit
 
 import click
@@ -100,6 +102,14 @@ def command(
         raise click.ClickException(str(error)) from None
 
 
+def _raise_descriptor_limit() -> None:
+    """Lets this process have as many descriptors as it may: a shell gives 1024, and each worker, torchrun and
+    snapshot of a node takes some."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
 async def run(read: Callable[[], Config]) -> None:
     """Serve on the running loop until SIGINT or SIGTERM; SIGHUP has the configuration read anew."""
     from elasticd.store import etcd_release
@@ -107,6 +117,7 @@ async def run(read: Callable[[], Config]) -> None:
     from elasticd.store.etcd import EtcdStore
 
     config = read()
+    _raise_descriptor_limit()
     memory = StateFile(config.agent.state, config.cluster.name, "agent", config.agent.node)
     credentials(config.security)  # what is wrong with them is said before etcd is asked
     store = EtcdStore(etcd_options(config), known=memory.identity)

@@ -418,8 +418,6 @@ class Agent:
             while True:
                 self._link.send(await asyncio.to_thread(sensors.read))
                 await asyncio.sleep(_SENSE_SECONDS)
-        except Exception:
-            _log.exception("what this machine tells of itself cannot be read: the leader hears no more of it")
         finally:
             if nvml is not None:
                 nvml.close()

@@ -54,6 +54,7 @@ class Launches:
     ) -> None:
         self._record, self._used, self._say, self._tell = record, used, say, tell
         self._rings: dict[tuple[str, str], int] = {}
+        self._writers: dict[tuple[str, str], str] = {}  # of the rings that are still written to, the clients
         self._launchers: dict[str, FollowEvents] = {}
 
     def hear(self, client: str, body: OfLaunch, fd: int | None) -> None:
@@ -75,6 +76,7 @@ class Launches:
     def gone(self, client: str) -> None:
         """A client hung up: what its torchrun shared is kept."""
         self._launchers.pop(client, None)
+        self._writers = {key: writer for key, writer in self._writers.items() if writer != client}
 
     def observe(self, event: Event) -> None:
         """Takes an event of the agent's machine: a new leader is told which jobs launchers follow."""
@@ -84,7 +86,7 @@ class Launches:
 
     def happened(self, message: Happened) -> None:
         """Passes an event of the leader's on."""
-        for client, launcher in self._launchers.items():
+        for client, launcher in list(self._launchers.items()):  # one that does not read is gone by that
             if launcher.job == message.job:
                 self._say(client, message)
 
@@ -125,8 +127,11 @@ class Launches:
         device = f"{self._record().node}/{body.index}"
         _close(self._rings.pop((device, body.job), None))
         self._rings[device, body.job] = fd
+        self._writers[device, body.job] = client
         while len(self._rings) > MOST_KEPT:
-            _close(self._rings.pop(next(iter(self._rings))))
+            oldest = next((key for key in self._rings if key not in self._writers), next(iter(self._rings)))
+            _close(self._rings.pop(oldest))
+            self._writers.pop(oldest, None)
         self._say(client, OutputKept(index=body.index, device=device))
 
 

@@ -132,6 +132,9 @@ class WorkerChildren:
 
     def _watch(self, client: str, pid: int) -> None:
         """Nothing for a worker that leads no session, as one that no torchrun started: it shares another's."""
+        self._settled.discard(pid)  # a further job of its script
+        if pid in self._pidfds:
+            self._workers[client] = pid
         if pid in self._pidfds or not process_sessions.is_led(pid):
             return
         with contextlib.suppress(OSError):

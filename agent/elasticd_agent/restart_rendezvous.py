@@ -13,6 +13,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 import msgspec
@@ -420,7 +421,8 @@ class Rounds:
         def sink(item: WatchItem) -> None:
             self._loop.call_soon_threadsafe(_heard, job, item)
 
-        job.watch = self._store.watch(job.prefix, snapshot.revision + 1, sink)
+        begin = partial(self._store.watch, job.prefix, snapshot.revision + 1, sink)
+        job.watch = await asyncio.to_thread(begin)  # it may wait until etcd answers again
 
     def _key(self, job: str, torchrun: str) -> str:
         return f"{self._keys.rendezvous(job)}torchruns/{torchrun}"

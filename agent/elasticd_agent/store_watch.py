@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import TypeVar
 
 import msgspec
@@ -92,7 +93,8 @@ class Records:
         for prefix, snapshot in zip(prefixes, snapshots, strict=True):
             self._adopt(prefix, snapshot.items)
         for prefix, snapshot in zip(prefixes, snapshots, strict=True):
-            self._watches.append(self._store.watch(prefix, snapshot.revision + 1, self._sink(prefix)))
+            begin = partial(self._store.watch, prefix, snapshot.revision + 1, self._sink(prefix))
+            self._watches.append(await asyncio.to_thread(begin))  # it may wait until etcd answers again
 
     def close(self) -> None:
         """Cancels the watches. The store stays open."""

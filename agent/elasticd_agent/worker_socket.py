@@ -61,8 +61,12 @@ _MOST_WAITING = 1024
 _MOST_CLIENTS = 1024
 #: Seconds in which a client must say its first message.
 HELLO_SECONDS = 30.0
-#: Seconds until the next try where this process has no descriptor left for a client.
+#: Seconds until the next try where this process has no descriptor or memory left for a client.
 _PAUSE_SECONDS = 0.2
+#: What the kernel says then.
+_NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
+#: What it says of a client that is gone.
+_HUNG_UP = (errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN)
 #: linux/socket.h; Python has no names for these.
 _SO_PEERGROUPS = 59
 _SO_PEERPIDFD = 77
@@ -293,7 +297,7 @@ class _Connection:
         self._opening: Message | None = None
         self._waiting: deque[tuple[bytes, int | None]] = deque()
         self._finishing = False
-        self._open = True
+        self._open, self._is_gone = True, False
         self._linger: asyncio.TimerHandle | None = None
         self._pidfd = pidfd
         self._silence = self._loop.call_later(HELLO_SECONDS, self._expect_hello)
@@ -315,10 +319,10 @@ class _Connection:
             self._flush()
 
     def finish(self) -> None:
-        """Close once everything is sent."""
+        """Ends the connection once everything is sent."""
         self._finishing = True
         if not self._waiting:
-            self.close()
+            self._loop.call_soon(self._gone, "it was dismissed")
 
     @property
     def worker(self) -> int | None:
@@ -339,22 +343,53 @@ class _Connection:
         self._forget(self._name)
 
     def _flush(self) -> None:
-        try:
-            while self._waiting:
-                unix_socket.send(self._sock, *self._waiting[0])
-                _close(self._waiting.popleft()[1])
-        except BlockingIOError:
-            self._loop.add_writer(self._sock, self._flush)
+        if not self._open:
             return
-        except OSError:
-            # It is gone or going; its end is seen when we read.
-            self._drop_waiting()
+        while self._waiting:
+            try:
+                unix_socket.send(self._sock, *self._waiting[0])
+            except BlockingIOError:
+                self._loop.add_writer(self._sock, self._flush)
+                return
+            except OSError as error:
+                if error.errno in _NO_ROOM:
+                    self._loop.remove_writer(self._sock)
+                    self._loop.call_later(_PAUSE_SECONDS, self._flush)
+                    return
+                if error.errno in _HUNG_UP:  # its end is seen when we read
+                    self._drop_waiting()
+                    break
+                _log.error("a message to %s cannot be sent and is left out: %s", self._name, error)
+            _close(self._waiting.popleft()[1])
         self._loop.remove_writer(self._sock)
         if self._finishing:
-            self.close()
+            self._loop.call_soon(self._gone, "it was dismissed")
+
+    def _has_room(self) -> bool:
+        """Returns whether this process can take two descriptors more, as many as a message may bring: the
+        kernel drops those for which there is no room, and a message with them would be none of ours."""
+        try:
+            one = os.dup(self._sock.fileno())
+        except OSError:
+            return False
+        try:
+            os.close(os.dup(one))
+        except OSError:
+            return False
+        finally:
+            os.close(one)
+        return True
+
+    def _resume(self) -> None:
+        if self._open:
+            self._loop.add_reader(self._sock, self._readable)
 
     def _readable(self) -> None:
         """One message for each wakeup, so that one client's flood does not keep the others waiting."""
+        if not self._has_room():
+            self._loop.remove_reader(self._sock)
+            self._loop.call_later(_PAUSE_SECONDS, self._resume)
+            return
         try:
             data, fd = unix_socket.accept(self._sock, LARGE)
         except BlockingIOError:
@@ -444,6 +479,12 @@ class _Connection:
             )
 
     def _exited(self) -> None:
+        if self._pidfd is None:
+            return
+        if self._open and not self._has_room():  # for its last words
+            self._loop.remove_reader(self._pidfd)
+            self._loop.call_later(_PAUSE_SECONDS, self._exited)
+            return
         if self._open:
             self._drain()
         self._gone("its process ended")
@@ -459,6 +500,9 @@ class _Connection:
                 return
 
     def _gone(self, how: str) -> None:
+        if self._is_gone:
+            return
+        self._is_gone = True
         self.close()
         self._ears.gone(self._name)
         try:

@@ -219,7 +219,8 @@ def accept(sock: socket.socket, most: int = LARGEST_MESSAGE) -> tuple[bytes | No
     try:
         too_long = len(data) > LARGEST_PACKET + (_SIZE.size if fds else 0)
         if too_long or flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC) or len(fds) > 2:
-            raise PacketError("a packet was cut short: its sender does not speak elasticd's framing")
+            why = "its sender does not speak elasticd's framing, or this process has no descriptor left"
+            raise PacketError(f"a packet was cut short: {why}")
         if not fds:
             return data or None, None
         size = _SIZE.unpack(data[: _SIZE.size])[0] if len(data) >= _SIZE.size else -1

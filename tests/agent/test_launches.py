@@ -39,10 +39,10 @@ class Node:
             self.told.append,
         )
 
-    def share(self, job: str, index: int, text: bytes) -> OutputRing:
+    def share(self, job: str, index: int, text: bytes, client: str = "t") -> OutputRing:
         ring = OutputRing()
         ring.write(text)
-        self.launches.hear("t", KeepOutput(job=job, index=index), os.dup(ring.fd))
+        self.launches.hear(client, KeepOutput(job=job, index=index), os.dup(ring.fd))
         return ring
 
     def read(self, job: str = "", after: int = -1000, device: str = "alpha/1") -> OutputPart:
@@ -90,6 +90,33 @@ def test_only_so_many_outputs_are_kept_and_their_descriptors_are_given_back(
     assert len(os.listdir("/proc/self/fd")) == before + 2
     assert node.read(job="job0").error
     assert node.read(job="job9").data == b"x"
+
+
+def test_output_of_workers_that_run_is_kept_longer_than_that_of_jobs_that_are_over(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launches, "MOST_KEPT", 2)
+    node.share("long", 0, b"long").close()
+    for number in range(10):
+        node.share(f"job{number}", 1, b"x", client=f"t{number}").close()
+        node.launches.gone(f"t{number}")
+    assert node.read(job="long", device="alpha/0").data == b"long"
+    assert node.read(job="job9").data == b"x"
+    assert node.read(job="job8").error
+
+
+def test_launcher_that_is_given_up_while_it_is_told_keeps_nothing_from_the_others(node: Node) -> None:
+    heard = []
+
+    def say(client: str, body: Any) -> None:
+        heard.append(client)
+        node.launches.gone("x")  # it does not read: its connection is closed
+
+    for client in ("x", "y"):
+        node.launches.hear(client, FollowEvents(job="a"), None)
+    node.launches._say = say
+    node.launches.happened(Happened(job="a", kind="finished", text="finished"))
+    assert heard == ["x", "y"]
 
 
 def test_what_is_no_ring_is_refused_and_its_descriptor_closed(node: Node) -> None:

@@ -181,7 +181,10 @@ def test_devices_of_a_torchrun_belong_to_its_job_until_it_has_ended(node: Node) 
     assert not refusal_of(node, Attend(job="other", pid=os.getpid(), slots=(0, 1)))
 
 
-def test_torchrun_is_refused_devices_of_a_live_job_and_devices_that_are_not_there(node: Node) -> None:
+def test_torchrun_is_refused_devices_of_a_live_job_and_devices_that_are_not_there(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(restart_rendezvous, "RETURN_SECONDS", 0.1)
     node.agent()
     worker = node.trainer()
     worker.say(hello("live", 0))
@@ -195,6 +198,12 @@ def test_torchrun_is_refused_devices_of_a_live_job_and_devices_that_are_not_ther
     answer = plain.hear()
     assert isinstance(answer, Rejected)
     assert "n0/0 is used by job live" in answer.reason
+    # It was dismissed, and does not count as there for as long as this agent runs.
+    until(
+        lambda: (
+            not [item for item in node.store.snapshot(KEYS.rendezvous("ddp")).items if b'"here"' in item.value]
+        )
+    )
 
 
 def test_step_of_a_watched_process_is_that_of_its_device(node: Node) -> None:

@@ -60,12 +60,19 @@ def lives(pid: int) -> bool:
     return process_mark.mark(pid) is not None
 
 
-async def observed(worker: Worker, *words: Goodbye) -> None:
-    """An agent hears a worker, which ends then, and looks after what it left."""
-    children = WorkerChildren()
-    children.observe(replace(hello(0, "w"), pid=worker.process.pid))
-    for body in words:
-        children.observe(Said(client="w", body=body))
+async def observed(worker: Worker, *words: Goodbye | str) -> None:
+    """An agent hears a worker, which ends then, and looks after what it left.
+
+    words: messages of the worker, and names of clients as which it connects anew.
+    """
+    children, client = WorkerChildren(), "w"
+    children.observe(replace(hello(0, client), pid=worker.process.pid))
+    for word in words:
+        if isinstance(word, str):
+            client = word
+            children.observe(replace(hello(0, client), pid=worker.process.pid))
+        else:
+            children.observe(Said(client=client, body=word))
     watched = children._pidfds
     worker.end()
     async with asyncio.timeout(60):
@@ -75,18 +82,23 @@ async def observed(worker: Worker, *words: Goodbye) -> None:
 
 
 @pytest.mark.parametrize(
-    "words", [(), (Goodbye(reason="it has drained", drained=True),)], ids=["died", "drained"]
+    "words",
+    [(), (Goodbye(reason="it has drained", drained=True),), (Goodbye(), "second job")],
+    ids=["died", "drained", "died in its second job"],
 )
 def test_its_children_are_ended_but_not_those_that_were_given_a_session_of_their_own(
-    worker: Worker, words: tuple[Goodbye, ...]
+    worker: Worker, words: tuple[Goodbye | str, ...]
 ) -> None:
     asyncio.run(observed(worker, *words))
     until(lambda: not lives(worker.child))
     assert lives(worker.service)
 
 
-def test_the_children_of_a_script_that_ended_in_good_order_go_on(worker: Worker) -> None:
-    asyncio.run(observed(worker, Goodbye()))
+@pytest.mark.parametrize("words", [(Goodbye(),), ("connected anew", Goodbye())], ids=["first", "anew"])
+def test_the_children_of_a_script_that_ended_in_good_order_go_on(
+    worker: Worker, words: tuple[Goodbye | str, ...]
+) -> None:
+    asyncio.run(observed(worker, *words))
     assert lives(worker.child)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import msgspec
 import pytest
 from elasticd_planner.value import Invalid
@@ -138,6 +140,25 @@ def test_device_belongs_to_one_worker_until_its_process_ends() -> None:
     state, _ = run(Ended(client="w0", how="x"), state=state)
     _, effects = run(hello(0, client="other"), state=state)
     assert sent(effects)[0][0] == "other"
+
+
+def test_worker_that_comes_back_on_another_connection_is_not_told_as_lost() -> None:
+    """Its connection broke, and it lives: it has the incarnation that it had."""
+    first = hello(0)
+    state, _ = run(LinkUp(), first)
+    (known,) = state.clients.values()
+    body = msgspec.structs.replace(first.body, incarnation=known.incarnation)
+    again = replace(first, client="again", body=body, incarnation="another")
+    state, effects = step(state, again, 1.0)
+    assert [client.id for client in state.clients.values()] == ["again"]
+    assert not [effect for effect in effects if isinstance(effect, ClearMember)]
+    assert not [message for message in told(effects) if isinstance(message, WorkerLost)]
+    assert state.departed == ()
+    anew = replace(first, client="anew", incarnation="third")
+    state, effects = step(state, anew, 2.0)
+    assert [message.how for message in told(effects) if isinstance(message, WorkerLost)] == [
+        "took a new incarnation"
+    ]
 
 
 def test_release_one_older_or_newer_is_let_in() -> None:

@@ -337,7 +337,9 @@ def _opened(state: AgentState, event: Opened, now: float) -> Result:
     incarnation = body.incarnation or event.incarnation
     before = state.worker_of(device)
     ended: tuple[Effect, ...] = ()
-    if before is not None:
+    if before is not None and before.incarnation == incarnation:
+        state = _without(state, before.id)  # on another connection: it says again what it has to say
+    elif before is not None:
         state, ended = _ended(state, Ended(client=before.id, how="took a new incarnation"), now)
     client = Client(id=event.client, opening=body, device=device, incarnation=incarnation)
     pace = _pace(state, device)
