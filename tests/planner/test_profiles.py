@@ -5,10 +5,13 @@ import pytest
 from elasticd_planner.cost.model_profile import ModelProfile, SectionProfile, derive
 from elasticd_planner.cost.profile_cost import ProfileCost
 from elasticd_planner.layout.layouts import Layouts
+from elasticd_planner.problem_files.times import TimedModel, entry_of
+from elasticd_planner.problem_files.times import profile_of as profile_of_entry
 from elasticd_planner.spec.model import item_size
 from elasticd_planner.value import Invalid
 
 from tests.planner.models import LAYERS, SPEC, plan, profile, replica_bytes
+from tests.planner.real_models import profile_of
 
 DERIVED = derive(SPEC, sample_tokens=16, micro_batch=2, flops=1e6)
 
@@ -67,6 +70,26 @@ def test_a_group_of_units_that_is_cut_is_held_on_both_sides() -> None:
     assert not model.aligned((6, 2))
     assert model.held_bytes(section, 6, False) == 200
     assert model.held_bytes(section, 1, False) == 100
+
+
+def test_heads_that_are_wider_together_than_the_activation_count_where_sequences_are_cut() -> None:
+    """Qwen3-0.6B: 16 heads of 128 over a width of 1,024; 8 kv-heads. In Llama-3.1-8B both are 4,096."""
+    wide, even = profile_of("Qwen3-0.6B"), profile_of("Llama-3.1-8B")
+    assert wide.query_bytes == 2 * 16 * 128
+    assert even.query_bytes == 0
+    for model, queries, groups in ((wide, 2 * 2048, 8 / 16), (even, 2 * 4096, 8 / 32)):
+        needs = [
+            ProfileCost(model, recompute=True, cut=cut).memory(
+                model.layers, [model.share_units], 0, first=True, last=False, in_flight=1
+            )
+            for cut in (True, False)
+        ]
+        assert needs[0] - needs[1] == pytest.approx(model.layers * model.tokens * queries * (3 + 2 * groups))
+    entry = entry_of(wide)
+    assert entry["times"]["query_bytes"] == wide.query_bytes
+    assert "query_bytes" not in entry_of(even)["times"]
+    read = profile_of_entry(msgspec.convert(entry, type=TimedModel, str_keys=True), wide.tokens)
+    assert read.query_bytes == wide.query_bytes
 
 
 def test_a_profile_survives_json() -> None:

@@ -87,7 +87,8 @@ class ModelProfile(Value, frozen=True, kw_only=True):
     any). groups: kv-heads, which follow the shares (0: none). tokens: of one micro-batch. tied_bytes:
     parameter bytes of the head that are the embedding's (counted in both). boundary_bytes: one token's
     activation between blocks. bundle_bytes: where sections give named tensors, what a token brings over a
-    boundary of stages, all of them, the mean of there and back (0: one activation). gradient_factor,
+    boundary of stages, all of them, the mean of there and back (0: one activation). query_bytes: a token's
+    queries of one block, all heads together, where they are not as wide as the activation (0). gradient_factor,
     optimizer_factor: bytes of gradients, and of optimizer state and master weights, per byte of parameter.
     fixed_bytes: what every device needs besides.
 
@@ -128,6 +129,7 @@ class ModelProfile(Value, frozen=True, kw_only=True):
     overhead_seconds: float = 0.0
     fitted: bool = False
     bundle_bytes: float = 0.0
+    query_bytes: float = 0.0
 
     def __post_init__(self) -> None:
         if self.layers < 1 or self.share_units < 1 or not self.tokens > 0:
@@ -145,7 +147,7 @@ class ModelProfile(Value, frozen=True, kw_only=True):
             refuse(f"profile {self.name}: recomputed_part {self.recomputed_part} must be between 0 and 1")
         bytes_and_seconds = (
             *(self.gradient_factor, self.optimizer_factor, self.fixed_bytes, self.optimizer_seconds),
-            self.bundle_bytes,
+            *(self.bundle_bytes, self.query_bytes),
             *self.collective_seconds.values(),
             *self.collective_token_seconds.values(),
         )
@@ -238,7 +240,19 @@ def derive(
         groups=min(*followers, coarsest) if followers else 0,
         tied_bytes=sum(parameter_bytes(p) for p in spec.head if f"head.{p.name}" in aliases),
         boundary_bytes=spec.width * size,
+        query_bytes=queries if (queries := _queries(spec) * size) != spec.width * size else 0.0,
     )
+
+
+def _queries(spec: ModelSpec) -> int:
+    """Elements of a token's queries, all heads of the widest block together: those of the first matrix in units
+    that kv-heads follow; the activation's width where there is none."""
+    led = {units.follows for units in spec.units if units.follows is not None}
+    firsts = (
+        next((p.shape[p.cut.dim] for p in kind if p.cut is not None and p.cut.units in led), spec.width)
+        for kind in spec.kinds
+    )
+    return max(firsts)
 
 
 def parameter_bytes(parameter: Parameter) -> int:

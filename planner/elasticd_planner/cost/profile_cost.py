@@ -170,10 +170,10 @@ class ProfileCost:
     def _attention(self) -> float:
         """Bytes of what attention to other lanes' keys gave, all heads of one block: it is not computed again,
         because keys are exchanged once. The output of each token; where heads are divided its output, queries,
-        keys and values once more. Heads are taken to be as wide together as what passes between blocks."""
+        keys and values once more. Outputs are as wide as queries, all heads together."""
         model = self.profile
         groups = model.groups / model.share_units if model.groups else 1.0
-        return model.boundary_bytes * model.tokens * (3 + 2 * groups)
+        return (model.query_bytes or model.boundary_bytes) * model.tokens * (3 + 2 * groups)
 
     @property
     def zero(self) -> Zero:

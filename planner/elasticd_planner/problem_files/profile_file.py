@@ -52,6 +52,7 @@ def given_profile(text: bytes, spec: ModelSpec, sample_tokens: float, micro_batc
         **sections,
         tied_bytes=base.tied_bytes,
         boundary_bytes=base.boundary_bytes,
+        query_bytes=base.query_bytes,
         widths=(),  # those between and beyond the measured ones are interpolated
         fitted=False,
     )

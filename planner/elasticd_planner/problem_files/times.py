@@ -70,7 +70,9 @@ class CollectiveTimes(Value, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 class TimesEntry(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Seconds of the sections and of what is between and after them. `collectives` are by TP size; sizes that
     are not there are estimated from the link and `boundary_bytes` (of a token). `bundle_bytes`, where it is
-    not 0, is what a token brings over a boundary of stages instead: the mean of there and back."""
+    not 0, is what a token brings over a boundary of stages instead: the mean of there and back. `query_bytes`,
+    where it is not 0: a token's queries of one block, whose heads together are not as wide as the
+    activation."""
 
     block: SectionTimes
     embed: SectionTimes = SectionTimes()
@@ -82,11 +84,13 @@ class TimesEntry(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     overhead_seconds: float = 0.0
     overlap: bool = False
     bundle_bytes: float = 0.0
+    query_bytes: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.block.seconds_per_token > 0:
             refuse(f"block.seconds_per_token {self.block.seconds_per_token} must be positive")
-        none_negative(self, "boundary_bytes", "bundle_bytes", "optimizer_seconds_per_byte", "overhead_seconds")
+        of_bytes = ("boundary_bytes", "bundle_bytes", "query_bytes")
+        none_negative(self, *of_bytes, "optimizer_seconds_per_byte", "overhead_seconds")
         if not 0 < self.forward < 1:
             refuse(f"forward {self.forward} must be between 0 and 1: its part of forward and backward")
 
@@ -186,6 +190,7 @@ def profile_of(model: TimedModel, tokens: float) -> ModelProfile:
         tied_bytes=held.tied_bytes,
         boundary_bytes=times.boundary_bytes,
         bundle_bytes=times.bundle_bytes,
+        query_bytes=times.query_bytes,
         gradient_factor=held.gradient,
         optimizer_factor=held.optimizer,
         fixed_bytes=(held.fixed_mib + held.reserve_mib) * MIB,
@@ -230,6 +235,7 @@ def entry_of(profile: ModelProfile) -> dict[str, Any]:
             head=times(profile.head),
             boundary_bytes=profile.boundary_bytes,
             bundle_bytes=profile.bundle_bytes,
+            query_bytes=profile.query_bytes,
             collectives={w: _collective(profile, w) for w in widths},
             forward=profile.forward,
             optimizer_seconds_per_byte=profile.optimizer_seconds,
@@ -250,8 +256,9 @@ def entry_of(profile: ModelProfile) -> dict[str, Any]:
         ),
     }
     found = dict(msgspec.to_builtins(entries, str_keys=True))
-    if not profile.bundle_bytes:
-        del found["times"]["bundle_bytes"]  # a key that releases before 0.2 refuse
+    for name in ("bundle_bytes", "query_bytes"):
+        if not getattr(profile, name):
+            del found["times"][name]  # a key that releases before 0.2 refuse
     for section in ("block", "embed", "head"):
         state_entry = found["state"][section]
         if not state_entry["cut_working"] and not state_entry["whole_working"]:
