@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from elasticd_agent.snapshots import transfer
+from elasticd_agent.snapshots.store import Snapshot, Vault
 from msgspec.structs import replace
 
 from elasticd.config.tree import AgentSection, ClusterSection, Config
@@ -216,6 +220,54 @@ def test_peer_that_dies_in_the_midst_is_passed_over(scene: Scene) -> None:
         kept(leader, "n2", ("n0/0", 2), ("n2/0", 1))
         assert probe.fetch(held) == data
         assert process.wait(300) == -signal.SIGKILL, "it was tried first"
+
+
+def test_snapshot_that_could_not_be_read_for_want_of_a_descriptor_is_sent_later(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, refused = Vault.find, 0
+
+    def find(vault: Vault, wanted: Held) -> Snapshot | None:
+        nonlocal refused
+        refused += 1
+        if refused == 1:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return real(vault, wanted)
+
+    monkeypatch.setattr(Vault, "find", find)
+    leader = scene.leader()
+    scene.start("n0", "n1")
+    scene.worker("n0").snap(1)
+    kept(leader, "n1", ("n0/0", 1))
+
+
+def test_agent_that_ends_tries_no_further_node(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of a hundred silent nodes would take its seconds, and workers wait for the next agent so long."""
+    scene.leader()
+    (agent,) = scene.start("n0")
+    item = scene.store.get(KEYS.node("n0"))
+    assert item is not None
+    record = decode(item.value, NodeRecord)
+    tries, ends = [], threading.Event()
+
+    def silent(address: object, timeout: float) -> None:
+        tries.append(address)
+        ends.wait(WAIT)
+        raise TimeoutError("timed out")
+
+    monkeypatch.setattr(transfer.socket, "create_connection", silent)
+    for number in range(1, 6):
+        other = replace(record, node=f"n{number}", agent=f"agent{number}", devices=())
+        scene.store.put(KEYS.node(other.node), encode(other))
+    scene.worker("n0").snap(1)
+    until(lambda: tries)
+    stopping = threading.Thread(target=agent.stop)
+    stopping.start()
+    until(lambda: agent.agent._keeper.sender._closed)
+    ends.set()
+    stopping.join(WAIT)
+    assert not stopping.is_alive()
+    assert len(tries) == 1
 
 
 def test_copies_stay_within_the_jobs_nodes(scene: Scene) -> None:

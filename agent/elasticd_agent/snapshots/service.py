@@ -84,6 +84,7 @@ class Keeper:
         )
         self.sender = Sender(self._identity)  # of its copies, which link probes use too; `close` closes it
         self._pool = ThreadPoolExecutor(_SENDERS, "snapshots", initializer=yielding)
+        self._closing = ThreadPoolExecutor(1, "snapshots-close")  # which waits for no node that does not answer
         self._changed: set[str] = set()
         self._telling: asyncio.TimerHandle | None = None
         self._pause, self._again = Backoff(*_RETRY), 0.0
@@ -99,7 +100,8 @@ class Keeper:
         """Breaks off what is under way, and lets go of everything. Not on the loop: it waits for threads."""
         self._server.close()
         self.sender.close()
-        self._pool.shutdown()
+        self._pool.shutdown(cancel_futures=True)
+        self._closing.shutdown()
         for job in self._vault.jobs():
             _close(self._vault.forget(job))
 
@@ -194,17 +196,18 @@ class Keeper:
         if revoked is None:
             return
         if ring:
-            self._submit(lambda: self._carry(held, revoked, ring))
+            self._submit(self._pool, lambda: self._carry(held, revoked, ring))
         else:
             self._release(self._vault.settle(held, revoked, "", 0.0))
 
     def _carry(self, held: Held, revoked: threading.Event, ring: list[NodeRecord]) -> None:
         """In a thread: to the first of the ring that takes it."""
         started, peer, trouble = time.monotonic(), "", ""
-        snapshot = self._vault.find(held)
-        if snapshot is None:
-            return
+        snapshot = None
         try:
+            snapshot = self._vault.find(held)
+            if snapshot is None:
+                return
             for record in ring:
                 try:
                     self.sender.send(snapshot, revoked, record.snapshots, record.certificate)
@@ -219,7 +222,8 @@ class Keeper:
             _log.exception("sending a snapshot failed")
             trouble = str(error)
         finally:
-            os.close(snapshot.fd)
+            if snapshot is not None:
+                os.close(snapshot.fd)
         took = time.monotonic() - started
         with suppress(RuntimeError):  # the loop has ended, and with it the vault
             self._loop.call_soon_threadsafe(self._carried, held, revoked, peer, took, trouble)
@@ -263,12 +267,12 @@ class Keeper:
                 self._send(worker.id, Freed(plan=held.plan, step=held.step), None)
         if gone:
             self._mark({snapshot.held.job for snapshot in gone})
-            self._submit(lambda: _close(gone))
+            self._submit(self._closing, lambda: _close(gone))
 
-    def _submit(self, work: Callable[[], None]) -> None:
+    def _submit(self, threads: ThreadPoolExecutor, work: Callable[[], None]) -> None:
         """Does it in a thread; at once where the agent ends, and its threads have ended."""
         try:
-            self._pool.submit(work)
+            threads.submit(work)
         except RuntimeError:
             work()
 

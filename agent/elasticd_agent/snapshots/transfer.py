@@ -143,6 +143,8 @@ class Sender:
     def _stream(self, address: str, certificate: str) -> Iterator[ssl.SSLSocket]:
         """Whatever breaks the stream is raised as StreamFailed."""
         host, _, port = address.rpartition(":")
+        if self._closed:
+            raise StreamFailed("this agent ends")
         try:
             plain = socket.create_connection((host, int(port)), timeout=SILENCE)
             with self._opened(plain):
