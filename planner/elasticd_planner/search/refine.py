@@ -8,6 +8,7 @@ curves.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -49,6 +50,7 @@ class Refiner:
         self._types: dict[tuple[tuple[float, ...], tuple[int, ...], tuple[int, ...], Link], GroupType] = {}
         self._named: dict[tuple[tuple[str, ...], tuple[int, ...]], GroupType] = {}
         self._most: dict[tuple[GroupType, bool, int], int] = {}
+        self._lines: dict[tuple[NamedGroup, ...], Line] = {}
         self._refined: dict[tuple[tuple[Chained, ...], bool], tuple[Pipeline, ...] | None] = {}
         #: Whether the time is the schedule's own.
         self.exact = task.cost.timing.hidden > 0 and not task.steady
@@ -78,6 +80,20 @@ class Refiner:
             placed, given = self._scheduled(found, placed, given, keep=keep)
         made = zip(found, placed, given, strict=True)
         return tuple(self._pipeline(chained, one, m) for chained, one, m in made)
+
+    def formula_seconds(self, found: Sequence[Chained]) -> float:
+        """Seconds of the slowest of these pipelines by the formula, in the order of stages that they have; inf
+        where the groups cannot hold the layers."""
+        lines = []
+        for chained in found:
+            if chained.groups not in self._lines:
+                self._lines[chained.groups] = self.lined(chained, tuple(range(len(chained.groups)))).line
+            lines.append(self._lines[chained.groups])
+        steady, total = self.task.steady, self.task.micro_batches
+        counts = split_by_lines(lines, total, steady=steady) if all(len(line.caps) for line in lines) else None
+        if counts is None:
+            return math.inf
+        return max(line.seconds(count, steady=steady) for line, count in zip(lines, counts, strict=True))
 
     def _placed(self, one: Ordered, micro_batches: int) -> Placed:
         """The formula's layers."""

@@ -9,8 +9,8 @@ found, as long as one makes its step faster:
 - a group becomes two, or gives one device to another group of its node;
 - a group goes to another pipeline, or leaves the plan, or its slowest member does.
 
-Each change is costed with the best layers and micro-batches for the orders of stages that there are, and the
-quickest few with the best orders too (`refine`). Deterministic, and bounded in pipelines that are costed.
+Changes are ranked by the formula. The first are costed with the best layers and micro-batches for the orders of
+stages that there are, and the quickest few with the best orders too (`refine`). Deterministic, and bounded.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ CHANGES = 12
 #: Plans of so many groups at most are changed: a change is costed with all groups.
 GROUPS = 32
 
-#: So many of the quickest changes are costed with the best orders of stages.
-ORDERED = 3
+#: So many changes, the quickest by the formula, are costed by the schedule, and so many of these with the best
+#: orders of stages.
+COSTED, ORDERED = 24, 3
 
 #: The groups of each pipeline in the order of stages.
 Groups = tuple[tuple[NamedGroup, ...], ...]
@@ -74,21 +75,21 @@ class _Regrouping:
     def best(self, pipelines: Sequence[Pipeline], limit: float) -> tuple[Pipeline, ...] | None:
         """The pipelines after the change that makes the step fastest; None where none is below the limit."""
         counts = [pipeline.micro_batches for pipeline in pipelines]
-        ranked = []
-        for at, groups in enumerate(self._distinct(pipelines)):
-            chains = [Chained(groups=g, micro_batches=m) for g, m in zip(groups, counts, strict=True)]
-            ranked.append((self._seconds(self.refiner.pipelines(chains, keep=True)), at, chains))
-        ranked.sort(key=lambda entry: entry[:2])
+        listed = [
+            [Chained(groups=g, micro_batches=m) for g, m in zip(groups, counts, strict=True)]
+            for groups in self._distinct(pipelines)
+        ]
+        by_formula = sorted((self.refiner.formula_seconds(chains), at) for at, chains in enumerate(listed))
+        ranked = sorted(
+            (self._seconds(self.refiner.pipelines(listed[at], keep=True)), at) for _, at in by_formula[:COSTED]
+        )
         best: tuple[Pipeline, ...] | None = None
-        for seconds, _, chains in ranked[:ORDERED]:
-            if math.isfinite(seconds):
-                for changed in (
-                    self.refiner.pipelines(chains),
-                    self.refiner.pipelines(chains, keep=True),
-                ):
-                    now = self._seconds(changed)
-                    if now < limit:
-                        best, limit = changed, now
+        for seconds, at in ranked[:ORDERED]:
+            for keep in (False, True) if math.isfinite(seconds) else ():
+                changed = self.refiner.pipelines(listed[at], keep=keep)
+                now = self._seconds(changed)
+                if now < limit:
+                    best, limit = changed, now
         return best
 
     def _seconds(self, pipelines: Sequence[Pipeline] | None) -> float:
@@ -194,15 +195,16 @@ class _Regrouping:
                 if len(devices) not in self._widths or not self._pinned(devices):
                     return
         changed = []
-        for p, pipeline in enumerate(now):
-            listed: list[NamedGroup] = []
-            for s, group in enumerate(pipeline):
-                devices_of = change.get((p, s))
-                kept = devices_of is None
-                listed += [group] if kept else [self._group(devices, group) for devices in devices_of or ()]
-            if not 1 <= len(listed) <= self.task.layers:
+        for p, before in enumerate(now):
+            after: list[NamedGroup] = []
+            for s, group in enumerate(before):
+                if (p, s) in change:
+                    after += [self._group(devices, group) for devices in change[p, s]]
+                else:
+                    after.append(group)
+            if not 1 <= len(after) <= self.task.layers:
                 return
-            changed.append(tuple(listed))
+            changed.append(tuple(after))
         yield tuple(changed)
 
     def _pinned(self, devices: Sequence[str]) -> bool:
