@@ -114,7 +114,7 @@ def test_packed_rows_are_compiled_beforehand_as_padded_samples_are(traced: None)
     """By a row of one sequence. The first rows of training make no graph, whatever their borders."""
     plan = plan_of((8, [stage(0, 4, ("a/0", 1))]))
     recipe = recipe_of(compile=True)
-    local = local_model(recipe.model, plan.stage(plan.places["a/0"]), 0, only="blocks.0")
+    local = local_model(recipe.model, plan.stage(plan.places["a/0"]), 0, only=("blocks.0",))
     for _, parameter in local.parameters.values():
         parameter.data = torch.randn(parameter.shape, dtype=parameter.dtype)
     calls = BlockCalls()
@@ -289,7 +289,7 @@ def test_nothing_of_ours_runs_around_a_compiled_block(recompute: bool, traced: N
 
 
 def test_what_is_no_choice_is_refused() -> None:
-    with pytest.raises(ValueError, match="compile must be True or False, not 'inductor'"):
+    with pytest.raises(ValueError, match="compile must be True, False or \"chunks\", not 'inductor'"):
         ParallelismOptions(compile=cast(bool, "inductor"))
 
 

@@ -485,8 +485,8 @@ def test_of_a_large_model_a_block_of_each_kind_is_tried(monkeypatch: pytest.Monk
     decoder.blocks[7].attention.rope_base = 99.0
     made: list[str] = []
 
-    def noted(*given: Any, only: str) -> LocalModel:
-        made.append(only)
+    def noted(*given: Any, only: tuple[str, ...]) -> LocalModel:
+        made.extend(only)
         return local_model(*given, only=only)
 
     monkeypatch.setattr(sequence_mixing, "local_model", noted)

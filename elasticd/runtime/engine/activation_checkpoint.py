@@ -75,7 +75,7 @@ class Recomputed:
         versions = {name: x._version for name, x in named.items()}
         kept = first_pass(self._section) if torch.is_grad_enabled() else nullcontext()
         with torch.no_grad(), kept:
-            out: Bundle = self._passed(entered)
+            out: Bundle = self._passed(_own(entered))
         for name, x in named.items():
             if x._version != versions[name] and torch.is_grad_enabled():
                 what = name if x is entered else repr(name)
@@ -93,5 +93,10 @@ class Recomputed:
     def recompute(self, entered: Bundle) -> Bundle:
         """The output once more, with its autograd graph."""
         with second_pass(self._section):
-            out: Bundle = self._passed(entered)
+            out: Bundle = self._passed(_own(entered))
         return out
+
+
+def _own(entered: Bundle) -> Bundle:
+    """The bundle in a mapping that the block may change."""
+    return entered if isinstance(entered, Tensor) else dict(entered)

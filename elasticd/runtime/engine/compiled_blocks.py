@@ -10,6 +10,12 @@ of the shapes that the plan before has seen. torch makes a graph for the first s
 one on a graph for all lengths. A process that trains nothing yet does that before it says that it has prepared
 a plan. One that trains does it when it has switched, before its first pass, all devices at the same time; torch
 cannot compile beside training (`compile_ahead`).
+
+With `compile="chunks"` the consecutive blocks of a chunk are one graph, too (`CompiledRun`): a pass of them
+calls Python once, and code goes over the borders of blocks. It is used where nothing separates the blocks in
+the autograd graph. They are called one by one where one draws random numbers without a key (which is keyed by
+its section), where torch breaks the graph, where its code cannot be made, and where it has more operations than
+`_OPERATIONS`.
 """
 
 from __future__ import annotations
@@ -35,10 +41,12 @@ from elasticd.runtime.comm.running_group import Alone, running
 from elasticd.runtime.data.loader import reading
 from elasticd.runtime.engine.mixed_precision import converted
 from elasticd.runtime.engine.recipe import Recipe
+from elasticd.runtime.engine.stage_chunks import BlockRun, autograd_graphs, block_runs
 from elasticd.runtime.model.bundle import Bundle, backward, sizes, tensors
 from elasticd.runtime.model.graph_breaks import before_compiling
-from elasticd.runtime.model.local_model import LocalModel, local_model
+from elasticd.runtime.model.local_model import LocalModel, local_model, pass_of
 from elasticd.runtime.model.model import Model
+from elasticd.runtime.model.torch_draws import TorchDraws
 from elasticd.runtime.parallel import tp_hooks
 from elasticd.runtime.parallel.packed_row import PackedRow, current_row, passing
 from elasticd.runtime.parallel.redistribute import into_graphs
@@ -55,6 +63,8 @@ BACKEND = "inductor"
 _GRAPHS = 8
 #: Shapes that are remembered of each mode.
 _SHAPES = 3
+#: Operations of a graph of several blocks at most: code for more takes too long to be made.
+_OPERATIONS = 2_000
 
 
 @dataclass(frozen=True)
@@ -136,6 +146,54 @@ def _compile(module: nn.Module) -> None:
         _warn(error)
 
 
+class CompiledRun:
+    """A pass of consecutive blocks as one graph of torch.compile, as long as that can be; else one by one."""
+
+    by_block: bool  #: the blocks are called one by one from now on
+
+    def __init__(self, local: LocalModel, sections: tuple[str, ...]) -> None:
+        """
+        Args:
+            local: has the blocks, on which `compile_blocks` was called.
+            sections: theirs, two or more.
+        """
+        self.by_block = torch._dynamo.config.disable  # by the user, in the environment
+        self._name = f"{sections[0]} to {sections[-1]}"
+        self._passes = [local.passes[section] for section in sections]
+        run = BlockRun([local.modules[section] for section in sections])
+        for section in sections:
+            for view in local.views.get(section, ()):
+                run.register_forward_pre_hook(view)
+        try:
+            run.forward = torch.compile(run.forward, backend=_code_of_run, fullgraph=True)  # type: ignore[method-assign]
+        except RuntimeError as error:  # torch has no compiler for this Python
+            self._give_up(error)
+        self._passed = pass_of(self._name, run, local.drawing)
+
+    def __call__(self, entered: Bundle) -> Bundle:
+        """The output of the last block."""
+        if not self.by_block:
+            failures: Any = torch._dynamo.exc
+            try:
+                out: Bundle = self._passed(entered)
+                return out
+            except (failures.TorchDynamoException, failures.FailOnRecompileLimitHit) as error:
+                self._give_up(error)  # no block has run
+        for passed in self._passes:
+            entered = passed(entered if isinstance(entered, Tensor) else dict(entered))
+        return entered
+
+    def _give_up(self, error: Exception) -> None:
+        self.by_block = True
+        cause = getattr(error, "inner_exception", error)
+        reason = str(cause).strip().partition("\n")[0]
+        log.info("%s are compiled one by one: %s: %s", self._name, type(cause).__name__, reason)
+
+
+class _NotOneGraph(Exception):
+    """Several blocks are not to be one graph."""
+
+
 @lru_cache(maxsize=1)
 def warn_of_slices() -> None:
     """Says once that the blocks of a stage are not compiled."""
@@ -164,19 +222,47 @@ def settle_compiler() -> None:
 
 def _code_of(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
     """The code of a graph; the graph itself, which runs eagerly, where no code can be made of it."""
-    from torch._functorch import config
-    from torch._inductor import config as code
-
     plain = torch.fx.GraphModule(graph, copy.deepcopy(graph.graph))
     try:
-        # The backward pass is compiled here, too, so that its failure is seen here. Draws are eager torch's.
-        with config.patch(force_non_lazy_backward_lowering=True), code.patch(fallback_random=True):
-            backend: Any = torch._dynamo.lookup_backend(BACKEND)
-            made: Callable[..., Any] = backend(graph, inputs)
-            return made
+        return _code(graph, inputs)
     except Exception as error:
         _warn(error)
         return plain.forward
+
+
+def _code_of_run(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+    """The code of a graph of several blocks. Raises where they are not to be one graph."""
+    operations = sum(node.op.startswith("call_") for node in graph.graph.nodes)
+    if operations > _OPERATIONS:
+        raise _NotOneGraph(f"a graph of {operations} operations, and {_OPERATIONS} at most are one")
+    if _draws(graph):
+        raise _NotOneGraph("a block draws random numbers, which are keyed by the block")
+    return _code(graph, inputs)
+
+
+def _code(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+    from torch._functorch import config
+    from torch._inductor import config as code
+
+    # The backward pass is compiled here, too, so that its failure is seen here. Draws are eager torch's.
+    with config.patch(force_non_lazy_backward_lowering=True), code.patch(fallback_random=True):
+        backend: Any = torch._dynamo.lookup_backend(BACKEND)
+        made: Callable[..., Any] = backend(graph, inputs)
+        return made
+
+
+def _draws(graph: torch.fx.GraphModule) -> bool:
+    """Whether a graph has a random draw: it is run on tensors that have a shape and no values. Numbers that
+    Python's generator drew are inputs."""
+    inputs = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    sources = [getattr(node.meta.get("grapharg"), "source", None) for node in inputs]
+    if any(isinstance(source, torch._dynamo.source.RandomValueSource) for source in sources):
+        return True
+    fakes = [node.meta["example_value"] for node in inputs]
+    mode = next(fake.fake_mode for fake in fakes if hasattr(fake, "fake_mode"))
+    with torch.no_grad(), mode, TorchDraws() as draws:
+        torch.fx.Interpreter(graph).run(*fakes)
+    return draws.drew
 
 
 _said: list[str] = []
@@ -252,34 +338,56 @@ def _compile_stage(recipe: Recipe, plan: Plan, device: str, calls: Sequence[Bloc
     if stage.recompute or recipe.recomputed:
         found += [again for call in found if (again := replace(call, grad=False)) not in found]
     for section in _kinds(recipe.model, stage):
-        _pass_a_copy(recipe, stage, place.position, section, found)
+        _pass_a_copy(recipe, stage, place.position, (section,), found)
+    if recipe.parallelism.compile == "chunks":
+        for run in _runs(recipe, stage):
+            _pass_a_copy(recipe, stage, place.position, run, [call for call in found if call.grad])
 
 
-def _pass_a_copy(recipe: Recipe, stage: Stage, position: int, section: str, calls: Sequence[BlockCall]) -> None:
-    """Passes of one block of a stage, which torch compiles meanwhile, without the other members of its group. A
-    block that cannot be called so is compiled in the first step."""
-    local = local_model(recipe.model, stage, position, recipe.accelerator, only=section)
+def _pass_a_copy(
+    recipe: Recipe, stage: Stage, position: int, sections: tuple[str, ...], calls: Sequence[BlockCall]
+) -> None:
+    """Passes of a block of a stage, or of several as one graph, which torch compiles meanwhile, without the
+    other members of its group. What cannot be called so is compiled in the first step."""
+    local = local_model(recipe.model, stage, position, recipe.accelerator, only=sections)
     parameters = [parameter for _, parameter in local.parameters.values()]
+    _have_one_memory(parameters)
     if recipe.precision is not None:
         recipe.precision.add_up(parameters)
-    for held in (*parameters, *local.buffers.values()):
+    for held in local.buffers.values():
         held.detach().zero_()
     alone = cast(Group, Alone(len(stage.devices), position))
     if len(stage.devices) > 1:
-        tp_hooks.attach(recipe.model, section, local.modules[section], stage.shares, alone)
+        for section, module in local.modules.items():
+            tp_hooks.attach(recipe.model, section, module, stage.shares, alone)
     with running(alone):
         try:
             for call in calls[:1]:  # eagerly: what modules make in their first call is then in no graph
-                _pass(local, section, replace(call, grad=False), recipe.accelerator)
+                for passed in local.passes.values():
+                    _pass(local, passed, replace(call, grad=False), recipe.accelerator)
             compile_blocks(local.modules)
+            passed = CompiledRun(local, sections) if len(sections) > 1 else local.passes[sections[0]]
             for call in calls:
-                _pass(local, section, call, recipe.accelerator)
+                _pass(local, passed, call, recipe.accelerator)
         except Exception as error:
-            log.debug("%s cannot be passed beforehand: %s", section, error, exc_info=True)
+            log.debug("%s cannot be passed beforehand: %s", sections, error, exc_info=True)
 
 
-def _pass(local: LocalModel, section: str, call: BlockCall, accelerator: Accelerator) -> None:
-    module = local.modules[section].train(call.training)
+def _have_one_memory(parameters: Sequence[nn.Parameter]) -> None:
+    """Has all parameters be views of the same zeros: blocks of a copy take no memory beside the model's."""
+    sizes_: dict[torch.dtype, int] = {}
+    for parameter in parameters:
+        sizes_[parameter.dtype] = max(sizes_.get(parameter.dtype, 0), parameter.numel())
+    zeros = {
+        dtype: torch.zeros(size, dtype=dtype, device=parameters[0].device) for dtype, size in sizes_.items()
+    }
+    for parameter in parameters:
+        parameter.data = zeros[parameter.dtype][: parameter.numel()].view(parameter.shape)
+
+
+def _pass(local: LocalModel, passed: Callable[..., Any], call: BlockCall, accelerator: Accelerator) -> None:
+    for module in local.modules.values():
+        module.train(call.training)
     bundle = {
         name: torch.zeros(shape, dtype=dtype, device=accelerator.device, requires_grad=needs)
         for name, shape, dtype, needs in call.tensors
@@ -290,14 +398,15 @@ def _pass(local: LocalModel, section: str, call: BlockCall, accelerator: Acceler
     row = PackedRow([SequencePiece.whole(0, tokens)], accelerator.device) if call.packed else None
     local.drawing.tokens = None if row is None else (row.sample_of_token, row.positions)
     with torch.set_grad_enabled(call.grad), passing(row):
-        out: Bundle = local.passes[section](entered)
+        out: Bundle = passed(entered)
     if not call.grad:
         return
     if isinstance(out, Tensor):
         backward(out, torch.ones_like(out))
     else:
         backward(out, {name: torch.ones_like(x) if x.requires_grad else None for name, x in out.items()})
-    module.zero_grad()
+    for module in local.modules.values():
+        module.zero_grad()
 
 
 def _kinds(model: Model, stage: Stage) -> list[str]:
@@ -306,6 +415,22 @@ def _kinds(model: Model, stage: Stage) -> list[str]:
     for start, stop in stage.chunks:
         for layer in range(start, stop):
             found.setdefault((stage.shares, *_kind(model, f"blocks.{layer}")), f"blocks.{layer}")
+    _widths.update(found)
+    return list(found.values())
+
+
+def _runs(recipe: Recipe, stage: Stage) -> list[tuple[str, ...]]:
+    """Blocks of a stage that are one graph together, of which no two runs have the same graph."""
+    found: dict[object, tuple[str, ...]] = {}
+    for start, stop in stage.chunks:
+        blocks = [f"blocks.{layer}" for layer in range(start, stop)]
+        alone = [
+            f"blocks.{layer}" for layer in range(start, stop) if stage.recompute or layer in recipe.recomputed
+        ]
+        for graph in autograd_graphs(recipe.model, blocks, alone):
+            for run in block_runs(graph):
+                if len(run) > 1:
+                    found.setdefault((stage.shares, *(_kind(recipe.model, section) for section in run)), run)
     _widths.update(found)
     return list(found.values())
 
@@ -328,7 +453,7 @@ def _first_calls(recipe: Recipe, plan: Plan) -> Iterator[BlockCall]:
     stage = Stage(start=0, stop=1, devices=("alone/0",), shares=(1,))
     collate = reading(recipe.reads, recipe.data.collate)
     with suppress(Exception):
-        local = local_model(recipe.model, stage, 0, only="embed")
+        local = local_model(recipe.model, stage, 0, only=("embed",))
         local.modules["embed"].to("meta")
         for index in range(min(_SHAPES, len(dataset))):
             packed = recipe.data.packing is not None  # of a row, one sequence says it all

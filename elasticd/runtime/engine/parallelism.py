@@ -40,8 +40,9 @@ class ParallelismOptions:
     #: keeps fewer activations. True: in all TP groups; "plan": in those of stages where memory demands it.
     sequence_parallel: bool | Literal["plan"] = False
     #: Whether blocks are compiled by `torch.compile`, as each device holds them, each width once in a process.
-    #: Not in stages with sequence parallelism.
-    compile: bool = False
+    #: Not in stages with sequence parallelism. "chunks": the consecutive blocks of a device are one graph, too,
+    #: where they can be; the others are compiled one by one.
+    compile: bool | Literal["chunks"] = False
     #: The first plan: `elasticd.annotations.plan_of` makes one. None: the planner makes it. The planner puts
     #: another in its place once that is better, or one of its devices is lost.
     plan: Plan | None = None
@@ -61,10 +62,10 @@ class ParallelismOptions:
         precision_of(self.precision, 1.0)
         asked(self.recompute, 0)
         self._check_plan()
-        if not isinstance(self.compile, bool):
+        if not isinstance(self.compile, bool) and self.compile != "chunks":
             raise ValueError(
-                f"compile must be True or False, not {self.compile!r}: torch.compile's own options are for "
-                "functions that your modules call"
+                f'compile must be True, False or "chunks", not {self.compile!r}: options of torch.compile are '
+                "for functions that your modules call"
             )
         if self.sequence_parallel not in (True, False, "plan"):
             raise ValueError(f'sequence_parallel must be True, False or "plan", not {self.sequence_parallel!r}')

@@ -11,20 +11,19 @@ too: it shows whether one draws, and fails where a section detaches its output.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any, NamedTuple, Protocol, TypeVar, cast
+from functools import partial
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from elasticd_planner.cost.schedule import Pass
 from elasticd_planner.layout.channels import Channel
 from elasticd_planner.layout.launches import sums_wait
-from elasticd_planner.layout.stage_boundary import Border, after, before
 from elasticd_planner.layout.stage_order import AHEAD, Act, acts_of_rows, at_once, stage_order
 from elasticd_planner.spec.batch import BatchRow, MicroBatch, ids_of, passes_of_rows
-from elasticd_planner.spec.plan import Pipeline, Place, Plan
+from elasticd_planner.spec.plan import Plan
 from torch import Tensor
 from torch.autograd.grad_mode import set_multithreading_enabled
 
@@ -34,10 +33,17 @@ from elasticd.runtime.data.loader import Loader
 from elasticd.runtime.data.prefetch import SampleError
 from elasticd.runtime.data.sample_ledger import entries, hash_samples
 from elasticd.runtime.engine.activation_checkpoint import recomputed_blocks
-from elasticd.runtime.engine.compiled_blocks import BlockCalls, compile_blocks, settle_compiler, warn_of_slices
+from elasticd.runtime.engine.compiled_blocks import (
+    BlockCalls,
+    CompiledRun,
+    compile_blocks,
+    settle_compiler,
+    warn_of_slices,
+)
 from elasticd.runtime.engine.mixed_precision import converted
-from elasticd.runtime.engine.p2p import NextStage, PrevStage, gradient_messages
+from elasticd.runtime.engine.p2p import NextStage, gradient_messages
 from elasticd.runtime.engine.recipe import Recipe
+from elasticd.runtime.engine.stage_chunks import PassPart, StageChunk, stage_chunks
 from elasticd.runtime.model.bundle import (
     Bundle,
     Gradients,
@@ -60,9 +66,6 @@ from elasticd.wire.main_thread import BACKWARD, FORWARD, LOSS
 
 #: Steps of a plan whose backward passes are all watched for draws, and how often later ones are.
 _FIRST, _SELDOM = 3, 100
-
-_Stage = TypeVar("_Stage", PrevStage, NextStage)
-BorderOf = Callable[[Pipeline, Place, str], Border]
 
 
 class PassPacer(Protocol):
@@ -91,9 +94,9 @@ class PassPacer(Protocol):
 
 
 class _Segment(NamedTuple):
-    """Consecutive sections of a pass that are one autograd graph."""
+    """Consecutive parts of a pass that are one autograd graph."""
 
-    sections: Sequence[str]
+    parts: Sequence[PassPart]
     entered: Bundle | None  #: what the first of them was called with, as leaves; None: a batch
     out: Bundle
 
@@ -116,84 +119,6 @@ class _MicroBatchState:
     def output(self) -> Bundle:
         """The output of the last section."""
         return self.segments[-1].out
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Chunk:
-    """Consecutive sections that a micro-batch passes through at once; an interleaved stage has several."""
-
-    passes: dict[str, Callable[..., Any]]  #: by section
-    graphs: list[list[str]]  #: the sections that can be one autograd graph together
-    before: PrevStage | None  #: None: the chunk begins with the embedding
-    after: NextStage | None  #: None: the chunk ends with the head
-
-    @cached_property
-    def separate(self) -> list[list[str]]:
-        """Each section by itself."""
-        return [[section] for section in self.passes]
-
-
-def _graphs(sections: Sequence[str], local: LocalModel, alone: Collection[str]) -> list[list[str]]:
-    """The sections of a chunk that can be one autograd graph together. Of those of a graph one alone uses a
-    parameter: the terms of its gradient are added one after the other, in the order of the sections.
-
-    Args:
-        sections: of the chunk.
-        local: their modules.
-        alone: sections that need a graph of their own.
-    """
-    graphs: list[list[str]] = []
-    used: set[int] = set()
-    for section in sections:
-        parameters = {id(parameter) for parameter in local.modules[section].parameters()}
-        if not graphs or section in alone or graphs[-1][-1] in alone or used & parameters:
-            graphs.append([])
-            used = set()
-        graphs[-1].append(section)
-        used |= parameters
-    return graphs
-
-
-def _chunks(
-    recipe: Recipe, plan: Plan, local: LocalModel, peers: Peers, alone: Collection[str]
-) -> list[_Chunk]:
-    """The chunks of this device's stage in their order, each with its connections to the adjacent stages.
-    alone: sections that need an autograd graph of their own."""
-    model, me = recipe.model, peers.everyone.me
-    place = plan.places[me]
-    pipeline, stage = plan.pipeline(place), plan.stage(place)
-
-    spans, depth = pipeline.spans, len(pipeline.stages)
-
-    def neighbour(kind: type[_Stage], border_of: BorderOf, turn: int, chunk: int) -> _Stage:
-        """`turn`: the index of the other chunk among those that a micro-batch meets."""
-        blocks = [f"blocks.{layer}" for layer in range(*spans[turn])]
-        width = len(pipeline.stages[turn % depth].devices)
-        return kind(
-            peers.everyone,
-            peers.communicators,
-            border_of(pipeline, place, me),
-            model.dtype,
-            recipe.accelerator,
-            implies_all_received=width == 1 or model.communicates(blocks),
-            chunk=chunk,
-            chunks=pipeline.chunks,
-        )
-
-    chunks = []
-    for number, (start, stop) in enumerate(stage.chunks):
-        turn = number * depth + place.stage
-        prev = next_ = None
-        if start > 0:
-            prev = neighbour(PrevStage, before, turn - 1, number - (place.stage == 0))
-        if stop < pipeline.layers:
-            next_ = neighbour(NextStage, after, turn + 1, number)
-        names = [f"blocks.{layer}" for layer in range(start, stop)]
-        names = ["embed"] * (prev is None) + names + ["head"] * (next_ is None)
-        passes = {name: local.passes[name] for name in names}
-        graphs = _graphs(names, local, alone)
-        chunks.append(_Chunk(passes=passes, graphs=graphs, before=prev, after=next_))
-    return chunks
 
 
 def _context(recipe: Recipe, plan: Plan, peers: Peers) -> ContextParallel | None:
@@ -302,14 +227,17 @@ class StageRunner:
         self._stages = len(plan.pipeline(place).stages)
         self._share, self._layers = stage.fraction(place.position), stage.layers
         self.calls, self.before_first_pass = BlockCalls(), None
-        self._modules, self._compiles = local.modules, recipe.parallelism.compile and slices is None
+        self._modules, self._compiles = local.modules, bool(recipe.parallelism.compile) and slices is None
         self._notes = False  # the blocks of this pass are noted in `calls`
         if self._compiles:
             compile_blocks(local.modules)
         elif recipe.parallelism.compile:
             warn_of_slices()
         self._recomputed = recomputed_blocks(stage, recipe.recomputed, local)
-        self._chunks = _chunks(recipe, plan, local, peers, self._recomputed)
+        passes = local.passes | {name: block.forward for name, block in self._recomputed.items()}
+        whole = self._compiles and recipe.parallelism.compile == "chunks"
+        run_of = partial(CompiledRun, local) if whole else None
+        self._chunks = stage_chunks(recipe, plan, peers, passes, self._recomputed, run_of)
         self._context = _context(recipe, plan, peers)
         alone = len(stage.devices) == 1
         channel = Channel("tensor", stage.devices)
@@ -497,7 +425,7 @@ class StageRunner:
                 self._read(micro, chunk)  # while the activation is on its way
             neighbour.receive(index, len(ids))
 
-    def _read(self, micro: MicroBatch, chunk: _Chunk) -> None:
+    def _read(self, micro: MicroBatch, chunk: StageChunk) -> None:
         """Reads the batch of the next pass."""
         with self._stopwatch.measure("input"):
             batch = self._loader.batch(micro, packed=bool(self._rows))
@@ -521,8 +449,8 @@ class StageRunner:
         act: Act,
         micro: MicroBatch,
         expected: Sequence[int],
-        chunk: _Chunk,
-        graphs: Sequence[Sequence[str]],
+        chunk: StageChunk,
+        graphs: Sequence[Sequence[PassPart]],
     ) -> tuple[_MicroBatchState, float | Tensor]:
         telemetry, index = self._telemetry, act.micro_batch
         state = _MicroBatchState(ids=expected)
@@ -539,8 +467,8 @@ class StageRunner:
         else:
             telemetry.mark()
             x = self._precision.entering(batch) if self._precision else batch
-        for sections in graphs:
-            x = self._segment(state, micro, chunk, sections, x)
+        for parts in graphs:
+            x = self._segment(state, micro, chunk, parts, x)
         counted: float | Tensor = 0
         if chunk.after is None:
             counted = self._loss_of(state, x, batch)
@@ -552,7 +480,7 @@ class StageRunner:
             self._made[act] = [tensor.detach() for tensor in tensors(x)]
         return state, counted
 
-    def _worked(self, state: _MicroBatchState, micro: MicroBatch, chunk: _Chunk, x: Bundle) -> None:
+    def _worked(self, state: _MicroBatchState, micro: MicroBatch, chunk: StageChunk, x: Bundle) -> None:
         """Counts the tokens of a micro-batch, now that its activation is here."""
         samples, state.length = sizes(x)
         if self._slices is not None:
@@ -566,32 +494,32 @@ class StageRunner:
         state.start = time.perf_counter()
 
     def _segment(
-        self, state: _MicroBatchState, micro: MicroBatch, chunk: _Chunk, sections: Sequence[str], x: Any
+        self, state: _MicroBatchState, micro: MicroBatch, chunk: StageChunk, parts: Sequence[PassPart], x: Any
     ) -> Bundle:
-        """A forward pass of consecutive sections as one autograd graph."""
+        """A forward pass of consecutive parts as one autograd graph."""
         self._stopwatch.where.at(FORWARD)
-        entered, first = (None if sections[0] == "embed" else entering(x)), 0
+        entered, first = (None if parts[0].sections[0] == "embed" else entering(x)), 0
         x = x if entered is None else entered
-        for place, section in enumerate(sections):
+        for place, (sections, passed) in enumerate(parts):
+            section = sections[0]
             if place > first and not self._border(x, section):
-                state.segments.append(_Segment(sections[first:place], entered, x))
+                state.segments.append(_Segment(parts[first:place], entered, x))
                 entered, first = entering(x), place
                 x = entered
-            elif place > first and not isinstance(x, Tensor):
-                x = dict(x)  # as `entering` does
+            if section != "embed" and not isinstance(x, Tensor):
+                x = dict(x)  # a section may change its own mapping, and not the leaves that were entered
             if section == "head":
                 self._telemetry.passed("forward")
             communicated = self._stopwatch.inside if self._paced else 0.0
             if self._notes and section.startswith("blocks."):
                 self.calls.note(self._modules[section].training, x)
-            passed = self._recomputed[section].forward if section in self._recomputed else chunk.passes[section]
             x = passed(x)
             if section == "embed":
                 self._telemetry.passed("embed")
                 self._worked(state, micro, chunk, x)
             elif section != "head" and self._paced:
                 self._end_pace("forward", state, communicated)
-        state.segments.append(_Segment(sections[first:], entered, x))
+        state.segments.append(_Segment(parts[first:], entered, x))
         return cast(Bundle, x)
 
     def _border(self, x: Bundle, section: str) -> bool:
@@ -643,7 +571,7 @@ class StageRunner:
         """A tensor shaped as what came of `x` at the other stage."""
         return x if self._slices is None else self._slices.blank(single(x), state.length)
 
-    def _backward(self, act: Act, state: _MicroBatchState, chunk: _Chunk, *, last: bool) -> None:
+    def _backward(self, act: Act, state: _MicroBatchState, chunk: StageChunk, *, last: bool) -> None:
         """One backward pass. `last`: no other one of the step goes through the chunk, and sums may begin."""
         telemetry = self._telemetry
         self._stopwatch.where.at(BACKWARD)
@@ -659,10 +587,10 @@ class StageRunner:
         state.start = time.perf_counter()
         while state.segments:
             segment = state.segments.pop()
-            section = segment.sections[0]
+            section = segment.parts[0].sections[0]
             self._stopwatch.where.at(BACKWARD)
             if section in self._recomputed:
-                segment = self._recompute(state, segment)
+                segment = self._recompute(state, section, segment)
             communicated = self._stopwatch.inside if self._paced else 0.0
             self._backward_of(state, segment, grads)
             if self._paced and section.startswith("blocks."):
@@ -670,8 +598,9 @@ class StageRunner:
             grads = None if segment.entered is None else gradients(segment.entered)
             telemetry.passed(section if section in ("embed", "head") else "backward")
             if last:
-                for left in reversed(segment.sections):
-                    self._on_section_done(left)
+                for part in reversed(segment.parts):
+                    for left in reversed(part.sections):
+                        self._on_section_done(left)
                 state.start = time.perf_counter()
                 telemetry.mark()
         self._begun.add(act.chunk)
@@ -682,9 +611,9 @@ class StageRunner:
                 out, grads = self._like(out, state), self._slices.join(grad)
             self._made[act] = gradient_messages(out, grads)
 
-    def _recompute(self, state: _MicroBatchState, segment: _Segment) -> _Segment:
+    def _recompute(self, state: _MicroBatchState, section: str, segment: _Segment) -> _Segment:
         """The segment of a block that recomputes its activations, with its autograd graph."""
-        (section,), entered = segment.sections, segment.entered
+        entered = segment.entered
         assert entered is not None
         communicated = self._stopwatch.inside
         out = self._recomputed[section].recompute(entered)
@@ -696,9 +625,9 @@ class StageRunner:
     def _backward_of(self, state: _MicroBatchState, segment: _Segment, grads: Gradients) -> None:
         """The backward pass of a segment; `grads`: of its output, which a loss has none of."""
         watches = self._steps <= _FIRST or self._steps % _SELDOM == 0
-        draws = watching() if watches else nullcontext(Draws())
-        with self._drawing.keyed(f"{segment.sections[-1]}, backward"), draws as drawn:
-            if segment.sections[-1] != "head":
+        draws, last = watching() if watches else nullcontext(Draws()), segment.parts[-1].sections[-1]
+        with self._drawing.keyed(f"{last}, backward"), draws as drawn:
+            if last != "head":
                 if segment.entered is not None or any(x.requires_grad for x in tensors(segment.out)):
                     backward(segment.out, grads)
             elif _none(state.targets):  # no sample of it has a target: nothing is added to any gradient

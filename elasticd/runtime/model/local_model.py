@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,10 +32,13 @@ class LocalModel:
     parameters: dict[str, tuple[Box, nn.Parameter]]  #: by full name, each with the box that is held
     buffers: dict[str, Tensor]  #: the persistent ones, by full name
     drawing: Drawing = field(default_factory=Drawing)  #: keys the modules' random draws
+    #: By section: have its modules see their fused parameters as one, before a graph of torch.compile that the
+    #: section is a part of.
+    views: dict[str, list[Callable[..., None]]] = field(default_factory=dict)
 
 
 def local_model(
-    model: Model, stage: Stage, position: int, accelerator: Accelerator = CPU, *, only: str = ""
+    model: Model, stage: Stage, position: int, accelerator: Accelerator = CPU, *, only: Collection[str] = ()
 ) -> LocalModel:
     """Makes the modules of one device, without values.
 
@@ -44,14 +47,14 @@ def local_model(
         stage: the device's stage.
         position: its rank in the stage's TP group.
         accelerator: where its tensors lie.
-        only: the one section to make; "": all of the stage.
+        only: the sections to make; empty: all of the stage.
 
     Returns:
         Modules whose parameters are to be filled. A pass of a section raises ModelError when it gives no
         `Bundle`.
     """
     local = LocalModel(modules={}, passes={}, parameters={}, buffers={})
-    for section in (only,) if only else sections_of(model.spec, stage):
+    for section in only or sections_of(model.spec, stage):
         whole = model.sections[section]
         # The parameters are replaced below, so that those of the full model are not copied.
         module = copy.deepcopy(whole, {id(parameter): parameter for parameter in whole.parameters()})
@@ -71,12 +74,12 @@ def local_model(
             if fused is None:
                 setattr(owner, leaf, held)
             else:
-                _fuse(module, owner, leaf, held, fused)
+                local.views.setdefault(section, []).append(_fuse(module, owner, leaf, held, fused))
         _settle(module, accelerator.device)
         _tell_units(model, section, module, stage, position)
         _tell_dropouts(model, section, module, stage, position, local.drawing)
         local.modules[section] = module
-        local.passes[section] = _passing(section, module, local.drawing)
+        local.passes[section] = pass_of(section, module, local.drawing)
     return local
 
 
@@ -95,10 +98,10 @@ def _settle(module: nn.Module, device: torch.device) -> None:
             _share(module, buffer, buffer.to(device))
 
 
-def _fuse(section: nn.Module, owner: nn.Module, leaf: str, held: nn.Parameter, dim: int) -> None:
+def _fuse(section: nn.Module, owner: nn.Module, leaf: str, held: nn.Parameter, dim: int) -> Callable[..., None]:
     """The module sees the parts of a fused parameter as one, as it made them; what is trained has a dimension
     of its own for the parts, so that one box is a member's. A graph of torch.compile takes them as they are one
-    when its section is called."""
+    when its section is called, or by the function that is returned."""
     delattr(owner, leaf)
     owner.register_parameter(f"{leaf}_parts", held)
 
@@ -109,6 +112,7 @@ def _fuse(section: nn.Module, owner: nn.Module, leaf: str, held: nn.Parameter, d
     view()
     for module in dict.fromkeys((section, owner)):
         module.register_forward_pre_hook(view, prepend=True)
+    return view
 
 
 def repeats(model: Model, kind: str, shares: tuple[int, ...], position: int) -> list[int] | None:
@@ -178,8 +182,15 @@ def _tell_dropouts(
                 submodule.cut = DropoutCut(dim=rule.dim, first=units.start, units=len(units))
 
 
-def _passing(section: str, module: nn.Module, drawing: Drawing) -> Callable[..., Any]:
-    """A pass of a section. Nothing is hooked to its module, whose calls are torch's quick ones."""
+def pass_of(section: str, module: nn.Module, drawing: Drawing) -> Callable[..., Any]:
+    """A pass of a section, or of several that are one module. Nothing is hooked to the module, whose calls are
+    torch's quick ones.
+
+    Args:
+        section: its name, by which draws are keyed.
+        module: called for a pass.
+        drawing: keys the draws.
+    """
     keyed = drawing.around(section, module)
 
     def passed(*args: Any) -> Any:

@@ -22,10 +22,19 @@ class TorchDraws(TorchDispatchMode):
     ) -> Any:
         """Calls an operation."""
         named = kwargs or {}
-        if torch.Tag.nondeterministic_seeded in func.tags:
+        if torch.Tag.nondeterministic_seeded in func.tags and _drops(func, args, named):
             own = next((each for each in named.values() if isinstance(each, torch.Generator)), None)
             self.drew |= own is None or _address(own) in map(_address, generators())
         return func(*args, **named)
+
+
+def _drops(func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> bool:
+    """False for an operation that draws for its dropout alone, as attention does, and is called without one."""
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.name == "dropout_p":
+            rate = args[place] if place < len(args) else named.get("dropout_p", argument.default_value)
+            return bool(rate)
+    return True
 
 
 def _address(generator: torch.Generator) -> object:

@@ -178,7 +178,7 @@ def _section(model: Model, section: str, *, wide: bool, training: bool) -> Local
     """A section with random parameters, without dropout. wide: it computes in double precision, or in single
     where it is large; else as it was made."""
     stage = Stage(start=0, stop=model.layers, devices=("alone/0",), shares=(1,))
-    made = local_model(model, stage, 0, CPU, only=section)
+    made = local_model(model, stage, 0, CPU, only=(section,))
     made.drawing.drew = set()
     module = made.modules[section].train(training)
     large = sum(p.numel() for _, p in made.parameters.values()) > _LARGE

@@ -120,7 +120,8 @@ class _Hooks:
         """Of the section itself."""
         module.__dict__["entering"] = self._entering  # for `compiled_blocks`
         module.register_forward_pre_hook(self._entering.clear)
-        module.register_forward_hook(self._entering.clear, always_call=True)
+        # Not by always_call: torch.compile would make a graph of several sections for their hooks' ids alone.
+        module.register_forward_hook(self._entering.clear)
 
     def enter(self, path: str, owner: nn.Module) -> None:
         """Of a module, `path` in the section, that takes the full input."""
