@@ -181,12 +181,12 @@ def pair(accelerator: Accelerator, name: str, size: Size, *, compiled: bool) -> 
     sides: dict[str, Ours | Plain] = {}
     peaks, graphs = {}, {}
     for side, make in (("ours", Ours), ("plain", Plain)):
-        others, before = _memory(accelerator), _graphs()
+        others, before = _memory(accelerator), graphs_made()
         sides[side] = make(size, accelerator, compiled=compiled)
         losses = [sides[side].step()]
         _memory(accelerator, reset=True)
         losses.append(sides[side].step())
-        peaks[side], graphs[side] = _peak(accelerator) - others, _graphs() - before
+        peaks[side], graphs[side] = _peak(accelerator) - others, graphs_made() - before
         yield f"{name}: losses, {side}", losses
     if compiled:
         yield f"{name}: graphs", graphs
@@ -223,7 +223,8 @@ def _peak(accelerator: Accelerator) -> int:
     return 0 if accelerator.immediate else torch.accelerator.max_memory_allocated(accelerator.device)
 
 
-def _graphs() -> int:
+def graphs_made() -> int:
+    """Graphs that torch.compile made in this process so far."""
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import cast
+from typing import Literal, cast
 
 import torch
 from _trained import SEED, Text, described, plan_of, sampler, stage, untied
@@ -96,7 +96,7 @@ class Ours:
         size: Size,
         accelerator: Accelerator,
         *,
-        compiled: bool = False,
+        compiled: bool | Literal["chunks"] = False,
         fused: bool | None = None,
     ) -> None:
         fused = not accelerator.immediate if fused is None else fused

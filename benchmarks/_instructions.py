@@ -53,13 +53,17 @@ def lacking() -> str:
     return " and ".join(name for name in ("valgrind", "cc") if shutil.which(name) is None)
 
 
+def small(layers: int) -> DecoderConfig:
+    """The model of both sides."""
+    return DecoderConfig(
+        vocabulary=256, width=WIDTH, layers=layers, heads=4, kv_heads=4, hidden=WIDTH * 11 // 4
+    )
+
+
 def sides(layers: int, micro_batches: int) -> dict[str, Callable[[], None]]:
     """A step of each, warm."""
     torch.set_num_threads(1)
-    config = DecoderConfig(
-        vocabulary=256, width=WIDTH, layers=layers, heads=4, kv_heads=4, hidden=WIDTH * 11 // 4
-    )
-    size = Size(config, TOKENS, micro_batches)
+    size = Size(small(layers), TOKENS, micro_batches)
     made = {"plain": Plain(size, CPU, fused=True).step, "ours": Ours(size, CPU, fused=True).step}
     for step in made.values():
         for _ in range(WARM):

@@ -26,9 +26,11 @@ from _results import Row, row  # noqa: E402
 from _runtime_emulated import PLANS, simulated  # noqa: E402
 from _runtime_lengths import PLAN as TWO_PIPELINES  # noqa: E402
 from _runtime_lengths import Windows, files  # noqa: E402
+from _runtime_pairs import rows as processor_rows  # noqa: E402
 from _runtime_sides import CLOSE  # noqa: E402
 
 PAIRS = 40
+PROCESSOR_PAIRS = 80
 VOTES, COST_STEPS = 400, 60
 LAYERS, MICRO_BATCHES = 12, 4  # of the small model whose host's work is counted
 EMULATED_STEPS = 10
@@ -169,10 +171,18 @@ def count_rows(layers: int = LAYERS, micro_batches: int = MICRO_BATCHES) -> Iter
     yield from counted_rows(layers, micro_batches)
 
 
+def processor_pair_rows(
+    layers: int = LAYERS, micro_batches: int = MICRO_BATCHES, pairs: int = PROCESSOR_PAIRS
+) -> Iterator[Row]:
+    """Processor time of a step over plain torch's."""
+    yield from processor_rows(layers, micro_batches, pairs)
+
+
 PARTS = {
     **{scene: Part(partial(peer_rows, scene), TRAINING, {"pairs": 6}) for scene in PEERS},
     **{scene: Part(partial(emulated_rows, scene), TRAINING, {"steps": 2}) for scene in PLANS},
     "counts": Part(count_rows, TRAINING, {"layers": 2, "micro_batches": 2}),
+    "pairs": Part(processor_pair_rows, TRAINING, {"layers": 2, "micro_batches": 2, "pairs": 6}),
     "lengths": Part(length_rows, TRAINING, {"steps": 2}),
     "cost": Part(cost_rows, (*TRAINING, "elasticd/wire"), {"votes": 10, "steps": 4}),
 }
