@@ -25,6 +25,7 @@ from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any, Literal
 
+import msgspec
 from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
@@ -222,8 +223,9 @@ class AgentCalls:
     """Questions to the agent, one at a time, over a connection of this torchrun's own."""
 
     def __init__(self, path: str, seconds: float) -> None:
-        self._ids = itertools.count(1)
+        self._path, self._ids = path, itertools.count(1)
         self._end: Closed | None = None  # the job ended while something else was asked
+        self._joined: Join | None = None
         try:
             self._sock = unix_socket.connect(path, seconds)
         except OSError as error:
@@ -231,6 +233,7 @@ class AgentCalls:
 
     def join(self, body: Join) -> Joined | Closed | Rejected | Shutdown | None:
         """Ask to take part and wait for the answer; None when the agent is gone."""
+        self._joined = body
         # Whoever hung up may have said why before.
         with contextlib.suppress(OSError):
             unix_socket.send(self._sock, encode(body))
@@ -270,13 +273,23 @@ class AgentCalls:
         return None
 
     def leave(self, body: Leave) -> None:
-        """Say that this torchrun ends, if anybody still listens."""
+        """Says that this torchrun ends, if anybody still listens. An agent that was started since knows this
+        torchrun by its workers' environment alone, and would end what these left running on purpose."""
         try:
             unix_socket.send(self._sock, encode(body))
         except OSError:
-            return
+            with contextlib.suppress(OSError):
+                self._leave_anew(body)
         finally:
             self._sock.close()
+
+    def _leave_anew(self, body: Leave) -> None:
+        if self._joined is None:
+            return
+        known = msgspec.structs.replace(self._joined, age=None, fresh=False)  # it begins no job that is over
+        with contextlib.closing(unix_socket.connect(self._path, 0.0)) as sock:
+            for message in (known, body):
+                unix_socket.send(sock, encode(message))
 
     def _answers(self, seconds: float | None, *, first: bool = False) -> Iterator[ToWorker]:
         """What the agent says, until it hangs up or `seconds` have passed."""

@@ -19,13 +19,14 @@ from elasticd.codec.message import encode
 from elasticd.config.tree import EmulateSection
 from elasticd.records import DoneRecord, Keys, MemberRecord, NodeRecord, PlanRecord, Proposal, decode
 from elasticd.records import encode as encode_record
+from elasticd.rendezvous.live_mode import AgentCalls
 from elasticd.store.memory import MemoryStore
 from elasticd.store.state_file import Mark, StateFile
 from elasticd.testing.waiting import until
 from elasticd.wire import unix_socket
 from elasticd.wire.coordinator import AgentHello, AgentRejected, Drain, End, ToClient, WorkerLost
 from elasticd.wire.node_health import Health
-from elasticd.wire.rendezvous import Join, Joined
+from elasticd.wire.rendezvous import Join, Joined, Leave
 from elasticd.wire.worker import (
     EmulatedSpeed,
     Finished,
@@ -357,6 +358,21 @@ def test_torchrun_joins_and_a_leader_that_comes_later_hears_of_it(node: Node) ->
     leader = node.leader()
     assert torchrun.hear() == Joined(node_rank=0, nodes=1)
     assert leader.bodies(Join)
+
+
+def test_torchrun_whose_agent_was_started_again_takes_its_leave_of_the_new_one(node: Node) -> None:
+    """Which watches it, and would take its end for a bad one."""
+    leader = node.leader()
+    running = node.agent()
+    calls = AgentCalls(node.path, 60.0)
+    assert isinstance(calls.join(Join(job="job", pid=os.getpid(), min_nodes=1, max_nodes=1)), Joined)
+    running.stop()
+    before = len(leader.bodies(Join))
+    node.agent()
+    calls.leave(Leave(job="job", how="finished", signal="SIGTERM"))
+    until(lambda: leader.bodies(Leave))
+    assert leader.bodies(Leave)[-1].signal == "SIGTERM"
+    assert len(leader.bodies(Join)) > before
 
 
 def test_agent_that_the_leader_rejects_ends_with_its_reason(node: Node) -> None:
