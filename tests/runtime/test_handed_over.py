@@ -243,3 +243,16 @@ def test_what_was_given_frozen_cannot_be_unfrozen_in_the_loop() -> None:
     parts.embed.requires_grad_(False)
     with pytest.raises(ModelError, match=r"^embed.tokens.weight was frozen when its module was given"):
         list(job_of(model_of(parts), callbacks=[Schedule()]).steps(1))
+
+
+def test_values_are_handed_out_once_no_snapshot_reads_them() -> None:
+    """A script may write to them by `.data`, which torch does not count."""
+    job, waited = job_of(model_of(Parts(Block))), list[str]()
+    for step in job.steps(2):
+        engine = job._switcher.engine
+        assert engine is not None
+        engine.copied = lambda: waited.append("copied")
+        for hand_out in (job.parameters, job.modules):
+            hand_out()
+        if not step.index:
+            assert waited == ["copied", "copied"]

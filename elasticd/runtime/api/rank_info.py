@@ -101,7 +101,8 @@ class RankInfo:
         Returns:
             The box of the global tensor that this device holds, and its values (not a copy).
         """
-        held = self._engine.local.parameters if self._engine is not None else {}
+        engine = self._copied_engine
+        held = engine.local.parameters if engine is not None else {}
         return {name: (box, parameter.detach()) for name, (box, parameter) in held.items()}
 
     def modules(self) -> dict[str, nn.Module]:
@@ -109,7 +110,16 @@ class RankInfo:
 
         They are made anew under each plan: set attributes, and freeze parameters, in `Callback.before_step`.
         """
-        return dict(self._engine.local.modules) if self._engine is not None else {}
+        engine = self._copied_engine
+        return dict(engine.local.modules) if engine is not None else {}
+
+    @property
+    def _copied_engine(self) -> Engine | None:
+        """The engine once no snapshot reads its state: the caller may write to it, also by `.data`, which torch
+        does not count."""
+        if self._engine is not None:
+            self._engine.copied()
+        return self._engine
 
     @property
     def _engine(self) -> Engine | None:
