@@ -222,7 +222,7 @@ class Agent:
         }
         self._link = Link(self._emit, orders, lambda: credentials(self._security))
         records = Records(
-            *(self._store, self._keys, self._emit, harms.follow, self._keeper.read),
+            *(self._store, self._keys, self._emit, harms.follow, self._read_node),
             refuse=self._finish,
             memory=self._memory,
         )
@@ -276,6 +276,12 @@ class Agent:
             send=self._workers.send,
             dismiss=self._workers.dismiss,
         )
+
+    def _read_node(self, node: str, record: NodeRecord | None) -> None:
+        """The store has this record of a node now; None when it is gone."""
+        self._keeper.read(node, record)
+        if node == self.record.node and (record is None or record.agent != self.record.agent):
+            self._registrar.recheck()
 
     def _lasting_parts(self, link: Link) -> tuple[Callable[[], Coroutine[Any, Any, None]], ...]:
         """What goes on beside the sockets, for as long as the agent serves."""

@@ -84,6 +84,7 @@ class Registrar:
         self._written: dict[str, bytes | None] = {}
         self._refused: dict[str, _Refused] = {}
         self._doubts: dict[str, _Doubt] = {}
+        self._recheck = False
         self._told: dict[str, Callable[[str], None]] = {}
         self._keeper: LeaseKeeper | None = None
         self._lease = 0
@@ -103,6 +104,8 @@ class Registrar:
             if lease is None and self._stop.wait(jittered(_POLL_SECONDS)):
                 return
         self._lease = lease
+        with self._lock:
+            self._wanted[self._node_key] = self._written[self._node_key] = encode(self._record)
         self._keeper = LeaseKeeper(self._store, lease, self._ttl, lambda _: self._wake.set()).start()
 
     def _claimed(self, lease: int, deadline: float) -> int | None:
@@ -148,6 +151,12 @@ class Registrar:
             self._told.pop(key, None)
         self._wake.set()
 
+    def recheck(self) -> None:
+        """Has all keys looked at: somebody deleted one, or another agent has it."""
+        with self._lock:
+            self._recheck = True
+        self._wake.set()
+
     def give_up(self) -> None:
         """Let a `claim` that waits return; nothing is claimed then."""
         self._stop.set()
@@ -160,6 +169,13 @@ class Registrar:
             self._thread.join()
         if self._keeper is not None:
             self._keeper.stop(revoke=True)
+
+    def _is_own(self, holder: KeyValue) -> bool:
+        """Returns whether this agent wrote the node's key, if with a lease that it had before."""
+        try:
+            return decode(holder.value, NodeRecord).agent == self._record.agent
+        except ValueError:
+            return False
 
     def _taken_by(self, holder: KeyValue) -> str:
         try:
@@ -193,6 +209,8 @@ class Registrar:
             if time.monotonic() < doubt.again:
                 continue
             item = self._store.get(key)
+            if key == self._node_key and item is not None and not self._is_own(item):
+                raise NodeTaken(self._taken_by(item))
             value = item.value if item is not None and item.lease == self._lease else None
             if value != self._written.get(key) or (value is None) != (item is None):
                 self._written[key] = None
@@ -207,9 +225,11 @@ class Registrar:
         try:
             if self._keeper is not None and self._keeper.lost:
                 self._reclaim()
-            self._look()
             with self._lock:
-                wanted = dict(self._wanted)
+                wanted, recheck, self._recheck = dict(self._wanted), self._recheck, False
+            if recheck:
+                self._doubts |= {key: _Doubt(seconds=_LOOKS[1], again=0.0) for key in wanted}
+            self._look()
             for key in [*((self._written.keys() | self._refused.keys()) - wanted.keys()), *wanted]:
                 self._bring(key, wanted.get(key))
             self._tell()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import pytest
 from elasticd_agent import registration as registrars
 from elasticd_agent.registration import Registrar
 
-from elasticd.records import Keys, NodeRecord
+from elasticd.records import Keys, NodeRecord, encode
 from elasticd.store.memory import MemoryServer, MemoryStore
 from elasticd.store.protocol import Compare, Op, OutcomeUnknown, Put, StoreRefused, TransactResult
 from elasticd.testing.waiting import until
@@ -49,9 +49,9 @@ class Denying(MemoryStore):
 
 
 @contextlib.contextmanager
-def started(store: MemoryStore) -> Iterator[Registrar]:
+def started(store: MemoryStore, failed: Callable[[str], None] = lambda why: None) -> Iterator[Registrar]:
     record = NodeRecord(node="n0", devices=(), address="127.0.0.1", agent="a")
-    registrar = Registrar(store, KEYS, record, 30, failed=lambda why: None)
+    registrar = Registrar(store, KEYS, record, 30, failed=failed)
     registrar.claim()
     registrar.start()
     try:
@@ -133,6 +133,31 @@ def test_a_key_that_is_given_up_while_its_writing_is_in_doubt_does_not_stay() ->
         until(lambda: store.get(LARGE) is not None)
         registrar.release(LARGE)
         until(lambda: store.get(LARGE) is None)
+
+
+def test_keys_that_somebody_deletes_are_written_again() -> None:
+    """As `etcdctl del --prefix` does; the agent's own watch says that the node's key is gone."""
+    store = MemoryStore(MemoryServer())
+    with started(store) as registrar:
+        registrar.hold(SMALL, b"x")
+        until(lambda: store.get(SMALL) is not None)
+        for key in (SMALL, KEYS.node("n0")):
+            store.delete(key)
+        registrar.recheck()
+        until(lambda: store.get(SMALL) is not None and store.get(KEYS.node("n0")) is not None)
+
+
+def test_agent_whose_node_another_one_took_meanwhile_ends_and_leaves_the_key() -> None:
+    store, failed = MemoryStore(MemoryServer()), list[str]()
+    with started(store, failed.append) as registrar:
+        other = encode(NodeRecord(node="n0", devices=(), address="127.0.0.1", agent="another"))
+        store.put(KEYS.node("n0"), other)
+        registrar.recheck()
+        until(lambda: failed)
+        assert "is served by agent another" in failed[0]
+    item = store.get(KEYS.node("n0"))
+    assert item is not None
+    assert item.value == other
 
 
 class Slow(MemoryStore):
