@@ -157,7 +157,37 @@ def test_a_guard_goes_on_from_its_state_and_one_that_stopped_counts_anew() -> No
     see(seen, *(vote(step, None) for step in range(32, 40)))
     assert seen.stop_reason
     anew.load_state_dict(seen.state_dict())
+    anew.restart()
     assert (anew.left_out, anew.stop_reason) == (0, "")
+
+
+@pytest.mark.parametrize("options", [{"action": "stop"}, {"stop_after": 1}])
+def test_a_switch_keeps_the_decision_to_stop(options: Any) -> None:
+    """The vote of the harmful step may also agree on a plan, and a fault may end the last checkpoint."""
+    lost = [False]
+
+    def failing_once(output: torch.Tensor, batch: Any) -> Any:
+        total, count = loss(output, batch)
+        return total * (math.nan if lost[0] else 1.0), count
+
+    job = replace(recipe(by_dimensions, stability=StabilityOptions(**options)), loss=failing_once)
+    plan = PLANS["TP 2 beside two stages"]
+
+    def worker(plan_groups: MemoryPlanGroups) -> tuple[str, str]:
+        engine = engine_on(plan_groups, job, plan)
+        engine.step(0, lambda: 0)
+        engine.gather(0)
+        lost[0] = True
+        engine.gather(0)
+        engine.step(1, lambda: 0)
+        engine.settle()
+        reason, state = engine.guard.stop_reason, engine.state()
+        engine.adopt(state)
+        return reason, engine.guard.stop_reason
+
+    for before, after in run_threads(plan.members, worker).values():
+        assert before
+        assert after == before
 
 
 @pytest.mark.parametrize(

@@ -159,12 +159,15 @@ class StabilityGuard:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from what `state_dict` gave. A job that stopped for them begins to count again."""
+        """Goes on from what `state_dict` gave."""
         self._mean, self._updates = float(state["mean"]), int(state["updates"])
         self.left_out, self.first, self.why = int(state["left_out"]), int(state["first"]), str(state["why"])
         self._harmful = bool(state["harmful"])
         self._through = int(state.get("through", -1))
         self.last = int(state.get("last", self.first + self.left_out - 1))
+
+    def restart(self) -> None:
+        """Begins to count again where the job had stopped: it goes on from a checkpoint."""
         if self.stop_reason:
             self._begin()
 

@@ -229,6 +229,7 @@ def move(prepared: PreparedPlan, engine: Engine | None, step: int, recipe: Recip
                     folder, proposal.checkpoints, types, group, recipe.accelerator, _frozen(recipe)
                 )
             new.adopt(found.state)
+            new.guard.restart()
             return MoveResult(step=found.step, checkpoint=found.name, began=began)
         if recovery is not None:
             raise NoCheckpoint("the job is to go on from a checkpoint, and this rank has no folder of any")
