@@ -25,6 +25,7 @@ class Plain:
 
     everyone: MemoryGroup
     after_recovery: bool = False
+    interrupted: bool = False
 
 
 @dataclass
@@ -135,6 +136,40 @@ def test_a_fault_in_the_midst_of_it_is_recovered_from_and_it_is_done_anew() -> N
     found, held = alone([once], lambda: recovered)
     assert (found, held.lost) == ("done", ["connection closed"])
     assert tries[1] is recovered
+
+
+@pytest.mark.parametrize("interrupted", [True, False])
+def test_a_fault_that_the_scripts_own_code_turns_into_its_own_exception_is_recovered_from(
+    interrupted: bool,
+) -> None:
+    """It wraps the loss of a peer, or trips over what an aborted collective left."""
+    recovered = Plain(MemoryPlanGroups(cast(Any, None), "a/0").group(("a/0",), "vote"))
+    tries: list[Any] = []
+
+    def once(engine: Plain, step: int) -> str:
+        tries.append(engine)
+        if engine is recovered:
+            return "done"
+        engine.interrupted = interrupted
+        if interrupted:
+            raise AssertionError("not finite")
+        try:
+            raise PeerLost("connection closed")
+        except PeerLost as error:
+            raise ValueError("the measure failed") from error
+
+    done, held = alone([once], lambda: recovered)
+    assert done == "done"
+    assert len(held.lost) == 1
+    assert ("AssertionError" in held.lost[0]) == interrupted
+
+
+def test_an_exception_of_the_scripts_own_in_a_task_is_its_own() -> None:
+    def fails(engine: Plain, step: int) -> str:
+        raise ValueError("the measure failed")
+
+    with pytest.raises(ValueError, match="the measure failed"):
+        alone([fails], lambda: pytest.fail("it was taken for a fault"))
 
 
 def test_who_is_left_out_by_the_recovery_gets_nothing() -> None:

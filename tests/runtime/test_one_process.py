@@ -24,6 +24,8 @@ from elasticd.checkpoints.disk import LocalDisk
 from elasticd.checkpoints.folder import damages, scan
 from elasticd.models import Decoder, next_token_loss
 from elasticd.runtime.accelerator import CPU
+from elasticd.runtime.comm.groups import Cancelled
+from elasticd.runtime.engine.engine import Engine
 from elasticd.runtime.exits import JobStopped
 from elasticd.runtime.model.validation import ModelError
 from elasticd.system import process_mark
@@ -132,6 +134,30 @@ def test_a_run_goes_on_from_its_newest_checkpoint_in_the_same_process(
     assert losses(job(tmp_path / "c")) == pytest.approx(reference[3:], abs=1e-10)
     assert f"continues from step 3 of {tmp_path / 'c'}\n" in capfd.readouterr().err
     assert losses(job(tmp_path / "c")) == [], "all steps are made"
+
+
+def test_the_state_of_this_device_is_read_again_after_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan's groups may be shut while a device is still waited for."""
+    trained, faults, lost = (
+        job(layers=1),
+        [Cancelled("shut while the device was waited for")],
+        list[Exception](),
+    )
+    delivered = Engine.delivered_state
+
+    def delivered_state(engine: Engine) -> Any:
+        if faults:
+            raise faults.pop()
+        return delivered(engine)
+
+    monkeypatch.setattr(Engine, "delivered_state", delivered_state)
+    monkeypatch.setattr(trained._switcher, "peers_lost", lost.append)
+    for _ in trained.steps(2):
+        state = trained.state_dict(sharded=True)
+    assert [str(error) for error in lost] == ["shut while the device was waited for"]
+    assert set(state) >= set(trained.parameters())
+    faults.append(Cancelled("shut at the end"))
+    assert set(trained.state_dict(sharded=True)) == set(state), "after the loop there is nothing to recover"
 
 
 def test_a_loop_of_ones_own_evaluation_and_a_full_state_dict(tmp_path: Path) -> None:

@@ -64,6 +64,7 @@ def test_a_lost_peer_that_the_scripts_code_caught_is_a_lost_peer() -> None:
     around = ValueError("a")
     around.__context__ = around
     assert lost_within(around) is None
+    assert str(lost_within(Odd(), interrupted=True)).endswith("(its text cannot be made)")
 
 
 def test_what_ends_the_main_thread_is_shown_first_and_then_told(monkeypatch: pytest.MonkeyPatch) -> None:

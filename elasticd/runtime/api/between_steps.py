@@ -17,9 +17,10 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
 from elasticd.runtime.comm.groups import Cancelled, PeerLost
+from elasticd.runtime.control.user_exceptions import lost_within
 from elasticd.runtime.engine.engine import Engine
 from elasticd.runtime.exits import JobOver
 from elasticd.runtime.switch.switcher import Switcher
@@ -35,6 +36,7 @@ _LEAVE_SECONDS = 30.0
 
 #: A task: called with the engine and the number of updates made.
 Run = Callable[[Engine, int], Any]
+T = TypeVar("T")
 
 
 class BetweenSteps:
@@ -72,15 +74,30 @@ class BetweenSteps:
         """
         self._asked += 1
         mine = self._asked * _KINDS + kind
+
+        def together(engine: Engine) -> Any:
+            if not self._switcher.at_work:
+                raise Cancelled("a fault came before it began")
+            self._until(engine, mine)
+            return self._known[kind](engine, self._switcher.step)
+
+        return self.read(together)
+
+    def read(self, call: Callable[[Engine], T]) -> T | None:
+        """Calls `call` with the engine in force. A fault meanwhile is recovered from, and `call` is made again.
+
+        Returns:
+            As `run`.
+        """
         while (engine := self._switcher.engine) is not None:
             try:
-                if not self._switcher.at_work:
-                    raise Cancelled("a fault came before it began")
-                self._until(engine, mine)
-                return self._known[kind](engine, self._switcher.step)
-            except (PeerLost, Cancelled) as error:
+                return call(engine)
+            except Exception as error:
+                lost = lost_within(error, interrupted=engine.interrupted)
+                if lost is None:
+                    raise
                 try:
-                    self._switcher.peers_lost(error)
+                    self._switcher.peers_lost(lost)
                 except JobOver:
                     log.warning(
                         "the others ended before what was asked for after the last step was done: call it on "

@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any, Self, Unpack
 
 import torch
+from elasticd_migration.local_state import LocalState
 from elasticd_planner.spec.box import Box
 from elasticd_planner.spec.plan import Plan
 from torch import Tensor
@@ -666,15 +667,21 @@ class Job(RankInfo):
         """
         if contents not in full_state_dict.CONTENTS:
             raise ValueError(f"contents must be one of {', '.join(full_state_dict.CONTENTS)}, not {contents!r}")
-        engine = self._switcher.engine
         if sharded:
-            if engine is None:
+            if (state := self._own_state()) is None:
                 return {}
-            held = full_state_dict.of(engine.delivered_state(), contents)
+            held = full_state_dict.of(state, contents)
             return full_state_dict.by_own_names(
                 full_state_dict.named(held, contents), self._recipe.model.own_names
             )
         return self._together("state", contents)
+
+    def _own_state(self) -> LocalState | None:
+        """The state that this device holds; None on standby."""
+        engine = self._switcher.engine
+        if engine is None or not (self._left or self._ended):
+            return self._between_steps.read(lambda engine: engine.delivered_state())
+        return engine.delivered_state() if engine.stale else engine.state()  # the plan's groups may be shut
 
     def save_pretrained(
         self,

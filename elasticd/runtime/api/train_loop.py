@@ -56,7 +56,11 @@ class NoProgress(RuntimeError):
 
 
 class _Closed(Cancelled):
-    """The job ends because of an exception, and its last checkpoint is made."""
+    """The job ends on behalf of some members, and its last checkpoint was tried."""
+
+    def __init__(self, saved: bool) -> None:
+        super().__init__("the state is saved, and the job ends" if saved else "the job ends, its state unsaved")
+        self.saved = saved
 
 
 @dataclass(kw_only=True)
@@ -72,6 +76,8 @@ class Loop:
     snapper: Snapper | None  #: None: the job makes no snapshots
     #: The script wants the next step to be the last.
     stopping: bool = field(default=False, init=False)
+    #: Updates after which a vote ended the job, for the script of a rank had stopped it. None: no vote did.
+    _stops_at: int | None = field(default=None, init=False)
     #: All members are to leave, and the last checkpoint is made.
     _drained: bool = field(default=False, init=False)
     #: Of the step that the script has, or is about to have: it is in the loop's body, or waits for the step.
@@ -107,19 +113,24 @@ class Loop:
                 except (PeerLost, Cancelled) as error:
                     switcher.peers_lost(error)
                     continue
-            if made < total:
+            stops = made < total and self._stops_at is not None and made >= self._stops_at
+            if made < total and not stops:
                 yield Next(made)
             if switcher.engine is not engine:
                 continue  # a fault during an evaluation, or another task of the script
             try:
-                if made < total:
+                if stops:  # a fault ended the last checkpoint
+                    saved = self._close(engine)
+                elif made < total:
                     self.between_steps.begin_step(engine)
                     done = self._train(engine, made, last=made + 1 >= total)
                     made += 1
                     self._last = engine.plan.number, done.outcome.vote
                     self._report(engine, done)  # before others can end the job
-                ends = made >= total or (done is not None and done.outcome.stop)
-                if ends:
+                    if done.outcome.stop:
+                        self._stops_at = made
+                ends = stops or made >= total or (done is not None and done.outcome.stop)
+                if ends and not stops:
                     saved = self.finish(engine, made)
                 elif done is not None and done.outcome.last:
                     # All are to leave. The leader, which also knows the devices on standby, then ends the job,
@@ -133,7 +144,7 @@ class Loop:
             except (LedgerError, BatchesDiffer) as error:  # the same on every rank
                 raise self.stopped(engine, error) from error
             except Exception as error:
-                lost = lost_within(error)
+                lost = lost_within(error, interrupted=engine.interrupted)
                 if lost is None:
                     raise
                 switcher.peers_lost(lost)
@@ -165,7 +176,8 @@ class Loop:
         return Finished(step=made, plan=plan, loss=vote.loss, tokens=vote.tokens)
 
     def fail(self, error: Exception) -> None:
-        """Reports an exception of the script's own code, and keeps this rank until its state is safe.
+        """Reports an exception of the script's own code, and keeps this rank until its state is safe. One that
+        comes of another rank's loss is not reported: this rank leaves as if its node did.
 
         That is until the other ranks have taken over the state, or have saved it with this rank if the leader
         ends the job. Returns at once if this rank holds no state that is of use.
@@ -180,7 +192,10 @@ class Loop:
         if not engine.torn:
             with suppress(DeviceLost):  # then the state here is lost, and the word says so
                 engine.rest()
-        word = self._say(engine, error)
+        lost: Exception | None = lost_within(error)
+        word = self._word(engine, error)
+        if lost is None:
+            self.control.send(word)
         if not word.holds:
             return
         if self.control.alone:
@@ -192,7 +207,7 @@ class Loop:
         why = f"its code raised {word.kind}"
         self.control.send(DrainNotice(reason=why))
         switcher.begin_drain()
-        lost: Exception = Cancelled(why)
+        lost = lost or Cancelled(why)
         while True:
             switcher.peers_lost(lost)
             engine = switcher.wait()
@@ -201,11 +216,18 @@ class Loop:
             except _Closed as closed:
                 self.control.send(replace(word, plan=engine.plan.number, ends=True))
                 lost = closed
-            except (PeerLost, Cancelled) as again:
-                lost = again
+            except Exception as again:
+                lost = lost_within(again, interrupted=engine.interrupted)
+                if lost is None:
+                    raise
 
-    def _say(self, engine: Engine, error: Exception, *, ends: bool = False, saves: bool = True) -> Raised:
-        word = raised(
+    def _say(self, engine: Engine, error: Exception, *, saves: bool = True) -> None:
+        """Tells the leader that the job ends by an error."""
+        self.control.send(self._word(engine, error, ends=True, saves=saves))
+
+    def _word(self, engine: Engine, error: Exception, *, ends: bool = False, saves: bool = True) -> Raised:
+        """An exception in the words for the leader."""
+        return raised(
             error,
             plan=engine.plan.number,
             step=self.switcher.step,
@@ -214,13 +236,23 @@ class Loop:
             ends=ends,
             index=self.index,
         )
-        self.control.send(word)
-        return word
 
     def close(self, engine: Engine, step: int) -> None:
         """Makes a last checkpoint, together with all members of the plan, which then wait for the job's end."""
-        self.finish(engine, step)
-        raise _Closed("the state is saved, and the job ends")
+        raise _Closed(self.finish(engine, step))
+
+    def _close(self, engine: Engine) -> bool:
+        """Has all members of a recovered plan make the last checkpoint, some of which may not know that the job
+        ends. Returns as `finish`."""
+        try:
+            self.between_steps.close(engine)
+        except _Closed as closed:
+            return closed.saved
+        raise AssertionError("the last task between steps ends by an exception")
+
+    def _wants_stop(self, step: int) -> bool:
+        """Whether this rank wants the step of this index to be the last."""
+        return self.stopping if self._stops_at is None else step + 1 >= self._stops_at
 
     def missed(self) -> Iterator[Step]:
         """Steps that were made without this rank hearing of their end."""
@@ -251,7 +283,7 @@ class Loop:
                 lambda: saver.word if saver else 0,
                 lambda: snapper is not None and snapper.ready(engine.plan.number, step + 1),
                 self._draining,
-                lambda: self.stopping,
+                lambda: self._wants_stop(step),
             )
         except SampleError as error:
             raise self.unreadable(engine, step, error) from error
@@ -268,18 +300,18 @@ class Loop:
         """The end of the job because of an unreadable sample. Every rank saves the state before the step."""
         self.finish(engine, step)
         if error.__cause__ is not None:
-            self._say(engine, error, ends=True)
+            self._say(engine, error)
         return stopped(str(error))
 
     def no_progress(self, engine: Engine, step: int, why: str) -> JobStopped:
         """The end of the job because its steps change no weight. Every rank saves the state."""
         self.finish(engine, step)
-        self._say(engine, NoProgress(why), ends=True)
+        self._say(engine, NoProgress(why))
         return stopped(why)
 
     def stopped(self, engine: Engine, error: Exception) -> JobStopped:
         """The end of the job because of an error that every rank has."""
-        self._say(engine, error, ends=True, saves=False)
+        self._say(engine, error, saves=False)
         return stopped(str(error))
 
     def _draining(self) -> Draining:

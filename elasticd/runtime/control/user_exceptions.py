@@ -49,9 +49,6 @@ def raised(
     index: int | None = None,
 ) -> Raised:
     """An exception in the words for the leader; the arguments are its fields."""
-    text = "(its text cannot be made)"
-    with contextlib.suppress(Exception):  # `str` calls the user's code, too
-        text = str(error)
     trace = ""
     with contextlib.suppress(Exception):
         trace = "".join(traceback.format_exception(error))
@@ -59,7 +56,7 @@ def raised(
         plan=plan,
         step=step,
         kind=kind_of(error),
-        text=_sound(text)[:MOST_TEXT],
+        text=_text(error),
         traceback=_sound(trace)[-MOST_TRACEBACK:],
         holds=holds,
         saves=saves,
@@ -74,14 +71,32 @@ def kind_of(error: BaseException) -> str:
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
 
-def lost_within(error: BaseException) -> PeerLost | Cancelled | None:
-    """The loss of another rank that the script's code caught, and raised something of its own instead."""
-    found: BaseException | None = error
+def lost_within(error: BaseException, *, interrupted: bool = False) -> PeerLost | Cancelled | None:
+    """The loss of another rank that an exception comes of, if any.
+
+    Args:
+        error: the loss itself, or what the script's code raised instead when it caught the loss.
+        interrupted: the plan's groups were shut meanwhile. An aborted collective leaves garbage, for which the
+            script's code may raise, so that any exception counts: one of the script's own comes again.
+    """
+    cause: BaseException | None = error
     for _ in range(_DEEPEST):
-        if found is None or isinstance(found, PeerLost | Cancelled):
-            return found
-        found = found.__cause__ or found.__context__
-    return None
+        if isinstance(cause, PeerLost | Cancelled):
+            return cause
+        if cause is None:
+            break
+        cause = cause.__cause__ or cause.__context__
+    if not interrupted:
+        return None
+    return Cancelled(f"{kind_of(error)} once the plan's groups were shut: {_text(error)}")
+
+
+def _text(error: BaseException) -> str:
+    """Its text, of `MOST_TEXT` characters at most."""
+    text = "(its text cannot be made)"
+    with contextlib.suppress(Exception):  # `str` calls the user's code, too
+        text = str(error)
+    return _sound(text)[:MOST_TEXT]
 
 
 def _sound(text: str) -> str:

@@ -357,6 +357,11 @@ class Engine:
         """The factor in gradients until the update: the scale of the loss."""
         return self.scaler.scale if self.scaler is not None else 1.0
 
+    @property
+    def interrupted(self) -> bool:
+        """Whether the plan's groups are shut and the state here is whole."""
+        return self.plan_groups.dead and not self.torn
+
     def check(self) -> None:
         """Raises Cancelled once the plan's groups are shut: what came from others may be garbage."""
         if self.plan_groups.dead:
