@@ -41,6 +41,7 @@ ACTIONS = st.lists(
         st.tuples(st.just("vote"), st.integers(0, 2)),  # which rank's agent speaks between record and outcome
         st.tuples(st.just("free"), st.integers(0, 2)),
         st.tuples(st.just("make"), st.integers(0, 2)),
+        st.tuples(st.just("lack"), st.integers(0, 2)),
         st.tuples(st.just("agent"), st.integers(0, 2)),
         st.tuples(st.just("plan"), st.integers(1, 1000)),
     ),
@@ -72,7 +73,7 @@ def test_all_copy_alike_and_a_slot_in_use_is_left_alone(every: int, actions: lis
 
 
 def between(data: st.DataObject, rank: Rank) -> None:
-    act(data, rank, data.draw(st.sampled_from(["free", "make", "agent", "nothing"])))
+    act(data, rank, data.draw(st.sampled_from(["free", "make", "lack", "agent", "nothing"])))
 
 
 def act(data: st.DataObject, rank: Rank, what: str) -> None:
@@ -83,6 +84,9 @@ def act(data: st.DataObject, rank: Rank, what: str) -> None:
     elif what == "make" and rank.orders:
         order = rank.orders.pop(0)
         rank.take(sn.made(rank.state, order.slot, order.size))
+    elif what == "lack" and rank.orders:
+        order = rank.orders.pop(0)
+        rank.take(sn.unmade(rank.state, order.slot, order.size))
     elif what == "agent":
         rank.held.clear()
         rank.take(sn.left(rank.state))
@@ -107,6 +111,22 @@ def test_a_share_that_grows_gets_larger_files_as_slots_come_free() -> None:
     assert effects == (sn.Make(slot=1, size=300),)
     state, effects = sn.freed(state, 1, 1)
     assert effects == (sn.Make(slot=0, size=300),)
+
+
+def test_where_there_was_no_memory_for_a_file_the_next_plan_tries_again() -> None:
+    state, makes = sn.sized(sn.SnapshotState(every=1), 1, 100)
+    for make in makes:
+        state, again = sn.unmade(state, make.slot, make.size)
+        assert not again, "not for the same share"
+    assert sn.left(state)[1] == ()
+    assert not state.ready(1, 1)
+    state, makes = sn.sized(state, 2, 60)
+    assert makes == (sn.Make(slot=0, size=60), sn.Make(slot=1, size=60))
+    state, makes = sn.sized(state, 3, 40)
+    state, makes = sn.unmade(state, 0, 60)
+    assert makes == (sn.Make(slot=0, size=40),), "it was the larger share of the plan before"
+    state, _ = sn.made(state, 0, 40)
+    assert state.ready(3, 3)
 
 
 def test_while_both_slots_are_in_use_nobody_is_asked_to_copy() -> None:

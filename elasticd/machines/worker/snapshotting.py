@@ -7,8 +7,9 @@ a slot is free here. All see the same bits; where every one is set all copy, els
 snapshots is of one step without a message of its own.
 
 Files are made beside training, when the size of this rank's share is known, for fresh memory is slow: a slot
-without room for the share is not free. A worker that is let in by another agent, or as another incarnation,
-leaves the files that it had handed over to whoever has them, and makes others.
+without room for the share is not free. Where there is no memory for a file, the next plan's share is tried.
+A worker that is let in by another agent, or as another incarnation, leaves the files that it had handed over to
+whoever has them, and makes others.
 
 Invariants (tests/machines/test_snapping.py): a slot in use is never copied into nor made anew; all ranks copy
 at the same steps; a bit that was said holds until that vote ends, whatever comes meanwhile.
@@ -31,6 +32,7 @@ class Slot(Value, frozen=True, kw_only=True):
     room: int = 0  # bytes (0: there is no file yet)
     used: tuple[int, int] | None = None  # plan and step of the snapshot in it
     making: bool = False  # whether a larger file is being made
+    lacking: bool = False  # whether there was no memory for a file of this plan's share
 
 
 class SnapshotState(Value, frozen=True, kw_only=True):
@@ -70,13 +72,20 @@ SnapshotStep = tuple[SnapshotState, tuple[Make, ...]]
 
 
 def sized(state: SnapshotState, plan: int, need: int) -> SnapshotStep:
-    """Takes the bytes of this rank's share under a new plan."""
-    return _make(msgspec.structs.replace(state, plan=plan, need=need))
+    """Takes the bytes of this rank's share under a new plan, or of one that has grown."""
+    slots = tuple(msgspec.structs.replace(slot, lacking=False) for slot in state.slots)
+    return _make(msgspec.structs.replace(state, plan=plan, need=need, slots=slots))
 
 
 def made(state: SnapshotState, slot: int, room: int) -> SnapshotStep:
     """A slot has a new memory file of `room` bytes."""
     return _make(_with(state, slot, msgspec.structs.replace(state.slots[slot], room=room, making=False)))
+
+
+def unmade(state: SnapshotState, slot: int, size: int) -> SnapshotStep:
+    """There is no memory for a file of `size` bytes: the slot has none."""
+    lacks = msgspec.structs.replace(state.slots[slot], room=0, making=False, lacking=size == state.need)
+    return _make(_with(state, slot, lacks))
 
 
 def voted(state: SnapshotState, step: int, bits: Sequence[bool]) -> tuple[SnapshotState, int | None]:
@@ -109,7 +118,7 @@ def _make(state: SnapshotState) -> SnapshotStep:
     """Asks for a new file for each free slot that is too small."""
     effects = []
     for index, slot in enumerate(state.slots):
-        if slot.used is None and not slot.making and slot.room < state.need:
+        if slot.used is None and not (slot.making or slot.lacking) and slot.room < state.need:
             state = _with(state, index, msgspec.structs.replace(slot, making=True))
             effects.append(Make(slot=index, size=state.need))
     return state, tuple(effects)

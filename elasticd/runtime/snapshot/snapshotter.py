@@ -87,14 +87,18 @@ class Snapper:
         with self._lock:
             self._state, slot = snapshotting.voted(self._state, step, bits)
             file = self._files[slot] if slot is not None else None
+        plan = layouts.plan.number
         try:
             if file is not None:
                 self._copy(step, file, layouts, state())
                 self.copy_seconds = time.perf_counter() - began
-            elif layouts is not self._layouts:
-                self._measure(layouts, state)
         except (NotElementWise, BadSnapshot, RuntimeError) as error:
-            self._give_up(error, layouts.plan.number, step)
+            self._give_up(error, plan, step)
+        try:
+            if layouts is not self._layouts:  # a new plan, or the state has outgrown its files
+                self._measure(layouts, state)
+        except (NotElementWise, RuntimeError) as error:
+            self._give_up(error, plan, step)
 
     def copied(self) -> None:
         """Returns when no snapshot reads the state any more."""
@@ -167,9 +171,10 @@ class Snapper:
         try:
             self._accelerator.use()  # this thread is another than the training's
             file = MemoryFile(make.size, self._accelerator)
-        except (OSError, MemoryError) as error:
+        except (OSError, MemoryError, RuntimeError) as error:  # the last of a device that registers the memory
             log.warning("no snapshots: there is no memory for files of %d MiB: %s", make.size >> 20, error)
-            return  # the slot stays without; no rank copies
+            self._step(lambda old: snapshotting.unmade(old, make.slot, make.size))
+            return
         with self._lock:
             self._files[make.slot] = file
         self._step(lambda old: snapshotting.made(old, make.slot, make.size))
