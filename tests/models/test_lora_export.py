@@ -18,6 +18,7 @@ from elasticd.models.huggingface import __main__ as exporting
 from elasticd.models.huggingface import their_name
 from elasticd.models.huggingface.anatomy import logits_of
 from elasticd.models.huggingface.described import from_description
+from elasticd.models.huggingface.export import failure_of, write_shard
 from elasticd.runtime.api import pretrained_folder
 from elasticd.runtime.api.pretrained_folder import Folder
 from elasticd.runtime.engine.engine import Engine
@@ -121,3 +122,16 @@ def test_the_values_that_an_adapters_file_needs_are_the_adapters_alone() -> None
     for pretrained in (described.pretrained, again):
         assert set(pretrained.wanted(merge=False)) == trained_names
         assert trained_names < set(pretrained.wanted(merge=True))
+
+
+def test_a_file_that_cannot_be_written_is_an_oserror(tmp_path: Path) -> None:
+    """safetensors has an error of its own for it, which the other ranks would not hear of."""
+    with pytest.raises(OSError, match=r"(?i)no such file|I/O"):
+        write_shard(tmp_path / "missing" / "model.safetensors", {"a": torch.zeros(2)})
+
+
+def test_what_nobody_thought_of_fails_on_all_ranks_alike(tmp_path: Path) -> None:
+    assert (
+        failure_of(OSError(28, "No space left on device"), tmp_path) == f"No space left on device ({tmp_path})"
+    )
+    assert failure_of(KeyError("a"), tmp_path) == f"KeyError: 'a' ({tmp_path})"

@@ -133,14 +133,14 @@ class HfPretrained:
                     left |= self._converted({name: self._value(name, values) for name in group})
                 values.clear()
                 write_shard(folder / shard.file, {key: left.pop(key).contiguous() for key in shard.keys})
-            except OSError as error:
-                failure = f"{error.strerror or error} ({folder / shard.file})"
+            except Exception as error:  # also what nobody thought of: the others wait for this rank's word
+                failure = failure_of(error, folder / shard.file)
                 left.clear()
         if writes and not failure:
             try:
                 self._write_rest(folder, shards, index, dtypes, base)
-            except OSError as error:
-                failure = f"{error.strerror or error} ({folder})"
+            except Exception as error:
+                failure = failure_of(error, folder)
         return failure
 
     def plan(
@@ -274,14 +274,30 @@ def _covers(parts: Any, whole: Sequence[str]) -> bool:
     return len(names) == len(whole) and set(names) == set(whole)
 
 
+def failure_of(error: Exception, path: Path) -> str:
+    """Why a file or folder cannot be written, in words for all ranks; a traceback of what is no error of the
+    disk is logged."""
+    if isinstance(error, OSError):
+        return f"{error.strerror or error} ({path})"
+    log.error("cannot write %s", path, exc_info=error)
+    return f"{type(error).__name__}: {error} ({path})"
+
+
 def write_shard(path: Path, tensors: dict[str, Tensor]) -> None:
-    """A file of weights, which has its name when it is whole."""
+    """Writes a file of weights, which has its name when it is whole.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     part = path.with_name(f"{path.name}.part")
     try:
         save_file(tensors, part, metadata={"format": "pt"})
         part.rename(path)
+    except SafetensorError as error:  # safetensors' own error for what a disk refuses
+        raise OSError(str(error)) from error
     finally:
         part.unlink(missing_ok=True)
 

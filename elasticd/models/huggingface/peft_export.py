@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from elasticd.models.huggingface.adapters import Adapters, adapters_of, is_lora, named_forms, stand_in
-from elasticd.models.huggingface.export import NOT_COPIED, HfPretrained, write_shard
+from elasticd.models.huggingface.export import NOT_COPIED, HfPretrained, failure_of, write_shard
 from elasticd.models.huggingface.sections import Sections
 from elasticd.runtime.model.pretrained import ReadValues
 
@@ -113,8 +113,8 @@ class PeftPretrained:
             tensors = {key: values[self.whole.owners[name]].contiguous() for key, name in kept.items()}
             write_shard(folder / _WEIGHTS, _apart(tensors))
             self._write_rest(folder, base)
-        except OSError as error:
-            return f"{error.strerror or error} ({folder})"
+        except Exception as error:  # also what nobody thought of: the others wait for this rank's word
+            return failure_of(error, folder)
         return ""
 
     def _write_rest(self, folder: Path, base: Path | None) -> None:
