@@ -321,3 +321,27 @@ def test_a_step_whose_checkpoint_is_skipped_is_told_as_such(gang: Gang) -> None:
     (said,) = gang.failed
     assert (said.step, said.skipped) == (4, True)
     assert "the checkpoint of step 2 is still being written" in said.reason
+
+
+@pytest.mark.parametrize("written", [False, True])
+def test_a_job_that_goes_back_leaves_no_checkpoint_of_a_later_step(
+    gang: Gang, tmp_path: Path, written: bool
+) -> None:
+    """One that is still written, or waits for the leader's word."""
+    gang.silent = True
+    for disk in gang.disks.values():
+        if not written:
+            disk.go.clear()
+    gang.vote(4)
+    if written:
+        gang.settle(5, lambda: gang.said)
+    for _ in range(3):  # at each of the next steps
+        for saver in gang.savers.values():
+            saver.went_back(2)
+    for disk in gang.disks.values():
+        disk.go.set()
+    until(lambda: gang.free() and names(tmp_path) == [])
+    gang.silent = False
+    gang.vote(4)
+    gang.settle(5, gang.free)
+    assert [item.step for item in scan(tmp_path)] == [4]

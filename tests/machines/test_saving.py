@@ -130,6 +130,29 @@ def test_a_last_checkpoint_is_not_kept_waiting_by_one_that_is_asked_for() -> Non
     assert [rank.state.busy_word for rank in gang] == [0, 0]
 
 
+def test_a_job_that_goes_back_gives_up_the_checkpoint_of_a_later_step_and_begins_none() -> None:
+    ranks = [Rank(CheckpointState(every=10)) for _ in range(2)]
+    vote(ranks, 10)
+    ranks[0].work(ok=True)
+    for rank in ranks:
+        assert checkpointing.went_back(rank.state, 10) == (rank.state, ()), (
+            "it is of the state that is in force"
+        )
+        rank.state, effects = checkpointing.went_back(rank.state, 7)
+        assert effects == (GiveUp(step=10, reason="the job went back to step 7"),)
+        rank.take(effects)
+        rank.work(ok=True)
+        assert checkpointing.went_back(rank.state, 7) == (rank.state, ())
+    assert [rank.done for rank in ranks] == [["let go 10"], ["let go 10"]]
+    asked = checkpointing.asked(ranks[0].state)
+    for due, state in ((True, ranks[1].state), (False, asked)):
+        words = [state.word, 0]
+        after, effects = checkpointing.voted(state, 10, words, 0, now_due=due, begins=False)
+        assert (after, effects) == (state, ()), "one that was asked for is made later"
+    vote(ranks, 10)
+    assert [rank.thread for rank in ranks] == [("write", 10)] * 2, "the steps are made again"
+
+
 def test_a_rank_that_cannot_write_lets_all_give_up() -> None:
     gang = ranks(2)
     vote(gang, 2)

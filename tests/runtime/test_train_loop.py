@@ -115,7 +115,8 @@ class Saver:
     switcher: Any = None
     options: Any = None
 
-    def voted(self, *at: Any) -> None: ...
+    def voted(self, *at: Any, begins: bool = True) -> None: ...
+    def went_back(self, step: int) -> None: ...
     def finish(self, step: int, *at: Any) -> bool:
         if self.faults:
             updates, fault = self.faults.pop(0)

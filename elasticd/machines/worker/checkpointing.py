@@ -11,6 +11,7 @@ their own:
 - close, once the words of all ranks that began say written: the first of them merges what they wrote, has it
   published and gives it its name. It is busy until that is done; the others are free.
 - give up, if a word says failed, or if one of those that began is in the plan no more and says nothing.
+- give up, and begin none, when the job goes back to a state before the checkpoint's.
 
 A word counts as it was when the vote's record was made, whatever came meanwhile. So a rank that says written
 may be told to give up or to close, and one whose thread still writes may be told to give up: it is free
@@ -96,7 +97,7 @@ class Skip(Value, frozen=True, kw_only=True):
 
 
 CheckpointEffect = Begin | Close | GiveUp | Skip
-_Step = tuple[CheckpointState, tuple[CheckpointEffect, ...]]
+CheckpointStep = tuple[CheckpointState, tuple[CheckpointEffect, ...]]
 
 
 def due(state: CheckpointState, step: int) -> bool:
@@ -104,7 +105,9 @@ def due(state: CheckpointState, step: int) -> bool:
     return step % state.every == 0 and step > 0
 
 
-def voted(state: CheckpointState, step: int, words: Sequence[int], rank: int, *, now_due: bool) -> _Step:
+def voted(
+    state: CheckpointState, step: int, words: Sequence[int], rank: int, *, now_due: bool, begins: bool = True
+) -> CheckpointStep:
     """Takes the outcome of a vote.
 
     Args:
@@ -113,12 +116,13 @@ def voted(state: CheckpointState, step: int, words: Sequence[int], rank: int, *,
         words: The word of each rank, in rank order.
         rank: This rank's index.
         now_due: Whether a checkpoint of this step is wanted.
+        begins: Whether one may begin. False: the job goes back to a state before this step.
     """
     told = [(word // _BASE, Status(word % _BASE)) for word in words]
     state, effects = _settle(state, told, rank)
     busy = [at for at, status in told if status not in (Status.FREE, Status.ASKED)]
     asked = any(status is Status.ASKED for _, status in told)
-    if not now_due and (busy or not asked):
+    if not begins or (not now_due and (busy or not asked)):
         return state, effects
     if busy:
         skip = Skip(step=step, reason=f"the checkpoint of step {busy[0]} is still being written")
@@ -129,7 +133,7 @@ def voted(state: CheckpointState, step: int, words: Sequence[int], rank: int, *,
     return state, (*effects, Begin(step=step))
 
 
-def _settle(state: CheckpointState, told: Sequence[tuple[int, Status]], rank: int) -> _Step:
+def _settle(state: CheckpointState, told: Sequence[tuple[int, Status]], rank: int) -> CheckpointStep:
     """Closes the checkpoint that this rank has a part in, or gives it up, as the words say."""
     if state.status not in _PART:
         return state, ()
@@ -146,18 +150,28 @@ def _settle(state: CheckpointState, told: Sequence[tuple[int, Status]], rank: in
     return msgspec.structs.replace(state, status=Status.FREE), ()
 
 
-def _give_up(state: CheckpointState, reason: str, *, said: bool = False, failed_here: bool = False) -> _Step:
+def _give_up(
+    state: CheckpointState, reason: str, *, said: bool = False, failed_here: bool = False
+) -> CheckpointStep:
     effect = GiveUp(step=state.step, reason=reason, said=said, failed_here=failed_here)
     return msgspec.structs.replace(state, status=Status.BUSY), (effect,)
 
 
-def left(state: CheckpointState) -> _Step:
+def left(state: CheckpointState) -> CheckpointStep:
     """This rank is no member of the plan any more: the others give up what it began with them, or go on to
     the next while it closes this one, which would then be taken for the newer."""
     state = msgspec.structs.replace(state, asked=False)
     if state.status is Status.FREE:
         return state, ()
     return _give_up(state, "this rank left the plan")
+
+
+def went_back(state: CheckpointState, step: int) -> CheckpointStep:
+    """The job goes on from the state after `step` updates: all ranks give up a checkpoint of a later one, which
+    a start would take for the newest."""
+    if state.status is Status.FREE or state.step <= step:
+        return state, ()
+    return _give_up(state, f"the job went back to step {step}")
 
 
 def asked(state: CheckpointState) -> CheckpointState:

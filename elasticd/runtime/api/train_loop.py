@@ -100,6 +100,8 @@ class Loop:
             if switcher.engine is None and self.saver is not None:
                 self.saver.left()
             engine = switcher.wait()
+            if self.saver is not None:
+                self.saver.went_back(switcher.step)
             if self.control.ending and not switcher.draining:
                 switcher.begin_drain()
             yield from self.missed()
@@ -288,10 +290,11 @@ class Loop:
         except SampleError as error:
             raise self.unreadable(engine, step, error) from error
         self.garbage.stepped(engine.plan.number, step)
+        goes_back = bool(engine.guard.back_reason)  # to a state of before this step
         if saver is not None:
-            saver.voted(step + 1, done.outcome.saving, engine.layouts, engine.delivered_state)
+            words, state = done.outcome.saving, engine.delivered_state
+            saver.voted(step + 1, words, engine.layouts, state, begins=not goes_back)
         if snapper is not None:
-            goes_back = bool(engine.guard.back_reason)  # to a snapshot of before this step
             ready = [each and not goes_back for each in done.outcome.snapshot]
             snapper.voted(step + 1, ready, engine.layouts, engine.delivered_state)
         return done

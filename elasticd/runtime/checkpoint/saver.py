@@ -108,9 +108,26 @@ class Saver:
         with self._changed:
             return self._state.word
 
-    def voted(self, step: int, words: Sequence[int], layouts: Layouts, state: Callable[[], LocalState]) -> None:
-        """After the vote by which `step` updates are applied: `words` are all ranks', in rank order."""
-        self._feed(step, words, layouts, state, due=checkpointing.due(self._state, step))
+    def voted(
+        self,
+        step: int,
+        words: Sequence[int],
+        layouts: Layouts,
+        state: Callable[[], LocalState],
+        *,
+        begins: bool = True,
+    ) -> None:
+        """After the vote by which `step` updates are applied.
+
+        Args:
+            step: updates that are applied.
+            words: of all ranks, in rank order.
+            layouts: of the plan in force.
+            state: gives this rank's state, by reference.
+            begins: a checkpoint may begin; False: the job goes back to a state before this step.
+        """
+        due = checkpointing.due(self._state, step)
+        self._feed(step, words, layouts, state, due=due, begins=begins)
 
     def finish(
         self,
@@ -149,10 +166,13 @@ class Saver:
         state: Callable[[], LocalState],
         *,
         due: bool,
+        begins: bool = True,
     ) -> None:
         rank = layouts.plan.rank(self._device)
         with self._changed:
-            self._state, effects = checkpointing.voted(self._state, step, words, rank, now_due=due)
+            self._state, effects = checkpointing.voted(
+                self._state, step, words, rank, now_due=due, begins=begins
+            )
         for effect in effects:
             match effect:
                 case checkpointing.Begin():
@@ -169,8 +189,16 @@ class Saver:
 
     def left(self) -> None:
         """This device stands by: it has no part in checkpoints."""
+        self._drop(checkpointing.left)
+
+    def went_back(self, step: int) -> None:
+        """An engine with the state after `step` updates is in force: gives up a checkpoint of a later state."""
+        if self._state.step not in self._given_up:
+            self._drop(lambda state: checkpointing.went_back(state, step))
+
+    def _drop(self, change: Callable[[checkpointing.CheckpointState], checkpointing.CheckpointStep]) -> None:
         with self._changed:
-            self._state, effects = checkpointing.left(self._state)
+            self._state, effects = change(self._state)
         for effect in effects:
             assert isinstance(effect, checkpointing.GiveUp)
             self._give_up(effect)
