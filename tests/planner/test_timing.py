@@ -99,7 +99,8 @@ def test_pipelines_within_a_limit_take_what_they_take_without_one(
     limit = float(np.median(seconds)) * part
     limited = Schedule().seconds(many, micro_batches, limit)
     within = seconds <= limit
-    np.testing.assert_array_equal(limited[within], seconds[within])
+    # Sums of other numbers of pipelines at once are rounded otherwise.
+    np.testing.assert_allclose(limited[within], seconds[within], rtol=1e-12, atol=0)
     assert (seconds[np.isinf(limited)] > limit).all()
     assert float(Schedule().seconds(one, micro_batches, limit=1e-9)) == np.inf
 
