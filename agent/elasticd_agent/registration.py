@@ -114,7 +114,8 @@ class Registrar:
         try:
             while taken(self._store, self._node_key, encode(self._record), lease) is None:
                 holder = self._store.get(self._node_key)
-                if holder is not None and time.monotonic() >= deadline:
+                # One of our own, whose answer never came, runs out however long an election of etcd makes it.
+                if holder is not None and time.monotonic() >= deadline and not self._is_own(holder):
                     self._store.revoke(lease)
                     raise NodeTaken(self._taken_by(holder))
                 if self._stop.wait(jittered(_POLL_SECONDS)):

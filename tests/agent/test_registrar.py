@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import pytest
 from elasticd_agent import registration as registrars
-from elasticd_agent.registration import Registrar
+from elasticd_agent.registration import NodeTaken, Registrar
 
 from elasticd.records import Keys, NodeRecord, encode
 from elasticd.store.memory import MemoryServer, MemoryStore
@@ -145,6 +146,33 @@ def test_keys_that_somebody_deletes_are_written_again() -> None:
             store.delete(key)
         registrar.recheck()
         until(lambda: store.get(SMALL) is not None and store.get(KEYS.node("n0")) is not None)
+
+
+def test_agent_waits_for_a_lease_of_its_own_that_holds_its_key_however_long_that_lives() -> None:
+    """The answer to its grant was lost, and an election made the lease longer."""
+    store, failed = MemoryStore(MemoryServer()), list[BaseException]()
+    record = NodeRecord(node="n0", devices=(), address="127.0.0.1", agent="a")
+    abandoned = store.grant(600)
+    store.put(KEYS.node("n0"), encode(record), abandoned)
+    registrar = Registrar(store, KEYS, record, 1, failed=lambda why: None)
+
+    def claim() -> None:
+        try:
+            registrar.claim()
+        except NodeTaken as error:
+            failed.append(error)
+
+    claiming = threading.Thread(target=claim)
+    claiming.start()
+    claiming.join(2.5)  # longer than it waits for another agent's
+    assert claiming.is_alive(), failed
+    store.revoke(abandoned)
+    claiming.join(60)
+    assert not failed
+    item = store.get(KEYS.node("n0"))
+    assert item is not None
+    assert item.lease != abandoned
+    registrar.close()
 
 
 def test_agent_whose_node_another_one_took_meanwhile_ends_and_leaves_the_key() -> None:
