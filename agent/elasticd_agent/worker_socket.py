@@ -57,8 +57,9 @@ from elasticd_agent.internal_errors import outlived
 _LINGER_SECONDS = 2.0
 #: Messages that may wait for a client that does not read; one that is further behind is cut off.
 _MOST_WAITING = 1024
-#: Clients at once: workers, torchruns, and those of them that have just ended.
-_MOST_CLIENTS = 1024
+#: Clients at once: workers, torchruns, and those of them that have just ended; and those of one process, which
+#: keeps no other from its agent by opening connections without end.
+_MOST_CLIENTS, _MOST_OF_A_PROCESS = 1024, 256
 #: Seconds in which a client must say its first message.
 HELLO_SECONDS = 30.0
 #: Seconds until the next try where this process has no descriptor or memory left for a client.
@@ -268,12 +269,18 @@ class Workers:
         """Why, and it is told so; nothing for one that may stay."""
         refusal = self._admission.refusal(sock)
         if not refusal and len(self._connections) >= _MOST_CLIENTS:
-            refusal = f"this agent has {_MOST_CLIENTS} clients already: a process opens connections without end"
+            refusal = f"this agent has {_MOST_CLIENTS} clients already: processes open connections without end"
+        pid, _, _ = peer(sock)  # 0: of another namespace, as those of all containers are
+        if not refusal and pid and self._count_of(pid) >= _MOST_OF_A_PROCESS:
+            refusal = f"process {pid} has {_MOST_OF_A_PROCESS} connections to this agent already"
         if refusal:
             with suppress(OSError):
                 unix_socket.send(sock, encode(Rejected(reason=refusal)))
             sock.close()
         return refusal
+
+    def _count_of(self, pid: int) -> int:
+        return sum(connection.pid == pid for connection in self._connections.values())
 
     def _forget(self, name: str) -> None:
         self._connections.pop(name, None)
@@ -292,7 +299,7 @@ class _Connection:
         ears: Ears,
         forget: Callable[[str], None],
     ) -> None:
-        self._name, self._pid, self._sock = name, pid, sock
+        self._name, self.pid, self._sock = name, pid, sock
         self._loop, self._ears, self._forget = loop, ears, forget
         self._opening: Message | None = None
         self._waiting: deque[tuple[bytes, int | None]] = deque()
@@ -327,7 +334,7 @@ class _Connection:
     @property
     def worker(self) -> int | None:
         """The process id of a worker that can be spoken to."""
-        return self._pid if self._open and isinstance(self._opening, Hello) else None
+        return self.pid if self._open and isinstance(self._opening, Hello) else None
 
     def pidfd(self) -> int | None:
         return os.dup(self._pidfd) if self._pidfd is not None else None
@@ -441,7 +448,7 @@ class _Connection:
             self._refuse(f"the first message must be Hello or Join, not {type(body).__name__}")
         elif isinstance(body, Pong):
             self._ears.pongs(self._name)
-        elif self._ears.rounds(self._name, self._pid, body):
+        elif self._ears.rounds(self._name, self.pid, body):
             if self._opening is None:
                 self._opening = body
                 self._note_release(body)
@@ -453,7 +460,7 @@ class _Connection:
             self._opening = body
             self._note_release(body)
             incarnation = secrets.token_hex(4)
-            self._ears.events(Opened(client=self._name, body=body, pid=self._pid, incarnation=incarnation))
+            self._ears.events(Opened(client=self._name, body=body, pid=self.pid, incarnation=incarnation))
         else:
             self._refuse(f"the first message must be Hello or Join, not {type(body).__name__}")
 
@@ -506,7 +513,7 @@ class _Connection:
         self.close()
         self._ears.gone(self._name)
         try:
-            of_rounds = self._ears.rounds(self._name, self._pid, None)
+            of_rounds = self._ears.rounds(self._name, self.pid, None)
         except Exception as error:
             outlived("the end of a client", error)
             of_rounds = False

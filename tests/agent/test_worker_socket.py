@@ -6,9 +6,12 @@ import asyncio
 import contextlib
 import errno
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from elasticd_agent import worker_socket
 from elasticd_agent.worker_socket import Ears, Workers
 
 from elasticd.codec.message import encode
@@ -60,6 +63,40 @@ def test_message_with_a_descriptor_waits_until_there_is_room_for_it(tmp_path: Pa
                 assert opened.body == hello
         finally:
             workers.close()
+
+    asyncio.run(body())
+
+
+def test_process_that_opens_connections_without_end_takes_no_others_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_socket, "_MOST_OF_A_PROCESS", 3)
+
+    async def body() -> None:
+        workers = Workers(path := str(tmp_path / "agent.sock"), "alpha")
+        script = (
+            "import sys; from elasticd.wire import unix_socket as u; s = u.connect(sys.argv[1], 60); input()"
+        )
+        other = None
+        try:
+            workers.start(_ears([]))
+            with contextlib.ExitStack() as stack:
+                for _ in range(3):
+                    stack.enter_context(unix_socket.connect(path))
+                await asyncio.to_thread(until, lambda: len(workers._connections) == 3)
+                refused = stack.enter_context(unix_socket.connect(path))
+                data, _ = await asyncio.to_thread(unix_socket.accept, refused)
+                assert data is not None
+                answer = to_worker(data)
+                assert isinstance(answer, Rejected)
+                assert f"process {os.getpid()} has 3 connections to this agent already" in answer.reason
+                other = subprocess.Popen([sys.executable, "-c", script, path], stdin=subprocess.PIPE)
+                await asyncio.to_thread(until, lambda: len(workers._connections) == 4)
+        finally:
+            workers.close()
+            if other is not None:
+                other.kill()
+                other.communicate()
 
     asyncio.run(body())
 
