@@ -24,6 +24,8 @@ from elasticd.records import Keys, NodeRecord, decode, encode
 from elasticd.store.leader import taken
 from elasticd.store.lease import LeaseKeeper
 from elasticd.store.protocol import (
+    Compare,
+    Delete,
     KeyValue,
     LeaseLost,
     OutcomeUnknown,
@@ -265,7 +267,7 @@ class Registrar:
         self._written[key] = None  # until there is an answer
         try:
             if value is None:
-                self._store.delete(key)
+                self._delete(key)
             else:
                 self._store.put(key, value, self._lease)
         except OutcomeUnknown:
@@ -282,6 +284,13 @@ class Registrar:
             del self._written[key]
         if self._refused.pop(key, None) is not None:
             _log.info("the store takes the key %s now", shown(key))
+
+    def _delete(self, key: str) -> None:
+        """Deletes a key as it is now, if it is ours. A request that etcd carries out late, perhaps when this
+        agent is gone, deletes nothing that was written since."""
+        item = self._store.get(key)
+        if item is not None and item.lease == self._lease:
+            self._store.transact((Compare.modified(key, item.mod_revision),), (Delete(key),))
 
     def _refuse(self, key: str, value: bytes | None, error: Exception) -> None:
         """Said once, until the store takes the key."""

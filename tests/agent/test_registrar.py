@@ -12,7 +12,7 @@ from elasticd_agent.registration import NodeTaken, Registrar
 
 from elasticd.records import Keys, NodeRecord, encode
 from elasticd.store.memory import MemoryServer, MemoryStore
-from elasticd.store.protocol import Compare, Op, OutcomeUnknown, Put, StoreRefused, TransactResult
+from elasticd.store.protocol import Compare, Delete, Op, OutcomeUnknown, Put, StoreRefused, TransactResult
 from elasticd.testing.waiting import until
 
 KEYS = Keys(cluster="test")
@@ -37,9 +37,11 @@ class Denying(MemoryStore):
             raise OutcomeUnknown("the answer was lost")
         return revision
 
-    def delete(self, key: str) -> int:
-        self._check(key)
-        return super().delete(key)
+    def transact(self, compares: Iterable[Compare], then: Sequence[Op]) -> TransactResult:
+        for op in then:
+            if isinstance(op, Delete):
+                self._check(op.key)
+        return super().transact(compares, then)
 
     def _check(self, key: str) -> None:
         if key in self.none:
@@ -188,6 +190,39 @@ def test_agent_whose_node_another_one_took_meanwhile_ends_and_leaves_the_key() -
     assert item.value == other
 
 
+class Late(MemoryStore):
+    """Carries out the first deletion when `comes` is called."""
+
+    def __init__(self) -> None:
+        super().__init__(MemoryServer())
+        self.late: list[tuple[Iterable[Compare], Sequence[Op]]] = []
+
+    def transact(self, compares: Iterable[Compare], then: Sequence[Op]) -> TransactResult:
+        if not self.late and any(isinstance(op, Delete) for op in then):
+            self.late.append((tuple(compares), then))
+            raise OutcomeUnknown("the request is on its way still")
+        return super().transact(compares, then)
+
+    def comes(self) -> None:
+        super().transact(*self.late[0])
+
+
+def test_a_deletion_that_comes_late_leaves_what_the_next_agent_wrote() -> None:
+    store = Late()
+    with started(store) as registrar:
+        registrar.hold(SMALL, b"of the first")
+        until(lambda: store.get(SMALL) is not None)
+        registrar.release(SMALL)
+        until(lambda: store.late)
+    with started(store) as registrar:
+        registrar.hold(SMALL, b"of the second")
+        until(lambda: store.get(SMALL) is not None)
+        store.comes()
+        item = store.get(SMALL)
+        assert item is not None
+        assert item.value == b"of the second"
+
+
 class Slow(MemoryStore):
     """Answers so late to its first transactions that the lease they name has run out by then."""
 
@@ -293,5 +328,5 @@ def test_a_request_that_a_frozen_etcd_makes_late_is_made_up_for(
         want(first)
         want(then)
         store.thaw()
-        assert value_of(store) == first
+        assert value_of(store) == (first or then)  # a deletion is of what was there as it was asked for
         until(lambda: value_of(store) == then)
