@@ -102,19 +102,21 @@ class Registrar:
         deadline = time.monotonic() + self._ttl + 1.0
         lease = None
         while lease is None:
-            lease = self._claimed(self._store.grant(self._ttl), deadline)
+            value = encode(self._record)
+            lease = self._claimed(self._store.grant(self._ttl), value, deadline)
             if lease is None and self._stop.wait(jittered(_POLL_SECONDS)):
                 return
         self._lease = lease
         with self._lock:
-            self._wanted[self._node_key] = self._written[self._node_key] = encode(self._record)
+            self._wanted.setdefault(self._node_key, value)  # else it has another value, perhaps since
+            self._written[self._node_key] = value
         self._keeper = LeaseKeeper(self._store, lease, self._ttl, lambda _: self._wake.set()).start()
 
-    def _claimed(self, lease: int, deadline: float) -> int | None:
-        """The lease once it has the node's key; None where the store is so slow that it ran out before, or
-        where this is given up. Raises as `claim`."""
+    def _claimed(self, lease: int, value: bytes, deadline: float) -> int | None:
+        """The lease once it has the node's key with this value; None where the store is so slow that it ran out
+        before, or where this is given up. Raises as `claim`."""
         try:
-            while taken(self._store, self._node_key, encode(self._record), lease) is None:
+            while taken(self._store, self._node_key, value, lease) is None:
                 holder = self._store.get(self._node_key)
                 # One of our own, whose answer never came, runs out however long an election of etcd makes it.
                 if holder is not None and time.monotonic() >= deadline and not self._is_own(holder):

@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from elasticd_agent.daemon import Agent
+from elasticd_agent.worker_socket import Ears
 from elasticd_planner.spec.model import ModelSpec
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.server import Server, ServerConnection, serve
 
 from elasticd.codec.message import Message, encode
 from elasticd.config.tree import AgentSection, ClusterSection, Config
+from elasticd.machines.agent.state import Event
 from elasticd.records import JobSpec, Keys
 from elasticd.store.leader import Leadership, campaign
 from elasticd.store.lease import LeaseKeeper
@@ -40,6 +42,19 @@ M = TypeVar("M", bound=Message)
 def spec(job: str) -> JobSpec:
     model = ModelSpec(name="m", embed=(), kinds=((),), layers=(0, 0), head=())
     return JobSpec(job=job, model=model, global_batch=2, micro_batch=1, samples=10, sample_tokens=8.0, seed=0)
+
+
+def ears(heard: list[Event]) -> Ears:
+    """Parts of an agent that hear nothing but events, which are kept."""
+    return Ears(
+        events=heard.append,
+        snapshots=lambda *_: None,
+        pongs=lambda _: None,
+        rounds=lambda *_: False,
+        whereabouts=lambda *_: None,
+        launches=lambda *_: None,
+        gone=lambda _: None,
+    )
 
 
 class Leader:

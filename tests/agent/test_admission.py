@@ -15,13 +15,14 @@ from pathlib import Path
 
 import pytest
 from elasticd_agent import worker_socket
-from elasticd_agent.worker_socket import Admission, Ears, Workers
+from elasticd_agent.worker_socket import Admission, Workers
 
 from elasticd.machines.agent.state import Event
 from elasticd.testing.waiting import until
 from elasticd.wire import unix_socket
 from elasticd.wire.unix_socket import NoAgent, SocketTaken
 from elasticd.wire.worker import Rejected, to_worker
+from tests.agent.support import ears
 
 STRANGER = 4_000_000
 GROUP = 4_000_001
@@ -29,18 +30,6 @@ GROUP = 4_000_001
 
 def mode(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
-
-
-def _ears(heard: list[Event]) -> Ears:
-    return Ears(
-        events=heard.append,
-        snapshots=lambda *_: None,
-        pongs=lambda _: None,
-        rounds=lambda *_: False,
-        whereabouts=lambda *_: None,
-        launches=lambda *_: None,
-        gone=lambda _: None,
-    )
 
 
 def test_socket_is_for_its_owner_and_with_a_group_for_its_members(tmp_path: Path) -> None:
@@ -61,7 +50,7 @@ def test_own_user_is_let_in_and_another_is_told_why(
         heard: list[Event] = []
         workers = Workers(str(tmp_path / "agent.sock"), "alpha")
         try:
-            workers.start(_ears(heard))
+            workers.start(ears(heard))
             with unix_socket.connect(str(tmp_path / "agent.sock")) as own:
                 await asyncio.to_thread(until, lambda: len(workers._connections) == 1)
                 assert own.fileno() >= 0
@@ -121,7 +110,7 @@ def test_true_stranger_is_turned_away_by_the_kernels_word(caplog: pytest.LogCapt
         folder.chmod(0o755)  # pytest's own are closed to other users
         path = folder / "agent.sock"
         workers = Workers(str(path), "alpha")
-        workers.start(_ears([]))
+        workers.start(ears([]))
         path.chmod(0o666)  # the careless chmod
         try:
             child = os.fork()
@@ -212,7 +201,7 @@ def test_socket_rests_where_no_descriptor_is_left(
         path = str(tmp_path / "agent.sock")
         workers = Workers(path, "alpha")
         try:
-            workers.start(_ears([]))
+            workers.start(ears([]))
             with monkeypatch.context() as patch:
                 patch.setattr("elasticd_agent.worker_socket.peer_pidfd", full)
                 with contextlib.ExitStack() as stack:
@@ -240,7 +229,7 @@ def test_client_that_says_nothing_makes_room_for_others(
         path = str(tmp_path / "agent.sock")
         workers = Workers(path, "alpha")
         try:
-            workers.start(_ears([]))
+            workers.start(ears([]))
             with unix_socket.connect(path) as silent:
                 data, _ = await asyncio.to_thread(unix_socket.accept, silent, 1 << 16)
                 assert data is not None

@@ -190,6 +190,30 @@ def test_agent_whose_node_another_one_took_meanwhile_ends_and_leaves_the_key() -
     assert item.value == other
 
 
+def test_a_record_that_changes_while_the_node_is_claimed_is_written() -> None:
+    """It changes between the request that takes the node's key and its answer, as by a drain."""
+    record = NodeRecord(node="n0", devices=(), address="127.0.0.1", agent="a")
+    changed = NodeRecord(node="n0", devices=(), address="127.0.0.2", agent="a")
+
+    class Changing(MemoryStore):
+        change: Callable[[], None] | None = None
+
+        def transact(self, compares: Iterable[Compare], then: Sequence[Op]) -> TransactResult:
+            result = super().transact(compares, then)
+            if self.change is not None:
+                change, self.change = self.change, None
+                change()
+            return result
+
+    store = Changing(MemoryServer())
+    registrar = Registrar(store, KEYS, record, 30, failed=lambda why: None)
+    store.change = lambda: registrar.set_node(changed)
+    with contextlib.closing(registrar):
+        registrar.claim()
+        registrar.start()
+        until(lambda: (item := store.get(KEYS.node("n0"))) is not None and item.value == encode(changed))
+
+
 class Late(MemoryStore):
     """Carries out the first deletion when `comes` is called."""
 

@@ -12,27 +12,15 @@ from pathlib import Path
 
 import pytest
 from elasticd_agent import worker_socket
-from elasticd_agent.worker_socket import Ears, Workers
+from elasticd_agent.worker_socket import Workers
 
 from elasticd.codec.message import encode
 from elasticd.machines.agent.state import Event, Opened
 from elasticd.testing.waiting import until
 from elasticd.wire import unix_socket
 from elasticd.wire.worker import Hello, Rejected, to_worker
-from tests.agent.support import spec
+from tests.agent.support import ears, spec
 from tests.descriptors import few_descriptors
-
-
-def _ears(heard: list[Event]) -> Ears:
-    return Ears(
-        events=heard.append,
-        snapshots=lambda *_: None,
-        pongs=lambda _: None,
-        rounds=lambda *_: False,
-        whereabouts=lambda *_: None,
-        launches=lambda *_: None,
-        gone=lambda _: None,
-    )
 
 
 def test_message_with_a_descriptor_waits_until_there_is_room_for_it(tmp_path: Path) -> None:
@@ -46,7 +34,7 @@ def test_message_with_a_descriptor_waits_until_there_is_room_for_it(tmp_path: Pa
             job="job", local_rank=0, world_size=1, pid=os.getpid(), spec=spec("job"), checkpoints=names
         )
         try:
-            workers.start(_ears(events))
+            workers.start(ears(events))
             with unix_socket.connect(path) as client, contextlib.ExitStack() as stack:
                 await asyncio.to_thread(until, lambda: bool(workers._connections))
                 unix_socket.send(client, encode(hello))
@@ -79,7 +67,7 @@ def test_process_that_opens_connections_without_end_takes_no_others_place(
         )
         other = None
         try:
-            workers.start(_ears([]))
+            workers.start(ears([]))
             with contextlib.ExitStack() as stack:
                 for _ in range(3):
                     stack.enter_context(unix_socket.connect(path))
@@ -117,7 +105,7 @@ def test_message_for_which_there_is_no_room_now_is_sent_later_and_those_behind_i
     async def body() -> None:
         workers = Workers(path := str(tmp_path / "agent.sock"), "alpha")
         try:
-            workers.start(_ears([]))
+            workers.start(ears([]))
             with unix_socket.connect(path) as client:
                 await asyncio.to_thread(until, lambda: bool(workers._connections))
                 (name,) = workers._connections

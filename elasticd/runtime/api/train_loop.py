@@ -253,7 +253,7 @@ class Loop:
         raise AssertionError("the last task between steps ends by an exception")
 
     def _wants_stop(self, step: int) -> bool:
-        """Whether this rank wants the step of this index to be the last."""
+        """Returns whether this rank wants the step of this index to be the last."""
         return self.stopping if self._stops_at is None else step + 1 >= self._stops_at
 
     def missed(self) -> Iterator[Step]:

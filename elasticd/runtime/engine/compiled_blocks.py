@@ -252,8 +252,8 @@ def _code(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., An
 
 
 def _draws(graph: torch.fx.GraphModule) -> bool:
-    """Whether a graph has a random draw: it is run on tensors that have a shape and no values. Numbers that
-    Python's generator drew are inputs."""
+    """Returns whether a graph has a random draw: it is run on tensors that have a shape and no values. Numbers
+    that Python's generator drew are inputs."""
     inputs = [node for node in graph.graph.nodes if node.op == "placeholder"]
     sources = [getattr(node.meta.get("grapharg"), "source", None) for node in inputs]
     if any(isinstance(source, torch._dynamo.source.RandomValueSource) for source in sources):

@@ -359,7 +359,7 @@ class Engine:
 
     @property
     def interrupted(self) -> bool:
-        """Whether the plan's groups are shut and the state here is whole."""
+        """True where the plan's groups are shut and the state here is whole."""
         return self.plan_groups.dead and not self.torn
 
     def check(self) -> None:

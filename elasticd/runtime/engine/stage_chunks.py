@@ -29,7 +29,7 @@ _BorderOf = Callable[[Pipeline, Place, str], Border]
 
 
 class PassPart(NamedTuple):
-    """What one call passes: a section, or a run of blocks."""
+    """The sections that one call passes: one, or a run of blocks."""
 
     sections: tuple[str, ...]
     passed: Callable[..., Any]

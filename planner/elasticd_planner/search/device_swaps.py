@@ -272,7 +272,7 @@ class _Swaps:
         return chosen
 
     def _looks(self, p: int, change: Change) -> Looks:
-        """What the seconds of one pipeline after a change depend on, besides its shares and layers."""
+        """The devices of one pipeline after a change, by kind: its seconds depend on no more of them."""
         return tuple(
             tuple(self._kinds[name] for name in change.get((p, s), stage.devices))
             for s, stage in enumerate(self.pipelines[p].stages)

@@ -305,7 +305,7 @@ class Planner:
 
     @property
     def refiner(self) -> Refiner:
-        """What orders and divides the pipelines of this setting, with what it knows of earlier searches."""
+        """The refiner of this setting's pipelines, with the results of earlier searches."""
         if self.members not in self.refiners:
             self.refiners[self.members] = Refiner(self.task)
         return self.refiners[self.members]
