@@ -369,6 +369,7 @@ def test_torchrun_whose_agent_was_started_again_takes_its_leave_of_the_new_one(n
     running.stop()
     before = len(leader.bodies(Join))
     node.agent()
+    node.trainer()  # it listens: a torchrun that ends waits for no agent
     calls.leave(Leave(job="job", how="finished", signal="SIGTERM"))
     until(lambda: leader.bodies(Leave))
     assert leader.bodies(Leave)[-1].signal == "SIGTERM"
