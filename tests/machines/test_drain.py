@@ -90,3 +90,72 @@ def test_the_wish_is_said_once() -> None:
     world.say(NodeDrained(node="nobody", on=True))
     world.settle()
     assert not world.sent[before:]
+
+
+def on_drained_nodes(*nodes: str) -> World:
+    """A job whose only torchrun is on the first of these nodes, which is drained."""
+    world = World(nodes, memory=ROOM)
+    world.counts_joined = True
+    drain(world, nodes[0])
+    world.join(nodes[0], 1, len(nodes))
+    world.settle()
+    world.tick(world.settings.gather_seconds + 0.1)
+    assert world.phase is JobPhase.PLANNING
+    return world
+
+
+SAYS = (
+    "node alpha is drained, and no other device is there: undo it (elasticd drain --undo alpha), or give the "
+    "job's command on other nodes"
+)
+
+
+def test_a_job_on_drained_nodes_alone_says_so_and_ends_in_time() -> None:
+    world = on_drained_nodes("alpha")
+    world.tick(58.0)
+    assert "waiting" not in world.kinds()
+    world.tick(2.0)
+    assert [note.text for note in world.notes if note.kind == "waiting"] == [f"waiting: {SAYS}"]
+    assert world.job.reason == SAYS
+    world.tick(world.settings.assemble_seconds)
+    assert world.phase is JobPhase.STOPPED
+    assert world.job.reason.startswith(f"{SAYS}; it has waited for")
+    assert "assemble_seconds" in world.job.reason
+
+
+def test_a_job_on_drained_nodes_alone_begins_once_the_drain_is_undone() -> None:
+    world = on_drained_nodes("alpha")
+    world.tick(61.0)
+    drain(world, "alpha", on=False)
+    train_until(world, lambda: world.phase is JobPhase.RUNNING and nodes_of(world) == {"alpha"})
+    assert not world.job.reason
+
+
+def test_a_job_on_drained_nodes_alone_begins_with_those_that_come_late() -> None:
+    """Before a first plan a job waits for its own workers alone; with these there can be none."""
+    world = on_drained_nodes("alpha", "beta", "gamma")
+    world.tick(61.0)
+    for node in ("beta", "gamma"):
+        world.join(node, 1, 3)
+    world.settle()
+    train_until(world, lambda: world.phase is JobPhase.RUNNING and nodes_of(world) == {"beta", "gamma"})
+    assert not world.job.reason
+    assert set(world.workers) == {f"{node}/{i}" for node in ("alpha", "beta", "gamma") for i in (0, 1)}
+
+
+def test_survivors_on_drained_nodes_alone_go_on_there_until_others_come() -> None:
+    world = World(("alpha", "beta"), memory=ROOM)
+    world.start()
+    world.settle()
+    world.train(2)
+    world.planner_waits = True
+    drain(world, "alpha")
+    for device in ("beta/0", "beta/1"):
+        world.kill(device)
+    world.planner_waits = False
+    world.settle()
+    train_until(world, lambda: world.phase is JobPhase.RUNNING and nodes_of(world) == {"alpha"})
+    world.train(2)
+    assert world.phase is JobPhase.RUNNING
+    world.restart("beta")
+    train_until(world, lambda: world.phase is JobPhase.RUNNING and nodes_of(world) == {"beta"})

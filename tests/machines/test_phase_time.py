@@ -101,6 +101,22 @@ def test_job_whose_torchruns_went_with_the_leader_before_it_began_ends() -> None
     assert world.job.reason.startswith("the torchruns of its workers have not come back")
 
 
+def test_job_whose_node_went_before_the_first_plan_names_it_and_ends() -> None:
+    world = assembling("alpha")
+    world.disconnect("beta")
+    world.cut = set()
+    for device in ("alpha/0", "alpha/1"):
+        world.up(device, world.hello(world.workers[device]))
+    world.settle()
+    assert world.phase is JobPhase.PLANNING
+    world.tick(61.0)
+    text = "the first plan waits for node beta, whose agent cannot be reached"
+    assert waiting(world) == [f"waiting: {text}"]
+    world.tick(900.0)
+    assert world.phase is JobPhase.STOPPED
+    assert world.job.reason.startswith(text)
+
+
 def aborting() -> World:
     """A plan that was given up, and a member that does not say that it kept the old one."""
     world = proposed()

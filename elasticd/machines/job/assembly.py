@@ -12,6 +12,7 @@ from elasticd_planner.spec.cluster import node_of
 from elasticd.codec.decoding import shown
 from elasticd.machines.job.faults.user_exceptions import MOST_KIND, MOST_TEXT, MOST_THROWN, MOST_TRACEBACK
 from elasticd.machines.job.faults.user_exceptions import same as _alike
+from elasticd.machines.job.lifecycle.drain import only_drained
 from elasticd.machines.job.lifecycle.job_end import AGAIN, ANEW, affirm, stop
 from elasticd.machines.job.lifecycle.stop_request import BY_REQUEST
 from elasticd.machines.job.lost_workers import lost
@@ -464,6 +465,15 @@ def assemble(turn: Turn) -> None:
         return
     if not any(worker.orphan for worker in job.workers.values()):
         turn.enter(JobPhase.PLANNING, reason="")
+
+
+def count_again(turn: Turn) -> None:
+    """Counts the nodes again where no first plan can be made, as a user drains the nodes of all workers, and
+    torchruns of others wait."""
+    job = turn.job
+    late = any(not joiner.answered and not _has_workers(turn, place) for place, joiner in job.joiners.items())
+    if late and only_drained(turn):
+        turn.enter(JobPhase.ASSEMBLING, joined=(), world_size=None, enough_since=None, reason="")
 
 
 def _unwelcome(turn: Turn, up: FromClient, body: Hello) -> str:

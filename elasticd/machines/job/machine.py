@@ -234,6 +234,7 @@ TABLE: dict[tuple[JobPhase, type], Handler] = {
 DUE: tuple[tuple[Handler, Collection[JobPhase], bool], ...] = (
     (assembly.complete, GATHERING | ASSEMBLING, False),
     (assembly.assemble, ASSEMBLING, False),
+    (assembly.count_again, PLANNING, False),
     (settle, LIVE, False),
     (assembly.answer_late, FALLIBLE | ASSEMBLING, True),
     (lost_workers.deserted, LIVE, True),
@@ -253,7 +254,7 @@ DUE: tuple[tuple[Handler, Collection[JobPhase], bool], ...] = (
     (checkpoints.due, LIVE, False),
     (replan.request, ASKING, False),
     (recovery.recover, RECOVERING, True),
-    (phase_time.due, GATHERING | ASSEMBLING | ABORTING | RECOVERING, False),
+    (phase_time.due, GATHERING | ASSEMBLING | PLANNING | ABORTING | RECOVERING, False),
 )
 
 

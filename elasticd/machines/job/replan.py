@@ -435,13 +435,20 @@ def _devices(turn: Turn) -> tuple[Device, ...]:
     found = [device for node in sorted(nodes) for device in turn.nodes[node].record.devices]
     if turn.job.phase is JobPhase.RUNNING:  # elsewhere speed matters more than how fast a newcomer is
         there -= idle_probes.awaited(turn)
-    return tuple(device for device in found if device.name in there)
+    stay = tuple(device for device in found if device.name in there)
+    if not stay and turn.job.phase is JobPhase.RECOVERING:
+        return _held(turn, there & {worker.device for worker in turn.job.holders})  # all are on drained nodes
+    return stay
 
 
 def _last_devices(turn: Turn) -> tuple[Device, ...]:
     """The devices whose workers recover to make a last checkpoint: those that hold the state, by name. A worker
     that stands by is about to leave."""
-    there = {worker.device for worker in turn.job.holders} if saving(turn) else set[str]()
+    return _held(turn, {worker.device for worker in turn.job.holders} if saving(turn) else set[str]())
+
+
+def _held(turn: Turn, there: set[str]) -> tuple[Device, ...]:
+    """Those of `there` that can be used, by name, drained or not."""
     nodes = usable(turn, dict(Counter(node_of(device) for device in there)))
     listed = [
         device for node in sorted(nodes & turn.nodes.keys()) for device in turn.nodes[node].record.devices

@@ -1,6 +1,7 @@
 """Devices that are to be left: those of nodes that a user drains, and those whose worker drains.
 
 One rule for both: no plan takes them up, and one that uses them is replaced as soon as another can be made.
+Where the survivors of a fault are all on drained nodes, they go on there until other devices come.
 What is theirs moves off while training goes on, for they are sources of that switch as any member is. A node
 that is drained waits for it however long that takes. A worker that drains (SIGTERM, a spot notice) has a
 deadline that nobody here knows: it ends by itself once the plan without it is recorded; one that ends earlier
@@ -100,6 +101,14 @@ def to_leave(turn: Turn) -> tuple[str, ...]:
 def preempted(turn: Turn) -> bool:
     """Whether one of them has a deadline."""
     return any(_drains(turn, device) for device in to_leave(turn))
+
+
+def only_drained(turn: Turn) -> tuple[str, ...]:
+    """Returns the nodes of the job's workers if a user drains them all: no first plan can be made. Else
+    nothing."""
+    nodes = {worker.node for worker in turn.job.workers.values()}
+    drained = {name for name in nodes if name in turn.nodes and turn.nodes[name].record.draining}
+    return tuple(sorted(nodes)) if nodes == drained else ()
 
 
 def words(turn: Turn, devices: tuple[str, ...]) -> str:

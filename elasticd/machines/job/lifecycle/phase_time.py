@@ -16,6 +16,7 @@ from collections.abc import Sequence
 
 from elasticd_planner.readable import counted, readable_duration
 
+from elasticd.machines.job.lifecycle.drain import only_drained
 from elasticd.machines.job.lifecycle.fence import fault
 from elasticd.machines.job.lifecycle.job_end import stop
 from elasticd.machines.job.state.job_state import OVER, JobPhase, JobState
@@ -37,10 +38,11 @@ def due(turn: Turn) -> None:
         if job.joiners and seconds >= settings.assemble_seconds:
             _stop(turn, seconds, job.reason or "the nodes that --nnodes asks for are not there", ASSEMBLE)
         return
-    text = _awaited(job)
+    text = _awaited(turn)
     if seconds >= settings.event_seconds and text:
         _tell(turn, text)
-    if job.phase is JobPhase.ASSEMBLING and job.spec is not None and seconds >= settings.assemble_seconds:
+    begins = job.spec is not None and (job.phase is JobPhase.ASSEMBLING or (job.starting and text))
+    if begins and seconds >= settings.assemble_seconds:
         _stop(turn, seconds, text, ASSEMBLE)
     elif job.phase is JobPhase.ABORTING and text and _stands(turn) >= settings.assemble_seconds:
         fault(turn, {}, text)
@@ -86,7 +88,10 @@ def _stop(turn: Turn, seconds: float, text: str, setting: str) -> None:
     stop(turn, f"{text}; it has waited for {readable_duration(seconds)}, and waits no longer ({setting})")
 
 
-def _awaited(job: JobState) -> str:
+def _awaited(turn: Turn) -> str:
+    job = turn.job
+    if job.phase is JobPhase.PLANNING:
+        return unplanned(turn)
     if job.phase is JobPhase.ASSEMBLING:
         return missing(job)
     if job.phase is JobPhase.ABORTING:
@@ -121,6 +126,24 @@ def _absent(job: JobState) -> list[str]:
         elif there[place] < of_node:
             absent.append(f"{counted(of_node - there[place], 'worker')} of node {place}")
     return absent
+
+
+def unplanned(turn: Turn) -> str:
+    """Why no first plan is made, in words; nothing where the planner is asked."""
+    if turn.job.asked is not None:
+        return ""
+    away = sorted({worker.node for worker in turn.job.workers.values() if not turn.here(worker.node)})
+    if away:
+        nodes = "node" if len(away) == 1 else "nodes"
+        return f"the first plan waits for {nodes} {_few(away)}, whose agent cannot be reached"
+    drained = only_drained(turn)
+    if not drained:
+        return ""
+    are = "node {} is" if len(drained) == 1 else "nodes {} are"
+    return (
+        f"{are.format(_few(drained))} drained, and no other device is there: undo it (elasticd drain --undo "
+        f"{drained[0]}), or give the job's command on other nodes"
+    )
 
 
 def unkept(job: JobState) -> str:
