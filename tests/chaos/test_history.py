@@ -146,6 +146,17 @@ def test_a_recovery_that_was_closed_before_its_record_was_in_force_if_the_job_is
     assert not job.runs(7, 39), "a job that goes on records a plan, which tells from whose state"
 
 
+def test_a_switch_that_nobody_heard_of_was_in_force_if_the_job_is_over_then() -> None:
+    """Members of plan 5 switched while nobody led; fence 6 closed it, and by then they had finished."""
+    job = JobHistory(plans=[(1, 0), (4, 15)], digests=dict.fromkeys((1, 4, 5), ""), fenced=6, over=True)
+    assert job.runs(5, 36)
+    assert job.runs(4, 35)
+    assert not job.runs(5, 14), "before the plan that it follows"
+    assert not job.runs(3, 36), "no such proposal"
+    job.over = False
+    assert not job.runs(5, 36), "a job that goes on records a plan, which tells from whose state"
+
+
 def test_a_step_under_a_first_plan_that_nobody_proposed_is_found() -> None:
     assert not JobHistory().runs(1, 0)
     assert JobHistory(digests={1: ""}).runs(1, 0), "its leader died before the record"

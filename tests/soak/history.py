@@ -44,11 +44,17 @@ class JobHistory:
     over: bool = False
 
     def runs(self, number: int, step: int) -> bool:
-        """Whether members of plan `number` may make this step: the store's proposal of it is what they obey."""
+        """Whether members of plan `number` may make this step: the store's proposal of it is what they obey.
+
+        Members that nobody can reach switch by a proposal, and may finish the job before a leader hears of it.
+        If that leader has fenced the job meanwhile, it records its end alone.
+        """
+        if number not in self.digests:
+            return False
         recorded = [plan for plan, first_step in self.plans if first_step <= step]
         if not recorded or recorded[-1] == number:
-            return number in self.digests
-        first_step, _ = self.recoveries.get(number, (step + 1, 0))
+            return True
+        first_step, _ = self.recoveries.get(number, (self.plans[-1][1], 0))
         return self.over and self.plans[-1][0] < number <= self.fenced and first_step <= step
 
     @property
