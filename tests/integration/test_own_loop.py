@@ -123,6 +123,36 @@ def test_a_sample_that_cannot_be_read_is_named_by_all_and_the_state_before_it_is
     assert [line["loss"] for line in lines] == pytest.approx(losses[7:], abs=1e-10)
 
 
+@pytest.mark.slow
+def test_a_stream_that_raises_ends_the_job_by_the_word_of_its_leader_and_the_state_is_saved(
+    tmp_path: Path,
+) -> None:
+    torn, job = 7 * train.BATCH + 4, {"checkpointing": {"folder": str(tmp_path), "every": 100}}
+    with Cluster({"a": 2}) as cluster:
+        cluster.run(SCRIPT, steps=15, torn=torn, stream=True, job=job)
+        assert cluster.wait(240) == {"a/0": 1, "a/1": 1}
+        until(lambda: cluster.job()["phase"] == "stopped")
+        reason = cluster.job()["reason"]
+        assert f"sample {torn} of the dataset could not be read: OSError: the disk is gone" in reason
+        assert "the state is saved" in reason
+        assert "in __iter__" in cluster.job()["exception"]["traceback"]
+    assert scan(tmp_path)[0].step == 7
+
+
+@pytest.mark.slow
+def test_a_device_that_can_read_nothing_is_left_and_the_others_go_on(tmp_path: Path) -> None:
+    steps, job = 15, {"checkpointing": {"folder": str(tmp_path), "every": 100}}
+    with Cluster({"a": 3, "b": 1}, plans=PLANS, settings=SETTINGS) as cluster:
+        cluster.run(SCRIPT, steps=steps, job=job, **{"b/0": {"left": 80}})
+        codes = cluster.wait(240)
+        assert codes.pop("b/0") == 1
+        assert set(codes.values()) == {0}, {device: cluster.log(device)[-3000:] for device in codes}
+        (raised,) = cluster.events("raised")
+        assert "NothingRead: sample" in raised["text"]
+        check_exactness(cluster, steps, plans=2)
+    assert scan(tmp_path)[0].step == steps
+
+
 #: a/0 is the first rank, which reads.
 WITH_READER = {
     "": plan_of((2, [stage(0, 3, ("a/0", 1))]), (1, [stage(0, 1, ("b/0", 1)), stage(1, 3, ("b/1", 1))])),

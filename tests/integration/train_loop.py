@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 from collections.abc import Iterator, Mapping
@@ -22,13 +23,14 @@ DECAY, EVERY = 0.75, 5
 
 
 class Text(train.Text):
-    """One sample cannot be read, if `torn` names one."""
+    """One sample cannot be read, if `torn` names one; and none after the first `left`, if that is given."""
 
-    def __init__(self, torn: int = -1) -> None:
-        self.torn = torn
+    def __init__(self, torn: int = -1, left: float = math.inf) -> None:
+        self.torn, self.left = torn, left
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        if index == self.torn:
+        self.left -= 1
+        if index == self.torn or self.left < 0:
             raise OSError("the disk is gone")
         return super().__getitem__(index)
 
@@ -51,15 +53,18 @@ class Held(train.Text):
 
 
 class Line:
-    """The samples of `train.Text` one after the other, in passes of 50; it writes down what it gives."""
+    """The samples of `train.Text` one after the other, in passes of 50; it writes down what it gives. That of
+    the number `torn` cannot be read."""
 
-    def __init__(self, out: Path) -> None:
-        self._out, self.at = out, 0
+    def __init__(self, out: Path, torn: int = -1) -> None:
+        self._out, self._torn, self.at = out, torn, 0
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         last = (self.at // 50 + 1) * 50
         while self.at < last:
             number, self.at = self.at, self.at + 1
+            if number == self._torn:
+                raise OSError("the disk is gone")
             with self._out.open("a") as file:
                 file.write(f"{number}\n")
             yield train.Text()[number]
@@ -120,9 +125,10 @@ def main() -> None:
     with torch.device("meta"):
         model = Decoder(train.CONFIG).describe()
     noted = Noted(out / f"noted-{os.getpid()}")
-    dataset: Any = Text(options.get("torn", -1))
+    dataset: Any = Text(options.get("torn", -1), options.get("left", math.inf))
     if options.get("stream"):
-        dataset = elasticd.Stream(dataset=Line(out / f"read-{os.getpid()}"), tokens=10)
+        line = Line(out / f"read-{os.getpid()}", options.get("torn", -1))
+        dataset = elasticd.Stream(dataset=line, tokens=10)
     job = elasticd.Job(
         model=model,
         loss=next_token_loss,

@@ -16,7 +16,7 @@ from torch.utils.data import default_collate
 from elasticd.runtime.data.collate import Unlike, pad
 from elasticd.runtime.data.loader import Loader, length_of, sample_tokens
 from elasticd.runtime.data.packing import pack
-from elasticd.runtime.data.prefetch import SampleError, SampleReader
+from elasticd.runtime.data.prefetch import NothingRead, SampleError, SampleReader
 from elasticd.runtime.data.sample_ledger import expected_hash, expected_hashes, hash_samples
 from tests.runtime.test_parity import plan_of, stage
 
@@ -176,8 +176,9 @@ def test_another_sample_stands_in_for_one_that_cannot_be_read_and_it_is_named() 
 def test_where_nothing_of_a_micro_batch_can_be_read_one_of_the_first_samples_stands_in() -> None:
     made = loader(Holed(0, 3))
     assert made.batch(pieces(3))["inputs"].tolist() == [[1, 1]]
-    with pytest.raises(SampleError, match="sample 3"):
+    with pytest.raises(NothingRead, match=r"sample 3 .* nor can any of the first") as nothing:
         loader(Holed(*range(16))).batch(pieces(3))
+    assert isinstance(nothing.value.__cause__, SampleError)
 
 
 def test_the_expected_hash_of_a_rank_is_that_of_its_lanes_micro_batches_in_order() -> None:

@@ -264,6 +264,8 @@ def test_what_the_stream_raises_names_the_sample_on_every_rank_before_anything_i
         ) as caught:
             engine.step(2, lambda: 0)
         assert caught.value.index == torn
+        # Of all ranks the one that read tells the leader why the job ends.
+        assert isinstance(caught.value.__cause__, OSError) == (engine.rank == 0)
         return str(caught.value), engine._carried.get(DATA)
 
     found = run_threads(UNEQUAL.members, worker)

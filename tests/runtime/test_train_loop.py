@@ -14,6 +14,8 @@ from elasticd.runtime.api.between_steps import BetweenSteps
 from elasticd.runtime.api.step import Step
 from elasticd.runtime.api.train_loop import Loop, Next
 from elasticd.runtime.comm.groups import Cancelled, PeerLost
+from elasticd.runtime.data.prefetch import NothingRead, SampleError
+from elasticd.runtime.exits import JobStopped
 from elasticd.runtime.telemetry.main_thread import Where
 from elasticd.wire.worker import DrainNotice, Finished, Raised
 
@@ -221,3 +223,20 @@ def test_an_exception_that_comes_of_a_lost_peer_is_not_reported_as_the_scripts()
     with pytest.raises(IndexError):
         loop.fail(ValueError("the script's own"))
     assert [type(message) for message in sent[1:3]] == [Raised, DrainNotice]
+
+
+@pytest.mark.parametrize(("members", "end"), [(1, JobStopped), (2, NothingRead)])
+def test_a_rank_that_can_read_nothing_makes_no_checkpoint_with_ranks_that_wait_for_its_passes(
+    members: int, end: type[BaseException]
+) -> None:
+    """Its disk is gone: it is a rank whose code raised, and the others go on without it."""
+    nothing = NothingRead("sample 3 of the dataset could not be read: OSError: the disk is gone")
+    nothing.__cause__ = SampleError(3, "OSError: the disk is gone")
+    engine, saver = Engine(1, {2: nothing}), Saver()
+    engine.everyone.size = members
+    loop, sent = loop_of(Switcher([engine]), saver)
+    with pytest.raises(end, match="the disk is gone"):
+        trained(loop, 4)
+    alone = members == 1
+    assert saver.saved == ([2] if alone else [])
+    assert [word.ends for word in sent if isinstance(word, Raised)] == ([True] if alone else [])

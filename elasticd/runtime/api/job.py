@@ -49,7 +49,7 @@ from elasticd.runtime.control.one_process import EndSignals, OneProcess, ended
 from elasticd.runtime.control.preemption_notice import PreemptionNotice
 from elasticd.runtime.control.user_exceptions import Farewell, Uncaught
 from elasticd.runtime.data.options import DataOptions
-from elasticd.runtime.data.prefetch import Dataset, SampleError
+from elasticd.runtime.data.prefetch import Dataset, NothingRead, SampleError
 from elasticd.runtime.data.sample_ledger import LedgerError
 from elasticd.runtime.data.step_samples import Mapped
 from elasticd.runtime.data.stream import Stream
@@ -762,6 +762,8 @@ class Job(RankInfo):
                 )
         except SampleError as error:
             raise self._loop.unreadable(engine, step, error) from error
+        except NothingRead as error:
+            raise self._loop.nothing_read(engine, step, error) from error
         except LedgerError as error:
             raise self._loop.stopped(engine, error) from error
 

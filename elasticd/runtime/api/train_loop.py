@@ -22,7 +22,7 @@ from elasticd.runtime.checkpoint.saver import Saver
 from elasticd.runtime.comm.groups import Cancelled, PeerLost
 from elasticd.runtime.control.control import Control
 from elasticd.runtime.control.user_exceptions import lost_within, raised
-from elasticd.runtime.data.prefetch import SampleError
+from elasticd.runtime.data.prefetch import NothingRead, SampleError
 from elasticd.runtime.data.sample_ledger import LedgerError
 from elasticd.runtime.data.step_samples import BatchesDiffer, Feed
 from elasticd.runtime.engine.engine import Engine, StepDone
@@ -289,6 +289,8 @@ class Loop:
             )
         except SampleError as error:
             raise self.unreadable(engine, step, error) from error
+        except NothingRead as error:
+            raise self.nothing_read(engine, step, error) from error
         self.garbage.stepped(engine.plan.number, step)
         goes_back = bool(engine.guard.back_reason)  # to a state of before this step
         if saver is not None:
@@ -299,7 +301,13 @@ class Loop:
             snapper.voted(step + 1, ready, engine.layouts, engine.delivered_state)
         return done
 
-    def unreadable(self, engine: Engine, step: int, error: SampleError) -> JobStopped:
+    def nothing_read(self, engine: Engine, step: int, error: NothingRead) -> NothingRead | JobStopped:
+        """What follows where this rank alone knows that it can read no sample. The others wait for its passes,
+        and make no checkpoint with it: to them it is an exception of this rank's script. The end of the job,
+        where there are no others."""
+        return error if engine.everyone.size > 1 else self.unreadable(engine, step, error)
+
+    def unreadable(self, engine: Engine, step: int, error: SampleError | NothingRead) -> JobStopped:
         """The end of the job because of an unreadable sample. Every rank saves the state before the step."""
         self.finish(engine, step)
         if error.__cause__ is not None:

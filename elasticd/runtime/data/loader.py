@@ -17,7 +17,7 @@ from torch import Tensor
 
 from elasticd.runtime.data.collate import Batch, Collate, Unlike, fresh, pad, untokenized
 from elasticd.runtime.data.packing import blank, pack
-from elasticd.runtime.data.prefetch import Dataset, SampleError
+from elasticd.runtime.data.prefetch import Dataset, NothingRead, SampleError
 from elasticd.runtime.data.sample_ledger import entries
 from elasticd.runtime.data.step_samples import Samples
 from elasticd.runtime.model.batch_format import BatchFormat
@@ -128,7 +128,7 @@ class Loader:
         """The batch of these samples, padded or packed in one row.
 
         Raises:
-            SampleError: none of them can be read, and no other one can take their place.
+            NothingRead: none of them can be read, and no other one can take their place.
         """
         self.asked += entries(micro_batch, packed=packed)
         found: dict[int, Any] = {}
@@ -210,13 +210,12 @@ class Loader:
         """What `make` gives of the first sample of the dataset that it can use, among a few.
 
         Raises:
-            SampleError: `failure`, if it can use none.
+            NothingRead: it can use none.
         """
         for index in range(_STAND_INS):
             with suppress(Exception):
                 return make(index)
-        assert self.failure is not None
-        raise self.failure
+        raise NothingRead(f"{self.failure}; nor can any of the first samples stand in for it") from self.failure
 
     def take(self) -> tuple[list[int], SampleError | None]:
         """The ids asked for since the last call, in order, and the first failure among them."""

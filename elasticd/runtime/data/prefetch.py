@@ -46,6 +46,11 @@ class SampleError(RuntimeError):
         self.index, self.why, self.problem = index, why, problem
 
 
+class NothingRead(RuntimeError):
+    """A rank can read no sample of a micro-batch, nor another one that stands in for it: its passes cannot go
+    on, and no other rank knows. The cause is the first `SampleError`."""
+
+
 class SampleReader:
     """Reads samples in the order in which they are wanted, each once for each use.
 

@@ -30,6 +30,7 @@ from elasticd.runtime.data.prefetch import UNREAD, SampleError
 from elasticd.runtime.model.batch_format import BatchFormat
 from elasticd.runtime.model.rng import watching_thread
 from elasticd.runtime.threads import DaemonThreads
+from elasticd.system.user_line import described
 
 log = logging.getLogger(__name__)
 
@@ -102,7 +103,7 @@ class _Read:
     after: str  #: position after the step
     samples: Sequence[Any]
     failed: int = 0  #: 1 + id of a sample that could not be read; 0: none
-    why: str = ""  #: the error of that sample
+    error: Exception | None = None  #: of that sample
     drew: bool = False  #: somebody drew from a generator that the whole process shares
     alone: bool = False  #: nobody else drew: the training thread waited meanwhile, or the draw was seen here
 
@@ -163,25 +164,27 @@ class Streamed:
         carried: str | None,
         slowdown: Sequence[int] | None = None,
     ) -> str | None:
-        """Reads a step's samples from the position `carried`, or receives them; gives the next position."""
+        """Reads a step's samples from the position `carried`, or receives them; gives the next position. The
+        rank that reads knows the cause of a SampleError."""
+        cause: BaseException | None = None
         if everyone.rank == 0:
-            mine = self._hand_out(step, plan, everyone, carried, slowdown)
+            mine, cause = self._hand_out(step, plan, everyone, carried, slowdown)
         else:
             size = everyone.receive(torch.empty(1, dtype=torch.int64), 0, _SIZE, "input")
             raw = everyone.receive(torch.empty(int(size), dtype=torch.uint8), 0, _HANDED, "input")
             mine = _decoder.decode(raw.numpy().tobytes())
         self.longest = max(self.longest, *(mine.tokens or (0,)))
         if mine.failed:
-            raise SampleError(mine.failed - 1, mine.why, mine.problem)
+            raise SampleError(mine.failed - 1, mine.why, mine.problem) from cause
         self._tokens, self._held = mine.tokens, mine.samples
         return mine.position
 
     def _hand_out(
         self, step: int, plan: Plan, everyone: Group, carried: str | None, slowdown: Sequence[int] | None
-    ) -> _Handed:
+    ) -> tuple[_Handed, BaseException | None]:
         read = self._source.take(step, carried)
-        if read.failed:
-            return _failed(everyone, _Handed(failed=read.failed, why=read.why))
+        if read.error is not None:
+            return _failed(everyone, _Handed(failed=read.failed, why=described(read.error))), read.error
         ids = self.samples(step)
         by_id = dict(zip(ids, read.samples, strict=True))
         self._tokens = tuple(map(_tokens if self._packing is None else row_tokens, read.samples))
@@ -189,7 +192,7 @@ class Streamed:
             dealt = self.dealing(plan, step, slowdown)()
         except SampleError as error:  # a sample goes into no row
             said = _Handed(tokens=self._tokens, failed=error.index + 1, why=error.why, problem=error.problem)
-            return _failed(everyone, said)
+            return _failed(everyone, said), error.__cause__
         mine, *others = (
             _Handed(
                 tokens=self._tokens,
@@ -200,7 +203,7 @@ class Streamed:
         )
         for rank, handed in enumerate(others, start=1):
             _send(everyone, rank, handed)
-        return mine
+        return mine, None
 
 
 def _failed(everyone: Group, said: _Handed) -> _Handed:
@@ -325,10 +328,8 @@ class _Source:
             state = to_text(self._dataset.state_dict(), "state_dict() of the dataset", _MOST_ELEMENTS)
         except Exception as error:
             self._iterator = None
-            why = f"{type(error).__name__}: {error}"
-            return _Read(
-                before=position, after="", samples=(), failed=step * self._batch + len(found) + 1, why=why
-            )
+            failed = step * self._batch + len(found) + 1
+            return _Read(before=position, after="", samples=(), failed=failed, error=error)
         # The state carries text of `text_codec`; so this is the text of a text.
         self._at = to_text(msgspec.json.encode([step + 1, state]).decode())
         return _Read(before=position, after=self._at, samples=found)
