@@ -18,13 +18,13 @@ from _results import Row, row
 from elasticd_planner.cost.model import step_seconds
 from elasticd_planner.cost.model_profile import ModelProfile, SectionProfile
 from elasticd_planner.cost.profile_cost import ProfileCost
+from elasticd_planner.cost.schedule_timeline import played_seconds
 from elasticd_planner.problem import Problem
 from elasticd_planner.search.planner import plan
 from elasticd_planner.spec.cluster import Cluster, Device, Link, Node
 from elasticd_planner.spec.plan import ModulePlan, Pipeline, Plan, Stage, Strategy
 
 from tests.planner import jobs, schedule_brute
-from tests.planner.timeline import simulate
 
 PLANS, PROBLEMS = 500, 330
 
@@ -62,8 +62,7 @@ def _played(made: Plan, cluster: Cluster, rates: dict[str, float], profile: Mode
         for a, b in pairwise(pipeline.stages):
             link = cluster.reach((*a.devices, *b.devices))
             hops.append(link.latency + profile.boundary_bytes * profile.tokens / link.bandwidth)
-        each = [np.repeat(np.array(times)[:, None], pipeline.micro_batches, axis=1) for times in (ahead, back)]
-        ends.append(simulate(each[0], each[1], hops).seconds)
+        ends.append(played_seconds(ahead, back, hops, pipeline.micro_batches))
     held = profile.gradient_bytes / min(sum(len(s.devices) for s in p.stages) for p in pipelines)
     link, count = cluster.reach(made.members), len(pipelines)
     reduction = 2 * (count - 1) * (link.latency + held / count / link.bandwidth)

@@ -16,12 +16,12 @@ from pathlib import Path
 
 import torch
 from _trained import Text, engine_of, plan_of, stage
+from elasticd_planner.cost.schedule_timeline import played_seconds
 from elasticd_planner.spec.plan import Pipeline, Plan
 
 from elasticd.models import DecoderConfig
 from elasticd.runtime.telemetry.emulation import Pacer
 from elasticd.wire.worker import EmulatedSpeed
-from tests.planner.timeline import simulate
 
 CONFIG = DecoderConfig(vocabulary=64, width=32, layers=6, heads=8, kv_heads=8, hidden=48)
 TOKENS = 8
@@ -54,11 +54,8 @@ def _pipeline(pipeline: Pipeline) -> float:
         for stage in pipeline.stages
     ] * pipeline.chunks
     widest = [(stop - start) * each for (start, stop), each in zip(pipeline.spans, slowest, strict=True)]
-    return simulate(
-        [[FORWARD * each] * pipeline.micro_batches for each in widest],
-        [[BACKWARD * each] * pipeline.micro_batches for each in widest],
-        chunks=pipeline.chunks,
-    ).seconds
+    times = [[seconds * each for each in widest] for seconds in (FORWARD, BACKWARD)]
+    return played_seconds(*times, (), pipeline.micro_batches, pipeline.chunks)
 
 
 def main(folder: Path, rank: int, address: str, steps: int, plan: Plan) -> dict[str, object]:

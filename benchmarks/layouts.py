@@ -19,6 +19,7 @@ from _frame import PLANNER, PRODUCT, TRAINING, Part, run
 from _lanes_parity import lane_rows
 from _launches import deadlock_rows, strict_rows
 from _lines import line_rows
+from _order import order_rows
 from _planned import SPEC, grid
 from _results import Row, row
 from _sequence_side import sequence_rows
@@ -152,6 +153,7 @@ PARTS = {
     "lanes": Part(lane_rows, TRAINING, {"most": 1}),
     "large": Part(large_rows, PLANNER, {"times": 1}),
     "lines": Part(partial(line_rows, BEFORE, OTHERS), PRODUCT),
+    "order": Part(order_rows, PLANNER, {"blocks": 1, "times": 1}),
     "pairs": Part(pair_rows, PLANNER, {"parts": 1}),
     "sequence": Part(sequence_rows, TRAINING),
     "step": Part(partial(step_rows, BEFORE, ALONE, CUT), TRAINING, {"pairs": 6}),

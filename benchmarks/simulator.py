@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 from _frame import PLANNER, Part, run
 from _results import Row, row
-from elasticd_planner.cost.schedule_timeline import one_f_one_b_seconds
+from elasticd_planner.cost.schedule_timeline import one_f_one_b_seconds, played_seconds
 from elasticd_planner.problem import Answer, Problem
 
 from elasticd.simulator.planning import Planner
@@ -33,7 +33,6 @@ import _seeds  # noqa: E402
 
 from tests.machines.stop_scene import END_SECONDS, StopScene  # noqa: E402
 from tests.machines.walk import whole  # noqa: E402
-from tests.planner.timeline import simulate  # noqa: E402
 
 SCENARIOS = ROOT / "examples" / "scenarios"
 PIPELINES = 500
@@ -147,8 +146,7 @@ def _error(rng: np.random.Generator) -> float:
     forward = rng.integers(1, 25, stages) * slow * rng.uniform(0.9, 1.1, stages)
     backward = forward * np.where(rng.random(stages) < 0.5, 2.0, 3.0)
     boundary = rng.uniform(0, 2, stages - 1)
-    ahead, back = (np.repeat(each[:, None], micro_batches, axis=1) for each in (forward, backward))
-    played = simulate(ahead, back, boundary).seconds
+    played = played_seconds(forward, backward, boundary, micro_batches)
     return abs(float(one_f_one_b_seconds(forward, backward, boundary, micro_batches)) / played - 1)
 
 

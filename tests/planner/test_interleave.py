@@ -33,7 +33,7 @@ from elasticd_planner.value import Invalid
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.planner.timeline import simulate
+from tests.planner.longest_paths import ends
 from tests.sizes import examples
 
 
@@ -187,9 +187,9 @@ def test_a_plan_takes_what_its_schedule_takes_played_out() -> None:
     times = stage_times(TWO, job.cluster, {}, cost)
     # By place: 2, 1, 1, 4 layers of 0.01 s; head 0.005 s.
     assert times.work == pytest.approx([0.02, 0.01, 0.01, 0.045])
-    each = [np.repeat(part[:, None], 8, axis=1) for part in (times.forward, times.backward)]
-    played = simulate(each[0], each[1], times.boundary, chunks=2)
-    assert step_seconds(made(TWO), job.cluster, {}, cost) == pytest.approx(played.seconds)
+    each = [[[seconds] * 8 for seconds in part.tolist()] for part in (times.forward, times.backward)]
+    last = max(ends(each[0], each[1], times.boundary.tolist(), chunks=2).values())
+    assert step_seconds(made(TWO), job.cluster, {}, cost) == pytest.approx(last)
     hop = times.boundary[0]
     assert stage_seconds(TWO, job.cluster, {}, cost) == pytest.approx([0.03 + 4 * hop, 0.055 + 2 * hop])
     assert steady_seconds(made(TWO), job.cluster, {}, cost) == pytest.approx(8 * (0.055 + 2 * hop))

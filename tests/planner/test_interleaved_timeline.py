@@ -1,16 +1,20 @@
-"""Interleaved pipelines played out: the pass-by-pass time is that of the events, and of the longest path."""
+"""Pipelines played pass by pass, plain and interleaved: their times are those of the longest path."""
 
 from __future__ import annotations
 
-import networkx as nx
 import numpy as np
 import pytest
 from elasticd_planner.cost.schedule import passes
-from elasticd_planner.cost.schedule_timeline import interleaved_seconds, one_f_one_b_seconds
+from elasticd_planner.cost.schedule_timeline import one_f_one_b_seconds, played_seconds
+from elasticd_planner.layout.pass_order import timed_passes
 from elasticd_planner.numeric import Floats
 from elasticd_planner.value import Invalid
+from hypothesis import given
+from hypothesis import strategies as st
 
-from tests.planner.timeline import simulate
+from tests.planner.longest_paths import ends
+
+SECONDS = st.floats(0.01, 4.0)
 
 
 def drawn(seed: int) -> tuple[Floats, Floats, Floats, int, int]:
@@ -24,62 +28,38 @@ def drawn(seed: int) -> tuple[Floats, Floats, Floats, int, int]:
     return forward, backward, np.tile(hops, chunks)[:-1], micro_batches, chunks
 
 
-def longest_path(forward: Floats, backward: Floats, boundary: Floats, micro_batches: int, chunks: int) -> float:
-    """The schedule as a graph of passes and transfers: each after what it needs, after the one before it on its
-    stage, and on its link in its direction. Shares nothing with the timeline but the order of passes."""
-    stages, last = len(forward) // chunks, len(forward) - 1
-    graph = nx.DiGraph()
-
-    def follow(before: object, after: object, seconds: float) -> None:
-        graph.add_edge(before, after, weight=seconds)
-
-    for stage in range(stages):
-        previous: object = "begin"
-        sent: dict[tuple[str, int], object] = {}
-        for kind, micro, chunk in passes(stages, stage, micro_batches, chunks):
+@given(st.data())
+def test_each_pass_runs_when_all_that_it_needs_is_there(data: st.DataObject) -> None:
+    """Also where micro-batches are unlike."""
+    stages = data.draw(st.integers(1, 4))
+    chunks = data.draw(st.integers(1, 3)) if stages > 1 else 1
+    count, places = data.draw(st.integers(1, 9)), stages * chunks
+    times = st.lists(st.lists(SECONDS, min_size=count, max_size=count), min_size=places, max_size=places)
+    forward, backward = data.draw(times), data.draw(times)
+    boundary = data.draw(st.lists(SECONDS, min_size=places - 1, max_size=places - 1))
+    expected = ends(forward, backward, boundary, chunks)
+    for stage, line in enumerate(timed_passes(passes, forward, backward, boundary, chunks)):
+        assert [one[:3] for one in line] == list(passes(stages, stage, count, chunks))
+        for kind, micro, chunk, start, stop in line:
             place = chunk * stages + stage
-            begin, end = (("begin", kind, place, micro), ("end", kind, place, micro))
-            follow(previous, begin, 0.0)
-            follow(begin, end, float((forward if kind == "forward" else backward)[place]))
-            if kind == "backward":
-                follow(("end", "forward", place, micro), begin, 0.0)
-            target = place + (1 if kind == "forward" else -1)
-            if 0 <= target <= last:
-                link = min(place, target)
-                going = ("going", kind, place, micro)
-                follow(end, going, 0.0)
-                if (kind, link % stages) in sent:
-                    follow(sent[kind, link % stages], going, 0.0)
-                arrived = sent[kind, link % stages] = ("arrived", kind, target, micro)
-                follow(going, arrived, float(boundary[link]))
-                follow(arrived, ("begin", kind, target, micro), 0.0)
-            previous = end
-    return float(nx.dag_longest_path_length(graph))
+            assert stop == pytest.approx(expected[kind, place, micro], rel=1e-12)
+            assert stop - start == pytest.approx((forward if kind == "forward" else backward)[place][micro])
 
 
-def test_pass_by_pass_is_what_the_events_say_on_random_pipelines() -> None:
-    for seed in range(300):
+def test_it_is_the_longest_path_through_all_passes_and_messages() -> None:
+    for seed in range(100):
         forward, backward, boundary, micro_batches, chunks = drawn(seed)
-        each = [np.repeat(times[:, None], micro_batches, axis=1) for times in (forward, backward)]
-        line = simulate(each[0], each[1], boundary, chunks=chunks)
-        found = interleaved_seconds(forward, backward, boundary, micro_batches, chunks)
-        assert found == pytest.approx(line.seconds, rel=1e-12), seed
-        for stage, done in enumerate(line.stages):
-            order = [(w.kind, w.micro_batch, w.chunk) for w in done.work]
-            assert order == list(passes(len(forward) // chunks, stage, micro_batches, chunks))
-
-
-def test_it_is_the_longest_path_through_all_passes_and_transfers() -> None:
-    for seed in range(40):
-        pipeline = drawn(1000 + seed)
-        assert interleaved_seconds(*pipeline) == pytest.approx(longest_path(*pipeline), rel=1e-12), seed
+        each = [[[seconds] * micro_batches for seconds in times.tolist()] for times in (forward, backward)]
+        longest = max(ends(each[0], each[1], boundary.tolist(), chunks).values())
+        found = played_seconds(forward, backward, boundary, micro_batches, chunks)
+        assert found == pytest.approx(longest, rel=1e-12), seed
 
 
 def test_with_one_chunk_it_is_the_plain_schedule() -> None:
     for seed in range(60):
         forward, backward, boundary, micro_batches, _ = drawn(seed)
         plain = float(one_f_one_b_seconds(forward, backward, boundary, micro_batches))
-        found = interleaved_seconds(forward, backward, boundary, micro_batches, 1)
+        found = played_seconds(forward, backward, boundary, micro_batches)
         assert found == pytest.approx(plain, rel=1e-12), seed
 
 
@@ -88,12 +68,26 @@ def test_a_slow_boundary_makes_more_chunks_take_longer() -> None:
 
     def seconds(chunks: int, hop: float) -> float:
         places = 4 * chunks
-        return interleaved_seconds(
-            [1 / chunks] * places, [2 / chunks] * places, [hop] * (places - 1), 8, chunks
-        )
+        return played_seconds([1 / chunks] * places, [2 / chunks] * places, [hop] * (places - 1), 8, chunks)
 
     assert seconds(2, 0.0) < seconds(1, 0.0)
     assert seconds(2, 3.0) > seconds(1, 3.0)
+
+
+@pytest.mark.parametrize(
+    ("forward", "backward", "boundary", "wrong"),
+    [
+        ([[1.0, 1.0]], [[1.0]], (), r"1 forward and 1 backward of \[1, 2\] micro-batches"),
+        ([[1.0], [1.0]], [[1.0]], (), "2 forward and 1 backward"),
+        ([[]], [[]], (), r"of \[0\] micro-batches"),
+        ([[1.0], [1.0]], [[1.0], [1.0]], (1.0, 2.0), "boundary needs 1 times, not 2"),
+    ],
+)
+def test_times_that_do_not_fit_are_refused(
+    forward: list[list[float]], backward: list[list[float]], boundary: tuple[float, ...], wrong: str
+) -> None:
+    with pytest.raises(Invalid, match=wrong):
+        timed_passes(passes, forward, backward, boundary)
 
 
 @pytest.mark.parametrize(
@@ -104,4 +98,4 @@ def test_what_is_no_interleaved_pipeline_is_refused(
     places: int, chunks: int, micro_batches: int, wrong: str
 ) -> None:
     with pytest.raises(Invalid, match=wrong):
-        interleaved_seconds([1.0] * places, [1.0] * places, (), micro_batches, chunks)
+        played_seconds([1.0] * places, [1.0] * places, (), micro_batches, chunks)

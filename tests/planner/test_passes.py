@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 from elasticd_planner.cost.schedule import Pass, most_alive, passes
-from elasticd_planner.cost.schedule_timeline import interleaved_seconds
+from elasticd_planner.cost.schedule_timeline import played_seconds
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -88,7 +88,7 @@ def test_equal_stages_wait_for_no_more_than_filling_and_draining_by_the_chunk(st
     """(m + (p - 1) / v) (f + b), for every m >= p, also where p does not divide it."""
     places = stages * chunks
     for micro_batches in range(stages, 4 * stages):
-        seconds = interleaved_seconds([1 / chunks] * places, [2 / chunks] * places, (), micro_batches, chunks)
+        seconds = played_seconds([1 / chunks] * places, [2 / chunks] * places, (), micro_batches, chunks)
         assert seconds == pytest.approx(3 * (micro_batches + (stages - 1) / chunks)), micro_batches
 
 

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
-from elasticd_planner.cost.schedule import most_alive
-from elasticd_planner.cost.schedule_timeline import _Rounds, one_f_one_b_curve, one_f_one_b_seconds
+from elasticd_planner.cost.schedule import most_alive, passes
+from elasticd_planner.cost.schedule_timeline import (
+    _Rounds,
+    one_f_one_b_curve,
+    one_f_one_b_seconds,
+    pass_times,
+    played_seconds,
+)
+from elasticd_planner.layout.pass_order import timed_passes
 from elasticd_planner.numeric import Floats
 from elasticd_planner.value import Invalid
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.planner.timeline import Timeline, simulate
 from tests.sizes import examples
 
 
@@ -25,11 +33,6 @@ def drawn(seed: int) -> tuple[Floats, Floats, Floats, int]:
     return forward, backward, boundary, micro_batches
 
 
-def played(forward: Floats, backward: Floats, boundary: Floats, micro_batches: int) -> Timeline:
-    each = [np.repeat(times[:, None], micro_batches, axis=1) for times in (forward, backward)]
-    return simulate(each[0], each[1], boundary)
-
-
 @given(
     stages=st.integers(1, 9), micro_batches=st.integers(1, 40), ahead=st.floats(0.1, 3), back=st.floats(0.1, 3)
 )
@@ -37,14 +40,14 @@ def played(forward: Floats, backward: Floats, boundary: Floats, micro_batches: i
 def test_equal_stages_take_what_the_closed_formula_says(
     stages: int, micro_batches: int, ahead: float, back: float
 ) -> None:
-    seconds = played(np.full(stages, ahead), np.full(stages, back), np.zeros(stages - 1), micro_batches).seconds
+    seconds = played_seconds([ahead] * stages, [back] * stages, (), micro_batches)
     assert seconds == pytest.approx((micro_batches + stages - 1) * (ahead + back))
 
 
 def test_the_recurrence_is_exact_on_500_random_pipelines() -> None:
     for seed in range(500):
         forward, backward, boundary, micro_batches = drawn(seed)
-        expected = played(forward, backward, boundary, micro_batches).seconds
+        expected = played_seconds(forward, backward, boundary, micro_batches)
         assert float(one_f_one_b_seconds(forward, backward, boundary, micro_batches)) == pytest.approx(
             expected, rel=1e-12
         ), seed
@@ -58,7 +61,7 @@ def test_it_is_exact_where_messages_limit_and_rounds_repeat_by_several(
     forward, backward, _, _ = drawn(seed)
     forward, backward = forward[:5], backward[:5]
     boundary = np.random.default_rng(seed).uniform(0.5, 1, len(forward) - 1) * scale
-    expected = played(forward, backward, boundary, micro_batches).seconds
+    expected = played_seconds(forward, backward, boundary, micro_batches)
     found = one_f_one_b_seconds(forward, backward, boundary, micro_batches)
     assert float(found) == pytest.approx(expected, rel=1e-11)
     curve = one_f_one_b_curve(forward, backward, boundary, micro_batches)
@@ -104,11 +107,11 @@ def test_many_pipelines_at_once_are_the_same_as_each_alone() -> None:
 @settings(max_examples=examples(60))
 def test_between_the_busiest_stage_and_one_pass_after_the_other(seed: int) -> None:
     forward, backward, boundary, micro_batches = drawn(seed)
-    line = played(forward, backward, boundary, micro_batches)
+    seconds = played_seconds(forward, backward, boundary, micro_batches)
     work = float((forward + backward).max()) * micro_batches
     alone = float((forward + backward).sum() + 2 * boundary.sum())
-    assert line.seconds >= max(work, alone) * (1 - 1e-12)
-    assert line.seconds <= alone * micro_batches * (1 + 1e-12)
+    assert seconds >= max(work, alone) * (1 - 1e-12)
+    assert seconds <= alone * micro_batches * (1 + 1e-12)
 
 
 @given(seed=st.integers(0, 10**6), grown=st.floats(0.01, 1.0))
@@ -131,60 +134,42 @@ def test_more_work_never_takes_less_time(seed: int, grown: float) -> None:
 @settings(max_examples=examples(30))
 def test_intervals_are_whole_ordered_and_hold_no_more_activations_than_1f1b_allows(seed: int) -> None:
     forward, backward, boundary, micro_batches = drawn(seed)
-    line = played(forward, backward, boundary, micro_batches)
+    line = pass_times(forward, backward, boundary, micro_batches)
     ends: dict[tuple[str, int, int], float] = {}
-    for stage, done in enumerate(line.stages):
-        assert len(done.work) == 2 * micro_batches
-        assert all(a.stop <= b.start for a, b in zip(done.work, done.work[1:], strict=False))
-        assert done.end == done.work[-1].stop <= line.seconds
+    for stage, done in enumerate(line):
+        assert len(done) == 2 * micro_batches
+        assert all(a.stop <= b.start for a, b in pairwise(done))
         alive = most = 0
-        for work in done.work:
+        for work in done:
             alive += 1 if work.kind == "forward" else -1
             most = max(most, alive)
             ends[work.kind, stage, work.micro_batch] = work.stop
         assert most == most_alive(len(forward), stage, micro_batches)
     for stage in range(len(forward) - 1):
-        for work in line.stages[stage + 1].work:
+        for work in line[stage + 1]:
             if work.kind == "forward":
                 assert work.start >= ends["forward", stage, work.micro_batch] + boundary[stage] - 1e-9
 
 
-def test_an_overhead_counts_after_the_last_pass_of_its_stage() -> None:
-    line = simulate([[1.0], [1.0]], [[2.0], [2.0]], [0.5], [0.0, 9.0])
-    assert line.stages[1].end == pytest.approx(1 + 0.5 + 3 + 9)
-    assert line.seconds == line.stages[1].end
-    assert line.stages[0].end == pytest.approx(7.0)
-
-
 def test_micro_batches_of_different_length_are_played_in_order() -> None:
-    line = simulate([[1.0, 3.0], [1.0, 3.0]], [[1.0, 3.0], [1.0, 3.0]])
+    line = timed_passes(passes, [[1.0, 3.0], [1.0, 3.0]], [[1.0, 3.0], [1.0, 3.0]])
     # Stage 0: F0 0-1, F1 1-4, B0 4-5 (B0 of stage 1 ended at 3); stage 1: F1 4-7, B1 7-10; stage 0: B1 10-13.
-    assert [(w.kind, w.micro_batch, w.start) for w in line.stages[0].work] == [
+    assert [(one.kind, one.micro_batch, one.start) for one in line[0]] == [
         ("forward", 0, 0.0),
         ("forward", 1, 1.0),
         ("backward", 0, 4.0),
         ("backward", 1, 10.0),
     ]
-    assert line.seconds == 13.0
+    assert max(one.stop for stage in line for one in stage) == 13.0
 
 
 def test_a_link_carries_one_micro_batch_after_the_other() -> None:
-    seconds = played(np.array([0.1, 0.1]), np.array([0.1, 0.1]), np.array([5.0]), 4).seconds
+    seconds = played_seconds([0.1, 0.1], [0.1, 0.1], [5.0], 4)
     assert seconds > 4 * 5.0, "four transfers each way over one link, though computation takes no time"
 
 
-@pytest.mark.parametrize(
-    ("forward", "backward", "boundary", "wrong"),
-    [
-        ([[1.0]], [[1.0, 2.0]], [], "must be \\[stage\\]\\[micro-batch\\] alike"),
-        ([[1.0], [1.0]], [[1.0], [1.0]], [1.0, 2.0], "boundary needs 1 times"),
-        ([[-1.0]], [[1.0]], [], "must not be negative"),
-    ],
-)
-def test_times_that_do_not_fit_are_refused(
-    forward: list[list[float]], backward: list[list[float]], boundary: list[float], wrong: str
-) -> None:
-    with pytest.raises(Invalid, match=wrong):
-        simulate(forward, backward, boundary)
+def test_no_micro_batch_is_refused() -> None:
     with pytest.raises(Invalid, match="at least 1"):
         one_f_one_b_seconds([1.0], [1.0], [], 0)
+    with pytest.raises(Invalid, match="0 micro-batches"):
+        pass_times([1.0], [1.0], [], 0)

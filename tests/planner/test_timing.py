@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from elasticd_planner.cost.pipeline_time import Formula, Schedule, Times, at_least, closed
+from elasticd_planner.cost.schedule_timeline import played_seconds
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.planner.timeline import simulate
 from tests.sizes import examples
 
 
@@ -24,8 +24,7 @@ def pipelines(draw: st.DrawFn) -> tuple[Times, int]:
 
 
 def played(times: Times, micro_batches: int) -> float:
-    each = [np.repeat(t[:, None], micro_batches, axis=1) for t in (times.forward, times.backward)]
-    return simulate(each[0], each[1], times.boundary).seconds
+    return played_seconds(times.forward, times.backward, times.boundary, micro_batches)
 
 
 @settings(max_examples=examples(300))

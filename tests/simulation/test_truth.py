@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 
 import msgspec
-import numpy as np
 import pytest
+from elasticd_planner.cost.schedule_timeline import played_seconds
 from elasticd_planner.placement.state_movement import bytes_to_move
 from elasticd_planner.spec.cluster import Level
 from elasticd_planner.spec.plan import ModulePlan, Pipeline, Plan, Stage, Strategy
@@ -14,7 +14,6 @@ from elasticd_planner.spec.plan import ModulePlan, Pipeline, Plan, Stage, Strate
 from elasticd.simulator.devices.device_model import FORWARD, Truth
 from elasticd.simulator.devices.transfer_time import move
 from elasticd.simulator.scenarios.scenario import Scenario, parse
-from tests.planner.timeline import simulate
 from tests.simulation.scenes import SMALL
 
 SCENARIO: Scenario = parse(SMALL, "small.toml")
@@ -62,7 +61,7 @@ def test_lanes_take_what_pipelines_of_their_own_do() -> None:
     assert [each.micro_batches for each in told[0]] == [6, 6, 2]
 
 
-def test_a_step_is_the_schedule_played_event_by_event_and_the_reduction() -> None:
+def test_a_step_is_the_schedule_played_pass_by_pass_and_the_reduction() -> None:
     world = truth()
     world.slow(["n0/1"], 2.0)
     unit = PROFILE.tokens * PROFILE.block.seconds
@@ -73,11 +72,7 @@ def test_a_step_is_the_schedule_played_event_by_event_and_the_reduction() -> Non
     own = [7 * unit * 5 / 8, (5 * unit + edge) * 2.0]
     forward = [own[0] * FORWARD + waits / 2, own[1] * FORWARD]
     backward = [own[0] * (1 - FORWARD) + waits / 2, own[1] * (1 - FORWARD)]
-    line = simulate(
-        np.repeat(np.array(forward)[:, None], 6, axis=1),
-        np.repeat(np.array(backward)[:, None], 6, axis=1),
-        [CLUSTER.inside.seconds(size)],
-    ).seconds
+    line = played_seconds(forward, backward, [CLUSTER.inside.seconds(size)], 6)
     alone = 2 * (12 * unit + edge)
     whole = 12 * PROFILE.block.parameter_bytes + PROFILE.embed.parameter_bytes + PROFILE.head.parameter_bytes
     reduction = 2 * CLUSTER.between.seconds(whole / 2)

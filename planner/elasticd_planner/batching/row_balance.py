@@ -26,6 +26,7 @@ from elasticd_planner.batching import fold
 from elasticd_planner.batching.division import SequenceDivision, SplitCost
 from elasticd_planner.batching.lane_tree import NORMAL, SPEED, LaneTree, Vertex
 from elasticd_planner.cost.schedule import passes
+from elasticd_planner.layout.pass_order import timed_passes
 from elasticd_planner.numeric import Ints
 
 #: How many numbers of rows are tried, where they hold the sequences.
@@ -92,28 +93,8 @@ def even_rows(lengths: Ints, tree: LaneTree, cost: SplitCost, rows: int) -> Sequ
 def pipeline_time(rows: Sequence[int], stages: int) -> int:
     """When a plain 1F1B pipeline of equal stages ends rows of these times (forward and backward, all stages
     together), in the same unit; a backward pass takes twice the forward one. Transfers take no time."""
-    order = [list(passes(stages, stage, len(rows))) for stage in range(stages)]
-    at, free = [0] * stages, [0] * stages
-    done: dict[tuple[str, int, int], int] = {}
-    waiting = list(range(stages))
-    while waiting:
-        stage = waiting.pop()
-        while at[stage] < len(order[stage]):
-            kind, row, _ = order[stage][at[stage]]
-            before, last = (stage - 1, 0) if kind == "forward" else (stage + 1, stages - 1)
-            if kind == "backward" and stage == last:
-                came: int | None = done["forward", stage, row]
-            else:
-                came = 0 if kind == "forward" and stage == last else done.get((kind, before, row))
-            if came is None:
-                break
-            free[stage] = max(free[stage], came) + rows[row] * (1 if kind == "forward" else 2)
-            done[kind, stage, row] = free[stage]
-            at[stage] += 1
-            after = stage + 1 if kind == "forward" else stage - 1
-            if 0 <= after < stages:
-                waiting.append(after)
-    return max(free) // (3 * stages)
+    ended = timed_passes(passes, [rows] * stages, [[2 * each for each in rows]] * stages)
+    return int(max(stage[-1].stop for stage in ended)) // (3 * stages)
 
 
 class _Rows:

@@ -30,7 +30,7 @@ from typing import Protocol
 
 import numpy as np
 
-from elasticd_planner.cost.schedule_timeline import interleaved_seconds, one_f_one_b_curve, one_f_one_b_seconds
+from elasticd_planner.cost.schedule_timeline import one_f_one_b_curve, one_f_one_b_seconds, played_seconds
 from elasticd_planner.numeric import Floats, Ints
 from elasticd_planner.value import refuse
 
@@ -124,7 +124,7 @@ class Schedule:
 
     def interleaved(self, times: Times, micro_batches: int, chunks: int) -> float:
         """Seconds of a step of one interleaved pipeline, stages of so many chunks."""
-        return interleaved_seconds(times.forward, times.backward, times.boundary, micro_batches, chunks)
+        return played_seconds(times.forward, times.backward, times.boundary, micro_batches, chunks)
 
 
 def closed(stages: Sequence[float] | Floats, micro_batches: int | Ints) -> Floats:

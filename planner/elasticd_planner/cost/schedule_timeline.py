@@ -4,8 +4,7 @@ A pipeline of p stages and m micro-batches. Each stage runs its passes in the or
 or interleaved. A pass begins once the stage is free and its input is there; a boundary carries one micro-batch
 after the other in each direction, beside computation; in an interleaved pipeline there is one more boundary,
 from the last stage to the first. `one_f_one_b_seconds` gives the end of the plain schedule for times that
-depend on the stage alone, `interleaved_seconds` that of the interleaved one. `tests/planner/timeline.py` plays
-the same rules with a heap of events, and says the same.
+depend on the stage alone, `played_seconds` that of any, pass by pass (`layout.pass_order`).
 
 The recurrence. Round r is the forward pass of micro-batch r on all stages and then, on stage s, the backward
 pass of micro-batch r - (p - s - 1): whatever these wait for lies in the same chain of stages or in an earlier
@@ -18,11 +17,11 @@ messages are what limits: a micro-batch goes there and back while the stages run
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 
-from elasticd_planner.cost.schedule import Kind, Pass, passes
+from elasticd_planner.cost.schedule import passes
+from elasticd_planner.layout.pass_order import PassTime, timed_passes
 from elasticd_planner.numeric import Floats, Ints
 from elasticd_planner.value import refuse
 
@@ -35,44 +34,17 @@ ALIKE = 1e-13
 _LONGEST = 4
 
 
-def checked_times(given: Sequence[float] | Floats, count: int, name: str) -> Floats:
-    """Times as an array [count]; none at all are zeros. Raises Invalid where there are others than `count`."""
-    times = np.asarray(given, dtype=np.float64)
-    if not times.size:
-        return np.zeros(count)
-    if times.shape != (count,):
-        refuse(f"timeline: {name} needs {count} times, not {times.shape}")
-    return times
-
-
-def stage_count(places: int, chunks: int) -> int:
-    """The number of stages whose chunks are so many places in all. Raises Invalid where they do not divide."""
-    if chunks < 1 or places % chunks or (chunks > 1 and places == chunks):
-        refuse(f"timeline: {places} chunks of layers are not {chunks} on each of two stages or more")
-    return places // chunks
-
-
-def interleaved_seconds(
+def played_seconds(
     forward: Sequence[float] | Floats,
     backward: Sequence[float] | Floats,
     boundary: Sequence[float] | Floats,
     micro_batches: int,
-    chunks: int,
+    chunks: int = 1,
 ) -> float:
-    """Seconds of a step of one interleaved pipeline of stages with so many chunks. forward, backward: [place],
-    of one micro-batch, places in the order in which it meets them; boundary: [place - 1], one way. Each pass is
-    looked at once."""
-    return _played(forward, backward, boundary, micro_batches, chunks, None)
-
-
-class PassTime(NamedTuple):
-    """When a pass of a stage runs, in seconds from the begin of the step."""
-
-    kind: Kind
-    micro_batch: int
-    chunk: int
-    start: float
-    stop: float
+    """Seconds of a step of one pipeline of stages with so many chunks, plain or interleaved. forward, backward:
+    [place], of one micro-batch, places in the order in which it meets them; boundary: [place - 1], one way (may
+    be empty for none). Each pass is looked at once."""
+    return max(stage[-1].stop for stage in pass_times(forward, backward, boundary, micro_batches, chunks))
 
 
 def pass_times(
@@ -82,65 +54,13 @@ def pass_times(
     micro_batches: int,
     chunks: int = 1,
 ) -> list[list[PassTime]]:
-    """When each pass of each stage of one pipeline runs, in the order of the stage: for a picture of what
-    `one_f_one_b_seconds` and `interleaved_seconds` give the end of. Arguments as of the latter, with one chunk
-    of a
-    plain pipeline."""
-    found: list[list[PassTime]] = []
-    _played(forward, backward, boundary, micro_batches, chunks, found)
-    return found
-
-
-def _played(
-    forward: Sequence[float] | Floats,
-    backward: Sequence[float] | Floats,
-    boundary: Sequence[float] | Floats,
-    micro_batches: int,
-    chunks: int,
-    kept: list[list[PassTime]] | None,
-) -> float:
-    """The schedule pass by pass; what runs when is kept by stage, if it is wanted."""
-    ahead, back = np.asarray(forward, dtype=np.float64), np.asarray(backward, dtype=np.float64)
+    """When each pass of each stage of one pipeline runs, in the order of the stage: what `played_seconds` gives
+    the end of. Arguments as there."""
+    ahead, back, between = (np.asarray(times, dtype=np.float64) for times in (forward, backward, boundary))
     if micro_batches < 1 or ahead.shape != back.shape or ahead.ndim != 1:
         refuse(f"timeline: {micro_batches} micro-batches, forward {ahead.shape} and backward {back.shape}")
-    stages, last = stage_count(len(ahead), chunks), len(ahead) - 1
-    seconds: dict[Kind, list[float]] = {"forward": ahead.tolist(), "backward": back.tolist()}
-    between = checked_times(boundary, last, "boundary").tolist()
-    todo = [iter(passes(stages, s, micro_batches, chunks)) for s in range(stages)]
-    following = [next(order) for order in todo]
-    # When an input is there: a pass's own, by (kind, place, micro-batch).
-    here: dict[tuple[Kind, int, int], float] = {("forward", 0, m): 0.0 for m in range(micro_batches)}
-    if kept is not None:
-        kept += [[] for _ in range(stages)]
-    free, carries = [0.0] * stages, {"forward": [0.0] * stages, "backward": [0.0] * stages}
-    waiting = list(range(stages))
-    while waiting:
-        s = waiting.pop()
-        kind, micro, chunk = following[s]
-        place = chunk * stages + s
-        came = here.pop((kind, place, micro), None)
-        if came is None:
-            continue  # asked again when it comes
-        start = max(free[s], came)
-        end = free[s] = start + seconds[kind][place]
-        if kept is not None:
-            kept[s].append(PassTime(kind, micro, chunk, start, end))
-        waiting.append(s)
-        following[s] = next(todo[s], _OVER)
-        target = place + 1 if kind == "forward" else place - 1
-        if kind == "forward" and place == last:
-            here["backward", place, micro] = end
-        elif target >= 0:
-            border = min(place, target)
-            link = carries[kind]
-            link[border % stages] = max(end, link[border % stages]) + between[border]
-            here[kind, target, micro] = link[border % stages]
-            waiting.append(target % stages)
-    return max(free)
-
-
-#: No stage has such a pass.
-_OVER = Pass("forward", -1)
+    ahead, back = (np.repeat(times[:, None], micro_batches, 1) for times in (ahead, back))
+    return timed_passes(passes, ahead.tolist(), back.tolist(), between.tolist(), chunks)
 
 
 def one_f_one_b_seconds(forward: Times, backward: Times, boundary: Times, micro_batches: int) -> Floats:

@@ -11,7 +11,7 @@ it, and `deadlock(launches(...))` says whether it can be carried out at all, wha
 
 The order can also be carried out in one queue (`launch_order.in_one_queue`), where each rank's operations and
 passes run strictly one after the other. Each stage has its part of one order of the passes and messages of its
-pipeline (`stage_order`). Sums connect pipelines, and each pipeline comes to them in the order of buckets, which
+pipeline (`pass_order`). Sums connect pipelines, and each pipeline comes to them in the order of buckets, which
 is that of the last backward passes.
 
 What the host tells others (votes, headers of activations, sample ids) is not data and goes elsewhere.
@@ -34,8 +34,8 @@ from elasticd_planner.layout.gradient_reduction import (
 )
 from elasticd_planner.layout.launch_order import Join, Launch, Operation
 from elasticd_planner.layout.layouts import Layouts
+from elasticd_planner.layout.pass_order import Act, Schedule, acts_of_rows, stage_order
 from elasticd_planner.layout.stage_boundary import Border, after, before
-from elasticd_planner.layout.stage_order import Act, Schedule, acts_of_rows, stage_order
 from elasticd_planner.spec.batch import BatchPlan, BatchRow
 
 

@@ -8,12 +8,13 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 from elasticd_planner.cost.schedule import Pass, passes
-from elasticd_planner.layout.stage_order import AHEAD, Act, Schedule, acts_of_rows, at_once, stage_order
+from elasticd_planner.layout.pass_order import AHEAD, Act, Schedule, acts_of_rows, at_once, stage_order
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elasticd.runtime.engine.pipeline_stage import all_forward
 from tests import sizes
+from tests.planner.drawn_orders import RECORDED, digest
 
 
 def orders(stages: int, micro_batches: int, chunks: int, schedule: Schedule = passes) -> list[list[Act]]:
@@ -49,6 +50,19 @@ def left_over(listed: Sequence[Sequence[Act]]) -> list[Act | None]:
             else:
                 waiting[ends] = stage
     return [acts[number] if number < len(acts) else None for acts, number in zip(listed, at, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("what", "block"),
+    sizes.beside(
+        [(what, block) for what in ("acts", "times") for block in range(3)] + [("launches", 0)],
+        [(what, block) for what in ("acts", "times", "launches") for block in range(len(RECORDED[what]))],
+    ),
+)
+def test_plans_of_one_module_have_the_acts_times_and_launches_that_they_have_always_had(
+    what: str, block: int
+) -> None:
+    assert digest(what, block) == RECORDED[what][block]
 
 
 @given(st.integers(2, 6), st.integers(1, 14), st.integers(1, 4), st.randoms(use_true_random=False))
