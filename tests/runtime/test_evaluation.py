@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from itertools import product
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -14,7 +15,9 @@ from torch import Tensor
 
 import elasticd
 from elasticd.models import Decoder, next_token_loss
+from elasticd.runtime.api.ema import MeasureError
 from elasticd.runtime.api.evaluation import Evaluation, HeldOut, evaluate, rounds
+from elasticd.runtime.api.full_state_dict import gathered
 from elasticd.runtime.comm.in_memory import MemoryPlanGroups, run_threads
 from elasticd.runtime.data.collate import pad
 from elasticd.runtime.data.options import DataOptions
@@ -220,11 +223,84 @@ def test_a_sample_that_cannot_be_read_is_named_on_every_member_and_the_weights_a
     assert any("the disk is gone" in text for text, _, _ in found.values())
 
 
+class OneHandle(Text):
+    """Two parts of one file: the threads that read any of them are noted."""
+
+    threads: ClassVar[dict[str, set[int]]] = {}
+
+    def __init__(self, rank: str, size: int) -> None:
+        self._rank, self._size = rank, size
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        self.threads.setdefault(self._rank, set()).add(threading.get_ident())
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("readers", [0, 1])
+def test_one_thread_reads_the_samples_of_the_training_and_of_held_out_sets(readers: int) -> None:
+    def worker(plan_groups: MemoryPlanGroups) -> int:
+        me = plan_groups.me
+        made = replace(recipe(), dataset=OneHandle(me, 1000), data=DataOptions(readers=readers))
+        OneHandle.threads.pop(me, None)  # the mean length of samples was asked for
+        engine, held = engine_on(plan_groups, made, TWO_STAGES), HeldOut(dataset=OneHandle(me, 27))
+        for step in range(2):
+            engine.step(step, lambda: 0)
+            evaluate(engine, held, "held", step + 1, next_token_loss, made.data, "value")
+        return threading.get_ident()
+
+    found = run_threads(TWO_STAGES.members, worker)
+    for rank, trains in found.items():
+        (reads,) = OneHandle.threads[rank]
+        assert (reads == trains) == (readers == 0)
+
+
+@pytest.mark.parametrize("name", ["two stages", "zero 2"])
+def test_a_measure_that_raises_on_one_member_raises_alike_on_all_and_weights_are_as_they_were(
+    name: str,
+) -> None:
+    """A script that catches it on one rank alone trains on as the others do."""
+    plan = PLANS[name]
+    last = plan.pipelines[0].stages[-1].devices[0]
+
+    def worker(plan_groups: MemoryPlanGroups) -> tuple[str, bool, bool, float]:
+        engine = engine_on(plan_groups, recipe(), plan)
+        for step in range(2):
+            engine.step(step, lambda: 0)
+        engine.delivered()
+        before = {n: p.detach().clone() for n, (_, p) in engine.local.parameters.items()}
+
+        def torn(output: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
+            if engine.device == last:
+                raise ValueError("no such class")
+            return right(output, batch)
+
+        held = HeldOut(dataset=Held(), measures={"torn": torn})
+        with pytest.raises(MeasureError) as caught:
+            evaluate(engine, held, "held", 2, next_token_loss, DataOptions(), "average")
+        assert isinstance(caught.value.__cause__, ValueError) == (engine.device == last)
+        same = all(torch.equal(before[n], p) for n, (_, p) in engine.local.parameters.items())
+        again = evaluate(engine, HeldOut(dataset=Held()), "held", 2, next_token_loss, DataOptions(), "value")
+        engine.step(2, lambda: 0)
+        return str(caught.value), same, engine.stale, again.loss
+
+    found = run_threads(plan.members, worker)
+    assert all(same for _, same, _, _ in found.values())
+    ((text, loss),) = {(text, loss) for text, _, _, loss in found.values()}
+    assert "raised ValueError: no such class (" in text
+    assert text.endswith(f"(on {last})")
+    assert loss > 0
+
+
 def test_an_average_that_nobody_keeps_is_refused() -> None:
     def worker(plan_groups: MemoryPlanGroups) -> None:
         engine = engine_on(plan_groups, make_recipe(), TWO_STAGES)
         with pytest.raises(ValueError, match=r"elasticd.average\(optimizer, decay\)"):
             evaluate(engine, HeldOut(dataset=Held()), "held", 0, next_token_loss, DataOptions(), "average")
+        with pytest.raises(ValueError, match=r"elasticd.average\(optimizer, decay\)"):
+            gathered(engine, "average")
 
     run_threads(TWO_STAGES.members, worker)
 

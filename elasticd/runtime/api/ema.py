@@ -24,6 +24,15 @@ from elasticd.runtime.model.optimizer_check import AVERAGE as AVERAGE
 VALUE = "value"
 
 
+class MeasureError(RuntimeError):
+    """The loss or a measure of an evaluation raised on a member: all raise this, with one text. On that member
+    the measure's own exception is the cause."""
+
+
+#: What an evaluation raises on all members alike, after the same round.
+_ALIKE = (SampleError, LedgerError, MeasureError)
+
+
 def average(optimizer: torch.optim.Optimizer, decay: float) -> torch.optim.Optimizer:
     """Makes an optimizer keep a moving average of its parameters.
 
@@ -109,30 +118,38 @@ def averaged(engine: Engine, weights: str) -> Iterator[None]:
         return
     if weights != AVERAGE:
         raise ValueError(f"weights must be {VALUE!r} or {AVERAGE!r}, not {weights!r}")
-    if not getattr(engine.optimizer, "averages", False):
-        raise ValueError(
-            "there is no average: let the optimizer's function return elasticd.average(optimizer, decay)"
-        )
-    pairs = _pairs(engine)
+    refuse_without_average(engine)
     engine.delivered()
     engine.copied()
     engine.stale = engine.plan.state.zero > 0
-    _exchange(pairs)
-    engine.zero.round()
+    swapped: list[tuple[nn.Parameter, Tensor]] = []
     together = True
     try:
+        for pair in _pairs(engine):
+            _exchange(*pair)
+            swapped.append(pair)
+        engine.zero.round()
         engine.zero.all_gather_params()
         yield
     except BaseException as error:
-        together = isinstance(error, SampleError | LedgerError)
+        together = isinstance(error, _ALIKE)
         raise
     finally:
-        _exchange(pairs)
+        for pair in swapped:
+            _exchange(*pair)
         engine.zero.round()
         if together:
             engine.zero.all_gather_params()
             engine.settle()  # the other members have received them: this rank may end next
             engine.stale = False
+
+
+def refuse_without_average(engine: Engine) -> None:
+    """Raises ValueError where the optimizer keeps no average."""
+    if not getattr(engine.optimizer, "averages", False):
+        raise ValueError(
+            "there is no average: let the optimizer's function return elasticd.average(optimizer, decay)"
+        )
 
 
 def _pairs(engine: Engine) -> list[tuple[nn.Parameter, Tensor]]:
@@ -141,10 +158,10 @@ def _pairs(engine: Engine) -> list[tuple[nn.Parameter, Tensor]]:
     return [(parameter, state[AVERAGE]) for parameter, state in kept if AVERAGE in state and parameter.numel()]
 
 
-def _exchange(pairs: list[tuple[nn.Parameter, Tensor]]) -> None:
-    """Swaps parameters with their averages, bit by bit: a second call restores them."""
+def _exchange(parameter: nn.Parameter, kept: Tensor) -> None:
+    """Swaps a parameter with its average, bit by bit: a second call restores both. Where there is no memory for
+    it, nothing is changed."""
     with torch.no_grad():
-        for parameter, kept in pairs:
-            aside = parameter.detach().clone()
-            parameter.copy_(kept)
-            kept.copy_(aside)
+        aside = parameter.detach().clone()
+        parameter.copy_(kept)
+        kept.copy_(aside)

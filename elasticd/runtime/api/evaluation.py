@@ -21,24 +21,27 @@ from elasticd_planner.spec.plan import Plan
 from torch import Tensor
 
 from elasticd.runtime.accelerator import Accelerator
-from elasticd.runtime.api.ema import averaged
+from elasticd.runtime.api.ema import MeasureError, averaged
+from elasticd.runtime.api.pretrained_folder import all_gather_text
+from elasticd.runtime.control.user_exceptions import lost_within
 from elasticd.runtime.data.collate import Batch, Collate
 from elasticd.runtime.data.loader import Loader, length_of
 from elasticd.runtime.data.options import DataOptions
 from elasticd.runtime.data.packing import Packing, deal
-from elasticd.runtime.data.prefetch import Dataset, SampleError, SampleReader
+from elasticd.runtime.data.prefetch import Dataset, SampleError
 from elasticd.runtime.data.sample_ledger import NO_SAMPLES, LedgerError, expected_hashes
 from elasticd.runtime.engine.engine import Engine
 from elasticd.runtime.model.batch_format import BatchFormat
 from elasticd.runtime.model.model import Loss
+from elasticd.system.user_line import described
 
 #: The measure that every evaluation has.
 LOSS = "loss"
 #: The name of a held-out set that is given without one.
 HELD_OUT = "held_out"
-#: What a rank sends after a round before its sums: the hash of its samples, and 1 + index of an unreadable one,
-#: or 0.
-_HEAD = struct.Struct("<Qq")
+#: What a rank sends after a round before its sums: the hash of its samples, 1 + index of an unreadable one (0:
+#: there is none), and whether a measure raised.
+_HEAD = struct.Struct("<Qq?")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,11 +63,6 @@ class HeldOut:
             raise ValueError("held_out: the dataset is empty")
         if LOSS in self.measures:
             raise ValueError(f"held_out: {LOSS!r} is the loss itself; give the measure another name")
-
-    @cached_property
-    def reader(self) -> SampleReader:
-        """Reads the set's samples ahead, the same one for all evaluations."""
-        return SampleReader(self.dataset)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,16 +110,29 @@ class Evaluation:
 
 
 class _Sums:
-    """Takes the place of the loss in forward passes, and keeps what the loss and all measures give."""
+    """Takes the place of the loss in forward passes, and keeps what the loss and all measures give.
+
+    One that raises ends no pass, because other ranks would wait for ever: the round's end has all raise it.
+    """
+
+    error: Exception | None = None  #: that a measure raised first
 
     def __init__(self, measures: Mapping[str, Loss]) -> None:
         self._measures = measures
         self._given: list[Tensor | float] = []
 
     def __call__(self, output: Any, batch: Batch) -> tuple[Tensor, int]:
-        for measure in self._measures.values():
-            total, count = measure(output, batch)
-            self._given += (_now(total), _now(count))
+        given: list[Tensor | float] = []
+        try:
+            for measure in self._measures.values():
+                total, count = measure(output, batch)
+                given += (_now(total), _now(count))
+        except Exception as error:
+            if lost_within(error) is not None:
+                raise
+            self.error = self.error or error
+        else:
+            self._given += given
         return torch.zeros(()), 0
 
     def values(self, accelerator: Accelerator) -> Tensor:
@@ -163,10 +174,12 @@ def evaluate(
     Raises:
         SampleError: a member could not read a sample; on all members.
         LedgerError: a member saw other samples than it was to see; on all members.
+        MeasureError: the loss or a measure raised on a member; on all members.
         ValueError: there is no average to evaluate, or a measure counted nothing.
     """
     measures = {LOSS: held_out.loss or loss, **held_out.measures}
-    loader = Loader(held_out.reader, held_out.collate or data.collate, reads, engine.local.drawing)
+    reader, collate = engine.reader_of(held_out.dataset), held_out.collate or data.collate
+    loader = Loader(reader, collate, reads, engine.local.drawing)
     packing = data.packing if held_out.collate is None else None
     rows: list[Tensor] = []
     with averaged(engine, weights), _evaluating(engine):
@@ -223,19 +236,37 @@ def _round(engine: Engine, dealt: BatchPlan, loader: Loader, measures: Mapping[s
     values = sums.values(engine.accelerator)
     if engine.runner is not None and place.position:
         values.zero_()  # all members of a TP group have the same output: only the first counts it
-    head = torch.frombuffer(bytearray(_HEAD.pack(seen, failure.index + 1 if failure else 0)), dtype=torch.uint8)
+    said = _HEAD.pack(seen, failure.index + 1 if failure else 0, sums.error is not None)
+    head = torch.frombuffer(bytearray(said), dtype=torch.uint8)
     record = torch.cat([head, values.reshape(-1).view(torch.uint8)])
     records = engine.everyone.all_gather(record)
     engine.communicators.received()
     heads = [_HEAD.unpack(each[: _HEAD.size].numpy().tobytes()) for each in records]
-    for rank, (_, failed) in enumerate(heads):
+    if any(raised for _, _, raised in heads):
+        raise _of_measure(engine, sums.error) from sums.error
+    for rank, (_, failed, _) in enumerate(heads):
         if failed:
             if failure is not None and failure.index == failed - 1:
                 raise failure
             raise SampleError(failed - 1, f"see the output of {engine.plan.members[rank]}")
-    if [seen for seen, _ in heads] != expected_hashes(engine.plan, dealt):
+    if [seen for seen, _, _ in heads] != expected_hashes(engine.plan, dealt):
         raise LedgerError("an evaluation did not see the samples of its set")
     return [each[_HEAD.size :].clone().view(torch.float64).view(-1, 2) for each in records]
+
+
+def _of_measure(engine: Engine, error: Exception | None) -> Exception:
+    """The error of a round whose measure raised on a member. All members call it together.
+
+    Args:
+        engine: of the plan in force.
+        error: raised by a measure on this member; None: none did.
+    """
+    if engine.everyone.size == 1 and error is not None:
+        return error
+    mine = f"raised {described(error)} (on {engine.device})" if error is not None else ""
+    texts = all_gather_text(engine.everyone, mine.encode("utf-8", "replace"))
+    text = next(each for each in texts if each).decode()
+    return MeasureError(f"the loss or a measure of the evaluation {text}")
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from elasticd_planner.spec.box import Box
 from elasticd_planner.spec.plan import ModulePlan, Pipeline, Plan, Stage, Strategy
 from torch import Tensor
 
-from elasticd.runtime.api.ema import AVERAGE
+from elasticd.runtime.api.ema import AVERAGE, refuse_without_average
 from elasticd.runtime.comm.groups import Group, PeerLost
 from elasticd.runtime.engine.engine import Engine
 from elasticd.runtime.switch.move import SOUND
@@ -105,7 +105,12 @@ def gathered(engine: Engine, contents: str, names: Iterable[str] | None = None) 
         engine: of the plan in force.
         contents: one of `CONTENTS`.
         names: full names of parameters and buffers; None: all.
+
+    Raises:
+        ValueError: the average is asked for, and the optimizer keeps none.
     """
+    if contents == AVERAGE:
+        refuse_without_average(engine)
     layouts, state = engine.layouts, of(engine.delivered_state(), contents)
     if names is not None:
         layouts = layouts.only(names)

@@ -22,6 +22,7 @@ from elasticd.runtime.api import full_state_dict, pretrained_folder
 from elasticd.runtime.api.between_steps import BetweenSteps, Run
 from elasticd.runtime.api.connection import NAME, connect, refuse_torch_groups
 from elasticd.runtime.api.deprecated import DEFAULTS, OldKeywords, OptionGroups, with_old_keywords
+from elasticd.runtime.api.ema import AVERAGE, refuse_without_average
 from elasticd.runtime.api.evaluation import Evaluation, EvaluationOptions, evaluate
 from elasticd.runtime.api.hello import (
     check_arguments,
@@ -625,6 +626,7 @@ class Job(RankInfo):
 
         Raises:
             ValueError: there is no such set, or there are no such weights.
+            MeasureError: the loss or a measure raised, on this rank or another one; on every rank.
             RuntimeError: called outside of the loop's body.
             SystemExit: a sample cannot be read. The state is saved.
         """
@@ -662,7 +664,7 @@ class Job(RankInfo):
             empty on standby.
 
         Raises:
-            ValueError: there are no such contents.
+            ValueError: there are no such contents, or there is no average.
             RuntimeError: called for full tensors outside of the loop's body.
         """
         if contents not in full_state_dict.CONTENTS:
@@ -670,6 +672,8 @@ class Job(RankInfo):
         if sharded:
             if (state := self._own_state()) is None:
                 return {}
+            if contents == AVERAGE and (engine := self._switcher.engine) is not None:
+                refuse_without_average(engine)
             held = full_state_dict.of(state, contents)
             return full_state_dict.by_own_names(
                 full_state_dict.named(held, contents), self._recipe.model.own_names
@@ -773,4 +777,6 @@ class Job(RankInfo):
 
     def _save_pretrained(self, weights: str, engine: Engine, step: int) -> str:
         assert self._recipe.model.pretrained is not None
+        if weights == AVERAGE:
+            refuse_without_average(engine)
         return pretrained_folder.save(engine, self._recipe.model.pretrained, weights, self._folder)

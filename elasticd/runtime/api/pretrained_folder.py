@@ -41,7 +41,9 @@ def save(engine: Engine, pretrained: Pretrained, contents: str, folder: Folder |
         Why it could not be written, the same on every rank; empty: it was.
     """
     group = engine.everyone
-    asked = next(text for text in _told(group, msgspec.json.encode(folder) if folder else b"") if text)
+    asked = next(
+        text for text in all_gather_text(group, msgspec.json.encode(folder) if folder else b"") if text
+    )
     wanted = _folder_of.decode(asked)
     layouts = engine.layouts
     dtypes = {item.name: _dtype(layouts.layout(item).dtype) for item in layouts.items if item.role != "state"}
@@ -58,7 +60,7 @@ def save(engine: Engine, pretrained: Pretrained, contents: str, folder: Folder |
         max_shard_size=wanted.max_shard_size,
         merge=wanted.merge,
     )
-    return _told(group, failure.encode())[0].decode()
+    return all_gather_text(group, failure.encode())[0].decode()
 
 
 def _dtype(name: str) -> torch.dtype:
@@ -67,8 +69,8 @@ def _dtype(name: str) -> torch.dtype:
     return dtype
 
 
-def _told(group: Group, text: bytes) -> list[bytes]:
-    """What each rank says, in rank order."""
+def all_gather_text(group: Group, text: bytes) -> list[bytes]:
+    """The text of each rank, in rank order."""
     sizes = [int(size) for size in group.all_gather(torch.tensor([len(text)]))]
     if not any(sizes):
         return [b""] * len(sizes)

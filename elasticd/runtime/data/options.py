@@ -25,7 +25,8 @@ class DataOptions:
     #: `lengths`; otherwise samples count as equally long. With lengths, samples of like length share a
     #: micro-batch, and micro-batches differ in samples so that they are equal in work.
     length: Callable[[int], int] | None = None
-    #: Threads of each process that read samples ahead, of this step and the next. 0: the training thread reads.
+    #: Threads of each process that read samples ahead, of this step and the next, and those of held-out sets.
+    #: With 1 a dataset need not be thread-safe. 0: the training thread reads.
     readers: int = 1
     #: Sequences follow each other in rows without padding, and attention stays inside each. None: samples of a
     #: micro-batch are padded to the longest.

@@ -63,16 +63,16 @@ class SampleReader:
     #: Whether a sample is read by the thread that takes it.
     here: bool
 
-    def __init__(self, dataset: Dataset, threads: int = 1) -> None:
+    def __init__(self, dataset: Dataset, threads: int | DaemonThreads | None = 1) -> None:
         """
         Args:
             dataset: a map-style dataset.
-            threads: that read at once. With 1 the dataset need not be thread-safe; with 0 the training thread
-                reads a sample when it needs it.
+            threads: that read at once: so many of its own, or those of `reading_threads`. 0 or None: the
+                training thread reads a sample when it needs it.
         """
         self._dataset = dataset
-        self._threads = DaemonThreads("reader", threads) if threads else None
-        self.here = not threads
+        self._threads = reading_threads(threads) if isinstance(threads, int) else threads
+        self.here = self._threads is None
         self._reads = 0
         self._judged = False  # a sample that was taken had been read alone
         self._wanted: dict[int, deque[Future[_Read]]] = {}
@@ -133,6 +133,12 @@ class SampleReader:
         alone = alone or self._reads <= _ALONE
         watch = alone or self._reads <= _WATCHED or self._reads % _EVERY == 0
         return self._threads(partial(_read, self._dataset, index, watch=watch, alone=alone))
+
+
+def reading_threads(count: int) -> DaemonThreads | None:
+    """The threads that read the samples of all datasets of a job; None (for 0): the training thread reads. With
+    one a dataset need not be thread-safe, nor what datasets share, as two parts of one file do."""
+    return DaemonThreads("reader", count) if count else None
 
 
 class _Read(NamedTuple):

@@ -41,7 +41,7 @@ from elasticd.records import Vote
 from elasticd.runtime.accelerator import CPU, Accelerator, DeviceLost, Event
 from elasticd.runtime.comm.communicators import Communicators, Peers, agreed
 from elasticd.runtime.comm.groups import Cancelled, Group, PlanGroups
-from elasticd.runtime.data.prefetch import SampleError
+from elasticd.runtime.data.prefetch import Dataset, SampleError, SampleReader
 from elasticd.runtime.data.sample_ledger import NO_SAMPLES, LedgerError, expected_hash, expected_hashes
 from elasticd.runtime.engine.batches_ahead import BatchesAhead
 from elasticd.runtime.engine.mixed_precision import LossScaler
@@ -341,6 +341,10 @@ class Engine:
         """`state`, once all of it is here: it is to be kept. Raises as `delivered`."""
         self.delivered()
         return self.state()
+
+    def reader_of(self, dataset: Dataset) -> SampleReader:
+        """Reads the samples of a held-out dataset."""
+        return self._recipe.reader_of(dataset)
 
     def evaluated(self) -> None:
         """Checks, after an evaluation, that it changed no buffer of the state dict.

@@ -21,7 +21,7 @@ from elasticd.runtime.comm.communicators import Connect
 from elasticd.runtime.data.loader import length_of, sample_tokens
 from elasticd.runtime.data.options import DataOptions
 from elasticd.runtime.data.packing import all_lengths
-from elasticd.runtime.data.prefetch import Dataset, SampleReader
+from elasticd.runtime.data.prefetch import Dataset, SampleReader, reading_threads
 from elasticd.runtime.data.step_samples import Feed, Mapped
 from elasticd.runtime.data.stream import Stream, Streamed
 from elasticd.runtime.engine.activation_checkpoint import asked
@@ -200,5 +200,19 @@ class Recipe:
         linear, packing = linear_of(self.model.spec), self.data.packing
         if isinstance(self.dataset, Stream):
             return Streamed(self.dataset, self.global_batch, linear, self.data.readers, packing, self.reads)
-        reader = SampleReader(self.dataset, self.data.readers)
+        reader = SampleReader(self.dataset, self._reading)
         return Mapped(self.sampler, reader, self.length, linear, packing)
+
+    def reader_of(self, dataset: Dataset) -> SampleReader:
+        """The reader of a held-out dataset, the same one for all evaluations, with the threads that read the
+        training's samples."""
+        return self._readers.setdefault(id(dataset), SampleReader(dataset, self._reading))
+
+    @cached_property
+    def _reading(self) -> DaemonThreads | None:
+        return reading_threads(self.data.readers)
+
+    @cached_property
+    def _readers(self) -> dict[int, SampleReader]:
+        """By the identity of the dataset, which its reader keeps."""
+        return {}
