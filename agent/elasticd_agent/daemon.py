@@ -62,7 +62,7 @@ from elasticd_agent.hangs import stack_dump
 from elasticd_agent.hangs.heartbeat import BEAT, Pulses, look
 from elasticd_agent.hangs.main_thread_watch import Halt, Standing, told_of
 from elasticd_agent.hardware import devices
-from elasticd_agent.hardware.nvml import opened as nvml_opened
+from elasticd_agent.hardware.nvml import NvidiaReader
 from elasticd_agent.hardware.processes import WorkerProcesses
 from elasticd_agent.hardware.sensors import Sensors
 from elasticd_agent.internal_errors import outlived
@@ -418,15 +418,14 @@ class Agent:
         """Tells the leader how machine and devices are."""
         emulated = self._config.emulate.enabled
         names = [] if emulated else [device.name for device in self.record.devices]
-        nvml = await asyncio.to_thread(nvml_opened, names) if names else None
-        sensors = Sensors(nvml.read if nvml is not None else WorkerProcesses(self._pids).read)
+        devices = NvidiaReader(names, WorkerProcesses(self._pids).read)
+        sensors = Sensors(devices.read)
         try:
             while True:
                 self._link.send(await asyncio.to_thread(sensors.read))
                 await asyncio.sleep(_SENSE_SECONDS)
         finally:
-            if nvml is not None:
-                nvml.close()
+            devices.close()
 
     async def _remember(self) -> None:
         while self._memory is not None:

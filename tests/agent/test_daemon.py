@@ -6,11 +6,13 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from elasticd_agent.daemon import AgentError
+from elasticd_agent.hardware import nvml
 from elasticd_planner.spec.measurement import Measurement
 from elasticd_planner.spec.plan import ModulePlan, Pipeline, Plan, Stage, Strategy
 
@@ -236,6 +238,21 @@ def test_outcome_said_while_the_leader_is_away_reaches_its_successor(node: Node)
     assert successor.bodies(StayedOnPlan) == [StayedOnPlan(number=3, step=7)]
     kinds = [type(getattr(message, "body", message)) for message in successor.heard]
     assert [kind for kind in kinds if kind is not Health] == [AgentHello, Hello, StayedOnPlan, Finished]
+
+
+def test_an_agent_whose_driver_hangs_tells_of_its_machine_and_ends(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = threading.Event()
+    monkeypatch.setattr(nvml, "opened", lambda names: answers.wait(600))
+    monkeypatch.setattr(nvml, "PATIENCE_SECONDS", 0.01)
+    leader, running = node.leader(), node.agent()
+    (health, *_) = until(lambda: [message for message in leader.heard if isinstance(message, Health)])
+    assert health.memory_available
+    assert health.devices == ()
+    running.stop()
+    assert running.error is None
+    answers.set()
 
 
 def test_broken_link_comes_back_and_says_everything_again(node: Node) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from ctypes import c_void_p
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,10 +14,12 @@ from typing import Any
 import psutil
 import pynvml
 import pytest
-from elasticd_agent.hardware.nvml import REASONS, Nvml, opened
+from elasticd_agent.hardware import devices, nvml
+from elasticd_agent.hardware.nvml import REASONS, NvidiaReader, Nvml, opened
 from elasticd_agent.hardware.processes import WorkerProcesses
 from elasticd_agent.hardware.sensors import Sensors, _allowed
 
+from elasticd.config.tree import AgentSection, EmulateSection
 from elasticd.testing.waiting import until
 from elasticd.wire.node_health import DeviceHealth, Health, causes
 
@@ -138,6 +141,46 @@ def test_a_driver_that_offers_nothing_gives_names_alone() -> None:
 def test_every_reason_is_one_of_nvml() -> None:
     for name in REASONS:
         assert getattr(pynvml, f"nvmlClocksThrottleReason{name}")
+
+
+def test_a_driver_that_hangs_holds_nobody_up_and_is_told_of_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Neither as it is opened nor as a device is read, and it is read again once it answers."""
+    answers = threading.Event()
+
+    def slow(*arguments: Any) -> int:
+        assert answers.wait(60)
+        return 0
+
+    driver = Driver(nvmlDeviceGetPowerUsage=slow)
+    monkeypatch.setattr(nvml, "opened", lambda names: Nvml(driver, names))
+    monkeypatch.setattr(nvml, "PATIENCE_SECONDS", 0.01)
+    reader = NvidiaReader(("a/0",), tuple)
+    assert [reader.read() for _ in range(3)] == [()] * 3
+    reader.close()
+    assert driver.open == 1, "it is not asked while it hangs"
+    answers.set()
+    monkeypatch.setattr(nvml, "PATIENCE_SECONDS", 60.0)
+    until(lambda: reader.read() == (DeviceHealth(name="a/0", power=0.0),))
+    reader.close()
+    assert driver.open == 0
+    assert [record.getMessage().partition(":")[0] for record in caplog.records] == [
+        "NVIDIA's driver does not answer",
+        "NVIDIA's driver answers again",
+    ]
+
+
+def test_an_agent_whose_driver_hangs_as_it_starts_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = threading.Event()
+    monkeypatch.setattr(devices, "nvidia_memory", lambda: [answers.wait(60)])
+    monkeypatch.setattr(devices, "DRIVER_SECONDS", 0.01)
+    section = AgentSection(node="a")
+    with pytest.raises(
+        devices.ProbeError, match=r"driver has not said in 0.01 s what devices .* reset the devices"
+    ):
+        devices.devices(section, EmulateSection())
+    answers.set()
 
 
 def test_without_a_driver_there_is_nothing() -> None:

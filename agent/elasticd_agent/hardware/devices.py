@@ -8,9 +8,12 @@ import psutil
 from elasticd_planner.spec.cluster import Device
 
 from elasticd.config.tree import AgentSection, EmulateSection
+from elasticd_agent.hardware.nvml import DriverCalls, DriverHangs
 
 #: Without accelerators a node offers this many CPU devices at most.
 MOST_CPU_DEVICES = 8
+#: Seconds that NVIDIA's driver may take to say what devices there are: the first call may load it.
+DRIVER_SECONDS = 60.0
 
 
 class ProbeError(Exception):
@@ -19,7 +22,13 @@ class ProbeError(Exception):
 
 def devices(agent: AgentSection, emulate: EmulateSection) -> tuple[Device, ...]:
     """The node's devices with their memory in bytes. Raises ProbeError."""
-    found = [] if emulate.enabled else nvidia_memory()
+    try:
+        found = [] if emulate.enabled else DriverCalls().call(nvidia_memory, DRIVER_SECONDS)
+    except DriverHangs:
+        raise ProbeError(
+            f"NVIDIA's driver has not said in {DRIVER_SECONDS:g} s what devices there are (nor would it tell "
+            "nvidia-smi): reset the devices, or start the machine again"
+        ) from None
     if found and agent.devices is not None and agent.devices > len(found):
         raise ProbeError(
             f"[agent] devices = {agent.devices}, but this machine has {len(found)} NVIDIA devices: "

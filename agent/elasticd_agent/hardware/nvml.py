@@ -1,13 +1,16 @@
 """NVIDIA's devices by NVML, as far as driver and device offer it; `pynvml` is handed in, so that tests can.
 
-Whatever a device or its driver does not support is left out, one thing at a time.
+Whatever a device or its driver does not support is left out, one thing at a time. A driver in trouble may not
+return from a call at all: so the agent calls it on threads that it need not wait for (`DriverCalls`).
 """
 
 from __future__ import annotations
 
 import ctypes
 import logging
+import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from types import ModuleType
 from typing import Any, TypeVar
@@ -18,6 +21,8 @@ T = TypeVar("T")
 
 #: XIDs that are remembered of a device.
 _MOST_XIDS = 8
+#: Seconds that a call into the driver may take, which takes milliseconds; and one at the end of the process.
+PATIENCE_SECONDS, END_SECONDS = 5.0, 0.5
 
 _log = logging.getLogger(__name__)
 
@@ -153,6 +158,91 @@ class Nvml:
             if name is not None:
                 _log.warning("the driver reports XID %d of %s", event.eventData, name)
                 self._xids[name] = (*self._xids.get(name, ()), int(event.eventData))[-_MOST_XIDS:]
+
+
+class DriverHangs(RuntimeError):
+    """A call into the driver has not returned in its time."""
+
+
+class DriverCalls:
+    """Calls into a driver, one at a time, each on a daemon thread: one that does not return holds up neither
+    its caller nor the end of the process."""
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+
+    def call(self, work: Callable[[], T], seconds: float) -> T:
+        """The result of a call.
+
+        Args:
+            work: the call.
+            seconds: the longest wait for it.
+
+        Raises:
+            DriverHangs: it has not returned by then, or one before it never has.
+        """
+        if self._thread is not None and self._thread.is_alive():
+            raise DriverHangs
+        future: Future[T] = Future()
+        self._thread = threading.Thread(target=_run, args=(work, future), name="elasticd-driver", daemon=True)
+        self._thread.start()
+        try:
+            result = future.result(seconds)
+        except TimeoutError:
+            if future.done():  # the call's own
+                raise
+            raise DriverHangs from None
+        self._thread.join()
+        return result
+
+
+def _run(work: Callable[[], T], future: Future[T]) -> None:
+    try:
+        future.set_result(work())
+    except BaseException as error:
+        future.set_exception(error)
+
+
+class NvidiaReader:
+    """Reads devices by NVML for as long as it answers; where there is no driver, otherwise."""
+
+    def __init__(self, names: Sequence[str], otherwise: Callable[[], tuple[DeviceHealth, ...]]) -> None:
+        """
+        Args:
+            names: of the devices, as in `Nvml`; empty: none of them is NVIDIA's.
+            otherwise: reads the devices of a node without a driver.
+        """
+        self._names, self._otherwise = names, otherwise
+        self._calls = DriverCalls()
+        self._nvml: Nvml | None = None
+        self._opened = not names
+        self._hangs = False
+
+    def read(self) -> tuple[DeviceHealth, ...]:
+        """All devices now; none while the driver hangs, which the log says once."""
+        try:
+            found = self._calls.call(self._read, PATIENCE_SECONDS)
+        except DriverHangs:
+            if not self._hangs:
+                _log.warning("NVIDIA's driver does not answer: how the devices are is not known until it does")
+            self._hangs = True
+            return ()
+        if self._hangs:
+            _log.warning("NVIDIA's driver answers again")
+        self._hangs = False
+        return found
+
+    def close(self) -> None:
+        """Closes NVML, unless the driver hangs."""
+        if self._nvml is not None:
+            with suppress(DriverHangs):
+                self._calls.call(self._nvml.close, END_SECONDS)
+
+    def _read(self) -> tuple[DeviceHealth, ...]:
+        if not self._opened:
+            self._nvml = opened(self._names)
+            self._opened = True
+        return self._nvml.read() if self._nvml is not None else self._otherwise()
 
 
 def _same(one: Any, other: Any) -> bool:
