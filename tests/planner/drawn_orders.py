@@ -16,11 +16,11 @@ import msgspec
 from elasticd_planner.batching.row_balance import pipeline_time
 from elasticd_planner.cost.schedule import passes
 from elasticd_planner.cost.schedule_timeline import pass_times, played_seconds
+from elasticd_planner.layout.flows import borders, stage_flows
 from elasticd_planner.layout.launch_order import Launch
 from elasticd_planner.layout.launches import launches
 from elasticd_planner.layout.layouts import Layouts
 from elasticd_planner.layout.pass_order import acts_of_rows, at_once, stage_order
-from elasticd_planner.layout.stage_boundary import after, before, boundaries
 from elasticd_planner.spec.batch import BatchPlan, BatchRow, SequencePiece, batch_plan
 from elasticd_planner.spec.plan import Pipeline, Plan
 
@@ -125,13 +125,13 @@ def _borders(seed: int) -> Iterator[str]:
     """Of all boundaries of all lanes, and of each device with the stages around it."""
     plan = _plan(seed)
     for lane in plan.by_lane:
-        for activations, gradients, times in boundaries(lane):
-            yield f"{activations} {gradients} {times}"
+        for flow, times in stage_flows(lane):
+            ways = [{each.source: each.destinations for each in way} for way in flow]
+            yield f"{ways[0]} {ways[1]} {times}"
     for device, place in sorted(plan.places.items()):
         pipeline = plan.pipeline(place)
         if len(pipeline.stages) > 1:
-            listed = [before(pipeline, place, device), after(pipeline, place, device)]
-            yield f"{device}: {[tuple(each) for each in listed]}"
+            yield f"{device}: {[tuple(each) for each in borders(pipeline, place, device)]}"
 
 
 def _launches(seed: int) -> Iterator[str]:

@@ -55,11 +55,11 @@ def left_over(listed: Sequence[Sequence[Act]]) -> list[Act | None]:
 @pytest.mark.parametrize(
     ("what", "block"),
     sizes.beside(
-        [(what, block) for what in ("acts", "times") for block in range(3)] + [("launches", 0)],
-        [(what, block) for what in ("acts", "times", "launches") for block in range(len(RECORDED[what]))],
+        [(what, block) for what in ("acts", "times", "borders") for block in range(3)] + [("launches", 0)],
+        [(what, block) for what, blocks in RECORDED.items() for block in range(len(blocks))],
     ),
 )
-def test_plans_of_one_module_have_the_acts_times_and_launches_that_they_have_always_had(
+def test_plans_of_one_module_have_the_acts_times_borders_and_launches_that_they_have_always_had(
     what: str, block: int
 ) -> None:
     assert digest(what, block) == RECORDED[what][block]

@@ -18,10 +18,10 @@ import torch
 from elasticd_planner.cost.schedule import Pass
 from elasticd_planner.layout import gradient_reduction
 from elasticd_planner.layout.channels import Channel
+from elasticd_planner.layout.flows import Border
 from elasticd_planner.layout.launch_order import Launch
 from elasticd_planner.layout.launches import launches
 from elasticd_planner.layout.layouts import Layouts
-from elasticd_planner.layout.stage_boundary import Border
 from elasticd_planner.spec.plan import Plan, StatePolicy
 from torch import Tensor
 

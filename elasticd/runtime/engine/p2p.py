@@ -1,6 +1,6 @@
 """Activations and gradients between two stages of a pipeline: headers go ahead, payloads have exact sizes.
 
-Who sends to whom follows from the layouts of both stages (`elasticd_planner.layout.stage_boundary`). An
+Who sends to whom follows from the layouts of both stages (`elasticd_planner.layout.flows`). An
 activation is a tensor or named tensors (`elasticd.runtime.model.bundle`). The receiver does not know their
 names, shapes and types. A header goes ahead of them, as a word of the host; its receipt is posted some passes
 early. The payload is received when its pass has come, a message for each tensor, into a tensor of its size.
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from elasticd_planner.cost.schedule import Pass
 from elasticd_planner.layout.channels import Channel, Use
-from elasticd_planner.layout.stage_boundary import Border
+from elasticd_planner.layout.flows import Border
 from torch import Tensor
 
 from elasticd.runtime.accelerator import Accelerator

@@ -14,8 +14,8 @@ from functools import cached_property
 from itertools import groupby
 from typing import Any, NamedTuple, TypeVar
 
-from elasticd_planner.layout.stage_boundary import Border, after, before
-from elasticd_planner.spec.plan import Pipeline, Place, Plan
+from elasticd_planner.layout.flows import Border, borders
+from elasticd_planner.spec.plan import Plan
 from torch import Tensor, nn
 
 from elasticd.runtime.comm.communicators import Peers
@@ -25,7 +25,6 @@ from elasticd.runtime.model.bundle import Bundle
 from elasticd.runtime.model.model import Model
 
 _Stage = TypeVar("_Stage", PrevStage, NextStage)
-_BorderOf = Callable[[Pipeline, Place, str], Border]
 
 
 class PassPart(NamedTuple):
@@ -116,14 +115,14 @@ def stage_chunks(
 
     spans, depth = pipeline.spans, len(pipeline.stages)
 
-    def neighbour(kind: type[_Stage], border_of: _BorderOf, turn: int, chunk: int) -> _Stage:
+    def neighbour(kind: type[_Stage], border: Border, turn: int, chunk: int) -> _Stage:
         """`turn`: the index of the other chunk among those that a micro-batch meets."""
         blocks = [f"blocks.{layer}" for layer in range(*spans[turn])]
         width = len(pipeline.stages[turn % depth].devices)
         return kind(
             peers.everyone,
             peers.communicators,
-            border_of(pipeline, place, me),
+            border,
             model.dtype,
             recipe.accelerator,
             implies_all_received=width == 1 or model.communicates(blocks),
@@ -131,14 +130,15 @@ def stage_chunks(
             chunks=pipeline.chunks,
         )
 
+    around: Sequence[Border] = borders(pipeline, place, me) if depth > 1 else ()
     chunks = []
     for number, (start, stop) in enumerate(stage.chunks):
         turn = number * depth + place.stage
         prev = next_ = None
         if start > 0:
-            prev = neighbour(PrevStage, before, turn - 1, number - (place.stage == 0))
+            prev = neighbour(PrevStage, around[0], turn - 1, number - (place.stage == 0))
         if stop < pipeline.layers:
-            next_ = neighbour(NextStage, after, turn + 1, number)
+            next_ = neighbour(NextStage, around[1], turn + 1, number)
         names = [f"blocks.{layer}" for layer in range(start, stop)]
         names = ["embed"] * (prev is None) + names + ["head"] * (next_ is None)
         kept = {name: passes[name] for name in names}

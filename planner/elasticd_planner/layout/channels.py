@@ -19,9 +19,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Literal, NamedTuple
 
+from elasticd_planner.layout.flows import FlowMessage, stage_flows
 from elasticd_planner.layout.gradient_reduction import Reduction, reductions
 from elasticd_planner.layout.layouts import Layouts
-from elasticd_planner.layout.stage_boundary import Senders, boundaries
 from elasticd_planner.spec.model import item_size
 from elasticd_planner.spec.plan import Pipeline, Plan
 
@@ -138,8 +138,7 @@ def _of_lane(pipeline: Pipeline) -> Iterator[Channel]:
     for stage in pipeline.stages:
         if len(stage.devices) > 1:
             yield Channel("tensor", stage.devices)
-    for forward, backward, _ in boundaries(pipeline):
-        ways: dict[Use, Senders] = {"activation": forward, "gradient": backward}
-        for use, senders in ways.items():
-            for source, destinations in senders.items():
-                yield from (Channel(use, (source, to)) for to in destinations)
+    for flow, _ in stage_flows(pipeline):
+        ways: dict[Use, Sequence[FlowMessage]] = {"activation": flow.forth, "gradient": flow.back}
+        for use, sent in ways.items():
+            yield from (Channel(use, (each.source, to)) for each in sent for to in each.destinations)

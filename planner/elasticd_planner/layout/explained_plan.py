@@ -1,7 +1,7 @@
 """The communication of one step of a plan: operators, devices, bytes by level of links, and seconds.
 
 Every list comes from the functions that the runtime derives its own operations from: borders of stages
-(`stage_boundary`), layouts around the cut modules of a TP group (`activations`), buckets of gradients
+(`flows`), layouts around the cut modules of a TP group (`activations`), buckets of gradients
 (`gradient_buckets`), and what ZeRO delivers (`gradient_reduction`).
 
 What the host tells others (votes, headers of activations, sample ids) is not data, and not listed. Of what a TP
@@ -19,6 +19,7 @@ import msgspec
 
 from elasticd_planner.layout.activations import slices, terms, whole
 from elasticd_planner.layout.channels import own_sets
+from elasticd_planner.layout.flows import FlowMessage, stage_flows
 from elasticd_planner.layout.gradient_buckets import buckets
 from elasticd_planner.layout.gradient_reduction import (
     Delivery,
@@ -31,7 +32,6 @@ from elasticd_planner.layout.layouts import Layouts, sections_of
 from elasticd_planner.layout.link_traffic import Flow, Level, busiest_seconds, bytes_by_level
 from elasticd_planner.layout.optimizer_sharding import divided
 from elasticd_planner.layout.resolve import Cell, Communication, Operation, dual, resolve
-from elasticd_planner.layout.stage_boundary import Senders, boundaries
 from elasticd_planner.spec.box import Box, TensorLayout
 from elasticd_planner.spec.cluster import Cluster
 from elasticd_planner.spec.model import ModelSpec, item_size
@@ -166,11 +166,14 @@ def _elements(step: Communication) -> int:
 
 def _between(pipeline: Pipeline, size: int) -> Iterator[tuple[Purpose, Flow]]:
     """Activations of `size` bytes, and their gradients, at each boundary of the stages of one lane."""
-    for forward, backward, turns in boundaries(pipeline):
-        ways: dict[Purpose, Senders] = {"activations": forward, "activation gradients": backward}
-        for purpose, senders in ways.items():
-            for source, destinations in senders.items():
-                step = message((source, *destinations), size)
+    for flow, turns in stage_flows(pipeline):
+        ways: dict[Purpose, Sequence[FlowMessage]] = {
+            "activations": flow.forth,
+            "activation gradients": flow.back,
+        }
+        for purpose, sent in ways.items():
+            for each in sent:
+                step = message((each.source, *each.destinations), size)
                 yield purpose, Flow(step, 1, turns * pipeline.micro_batches)
 
 

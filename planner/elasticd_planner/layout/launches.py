@@ -19,11 +19,12 @@ What the host tells others (votes, headers of activations, sample ids) is not da
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import groupby
 from operator import attrgetter
 
 from elasticd_planner.layout.channels import Channel, Use, own_sets
+from elasticd_planner.layout.flows import borders
 from elasticd_planner.layout.gradient_buckets import BUCKET, Bucket, DtypeOf, buckets, last_users, passed_on
 from elasticd_planner.layout.gradient_reduction import (
     Delivery,
@@ -35,7 +36,6 @@ from elasticd_planner.layout.gradient_reduction import (
 from elasticd_planner.layout.launch_order import Join, Launch, Operation
 from elasticd_planner.layout.layouts import Layouts
 from elasticd_planner.layout.pass_order import Act, Schedule, acts_of_rows, stage_order
-from elasticd_planner.layout.stage_boundary import Border, after, before
 from elasticd_planner.spec.batch import BatchPlan, BatchRow
 
 
@@ -117,7 +117,7 @@ class _Rank:
             self._place, self._layers, self._stage = place, pipeline.layers, layouts.plan.stage(place)
             self._sections = [list(layouts.spec.sections(*span)) for span in self._stage.chunks]
             if len(pipeline.stages) > 1:
-                self._before, self._after = before(pipeline, place, device), after(pipeline, place, device)
+                self._before, self._after = borders(pipeline, place, device)
             rows = batch.rows(place)
             self._rows = [(number, row) for number, row in enumerate(rows) if row.lanes[place.lane]]
             of_lanes = layouts.plan.pipelines[place.pipeline].stages[place.stage]
@@ -132,8 +132,7 @@ class _Rank:
         self._reduce(None)
         for together in passed_on(layouts, mine, own):
             self._pass_on(together)
-        for operation in self._launched:
-            self.log.append(Join(operation))
+        self.log += [Join(operation) for operation in self._launched]
         for what, deliveries in delivered.items():
             self._deliver(what, deliveries)
 
@@ -142,52 +141,37 @@ class _Rank:
         if join:
             self.log.append(Join(operation))
 
-    def _carry_out(self, acts: Iterable[Act], *, sums_wait: bool) -> None:
-        acts = list(acts)
+    def _carry_out(self, acts: Sequence[Act], *, sums_wait: bool) -> None:
         last = {act.chunk: act for act in acts if (act.what, act.kind) == ("pass", "backward")}
         done: set[str] = set()
         for act in acts:
-            forth = act.kind == "forward"
-            use: Use = "activation" if forth else "gradient"
-            to_earlier = act.chunk - (self._place.stage == 0)  # messages name the chunk of the earlier stage
-            start, stop = self._stage.chunks[act.chunk]
-            if act.what == "send":
-                border, chunk = (self._after, act.chunk) if forth else (self._before, to_earlier)
-                self._send(use, border, act.micro_batch, chunk)
+            messages = self._messages(act)
+            if act.what != "pass":
+                for channel, operation in messages:
+                    self._launch(channel, operation)
                 continue
-            if start > 0 if forth else stop < self._layers:
-                border, chunk = (self._before, to_earlier) if forth else (self._after, act.chunk)
-                if act.what == "receive":
-                    self._receive(use, border, act.micro_batch, chunk)
-                    continue
-                self._await(use, border, act.micro_batch, chunk)
+            self.log += [Join(operation) for _, operation in messages]
             sections = self._sections[act.chunk]
-            for section in sections if forth else reversed(sections):
+            for section in sections if act.kind == "forward" else reversed(sections):
                 self._inside(act.kind, act.micro_batch, section)
                 if act is last.get(act.chunk) and not sums_wait:
                     done.add(section)
                     self._reduce(done)
 
-    def _receive(self, use: Use, border: Border, index: int, chunk: int) -> None:
-        """Launches the receipt of all tensors of a micro-batch."""
-        channel = Channel(use, (border.source, self._device))
-        for operation in self._messages(channel, index, chunk):
-            self._launch(channel, operation)
-
-    def _await(self, use: Use, border: Border, index: int, chunk: int) -> None:
-        """Waits for them."""
-        for operation in self._messages(Channel(use, (border.source, self._device)), index, chunk):
-            self.log.append(Join(operation))
-
-    def _send(self, use: Use, border: Border, index: int, chunk: int) -> None:
-        for to in border.destinations:
-            channel = Channel(use, (self._device, to))
-            for operation in self._messages(channel, index, chunk):
-                self._launch(channel, operation)
-
-    def _messages(self, channel: Channel, index: int, chunk: int) -> Iterator[str]:
-        for tensor in range(self._tensors[channel.use]):
-            yield f"{channel}: tensor {tensor} of micro-batch {index} of chunk {chunk}"
+    def _messages(self, act: Act) -> Iterator[tuple[Channel, str]]:
+        """What an act sends or receives, or a pass has received: a message for each tensor and destination."""
+        forth, sends = act.kind == "forward", act.what == "send"
+        use: Use = "activation" if forth else "gradient"
+        start, stop = self._stage.chunks[act.chunk]
+        later = forth == sends  # the other stage is the one after
+        if stop == self._layers if later else start == 0:
+            return
+        border = self._after if later else self._before
+        chunk = act.chunk if later else act.chunk - (self._place.stage == 0)  # of the earlier stage
+        pairs = [(self._device, to) for to in border.destinations] if sends else [(border.source, self._device)]
+        for channel in [Channel(use, pair) for pair in pairs]:
+            for tensor in range(self._tensors[use]):
+                yield channel, f"{channel}: tensor {tensor} of micro-batch {act.micro_batch} of chunk {chunk}"
 
     def _inside(self, kind: str, index: int, section: str) -> None:
         """The keys of other lanes, and the collectives of the TP group."""

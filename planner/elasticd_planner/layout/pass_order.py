@@ -3,11 +3,10 @@
 One run of all stages gives both. A stage runs its passes in the order of its schedule, each as soon as the
 stage is free and the input of the pass is there.
 
-*An order for devices that do one thing at a time.* A device may carry out what it was given one after the
-other, as if in one queue. A message then holds up whatever its rank launched after it, passes too, until its
-other end has come to it. `stage_order` gives an order that comes to its end even so: one order of all passes
-and messages of a pipeline, of which each stage carries out its own. The first of them that is not over can
-always go on.
+*The order.* A device may carry out what it was given one after the other, as if in one queue. A message then
+holds up whatever its rank launched after it, passes too, until its other end has come to it. `stage_order`
+gives an order that comes to its end even so: one order of all passes and messages of a pipeline, of which each
+stage carries out its own. The first of them that is not over can always go on.
 
 In that run all passes take equally long. A message is launched at both ends at once, when its receiver is ready
 for it. It is ready for an activation before the pass that needs it, since only a header says its size, and for
@@ -16,9 +15,9 @@ whose message waits for its receiver runs no pass meanwhile, unless all stages w
 pipeline they never do. Around an interleaved one they may: a stage then launches its message after some more
 passes, when its receiver needs it. Lanes with rows of their own each have their part of one order, too.
 
-*Times.* `timed_passes` gives those of passes that take what they take. Messages hold up nothing: a boundary
-carries one micro-batch after the other in each direction, beside the passes. In an interleaved pipeline there
-is one more boundary, from the last stage to the first.
+*The times.* `timed_passes` gives those of passes that take what they take. Messages hold up nothing: a border
+carries one micro-batch after the other in each direction, beside the passes. An interleaved pipeline has one
+border more, from the last stage to the first.
 """
 
 from __future__ import annotations
@@ -133,19 +132,16 @@ def timed_passes(
         refuse(f"timeline: {places} forward and {len(backward)} backward of {sorted(counts)} micro-batches")
     if boundary and len(boundary) != places - 1:
         refuse(f"timeline: boundary needs {places - 1} times, not {len(boundary)}")
-    stages, micro_batches = places // chunks, counts.pop()
-    passes = [list(schedule(stages, stage, micro_batches, chunks)) for stage in range(stages)]
     times = {"forward": forward, "backward": backward}
-    run = _Run(passes, times, boundary or [0] * (places - 1), 0 * forward[0][0])
+    run = _Run(schedule, times, boundary or [0] * (places - 1), chunks, begin=0 * forward[0][0])
     run.finish()
     return run.times
 
 
 @lru_cache(maxsize=4)  # of all stages
 def _orders(schedule: Schedule, stages: int, micro_batches: int, chunks: int) -> tuple[tuple[Act, ...], ...]:
-    passes = [list(schedule(stages, stage, micro_batches, chunks)) for stage in range(stages)]
     alike = [[1] * micro_batches] * (stages * chunks)
-    run = _QueueRun(passes, {"forward": alike, "backward": alike}, [0] * (stages * chunks - 1), 0)
+    run = _QueueRun(schedule, {"forward": alike, "backward": alike}, [0] * (stages * chunks - 1), chunks)
     run.finish()
     return tuple(map(tuple, run.acts))
 
@@ -157,23 +153,26 @@ class _Run:
 
     def __init__(
         self,
-        passes: Sequence[Sequence[tuple[str, int, int]]],
+        schedule: Schedule,
         seconds: Mapping[str, Sequence[Sequence[float]]],
         boundary: Sequence[float],
-        begin: float,
+        chunks: int,
+        begin: float = 0,
     ) -> None:
         """
         Args:
-            passes: of each stage in its order.
+            schedule: the order of the passes of each stage.
             seconds: of passes, by kind [place, micro-batch].
             boundary: of a message, by the earlier of its two places.
+            chunks: of each stage.
             begin: of the step.
         """
-        self._passes, self._stages, self._last = passes, len(passes), len(boundary)
-        self._seconds, self._boundary = seconds, boundary
+        stages, count = (len(boundary) + 1) // chunks, len(seconds["forward"][0])
+        self._passes = passes = [list(schedule(stages, stage, count, chunks)) for stage in range(stages)]
+        self._stages, self._seconds, self._boundary, self._last = stages, seconds, boundary, len(boundary)
         self._at = [{each: at for at, each in enumerate(listed)} for listed in passes]
-        self._done = [0] * self._stages  # passes
-        self._time = [begin] * self._stages  # at the end of the last pass
+        self._done = [0] * stages  # passes
+        self._time = [begin] * stages  # at the end of the last pass
         self._came: list[dict[int, float]] = [{} for _ in passes]  # when, by number of the pass that needs it
         self._carries: dict[tuple[str, int], float] = {}  # until when, by kind and boundary
         self._ready: list[tuple[float, int, int, int]] = []  # (end, -place, stage, number) of what can run
@@ -216,8 +215,8 @@ class _Run:
         border, stage = min(place, to), to % self._stages
         boundary = kind, border % self._stages  # all chunks of two stages go over one
         made = self._time[place % self._stages]
-        came = self._carries[boundary] = max(made, self._carries.get(boundary, 0)) + self._boundary[border]
-        self._came[stage][number] = came
+        came = max(made, self._carries.get(boundary, 0)) + self._boundary[border]
+        self._came[stage][number] = self._carries[boundary] = came
         if number == self._done[stage]:
             self._look(stage)
 
@@ -300,8 +299,7 @@ class _QueueRun(_Run):
                         around.append(each)
 
     def _launch(self, stage: int, late: int | None = None) -> None:
-        """Launches what a stage has made, as far as its receivers are ready; `late` is one of those although it
-        has messages that wait."""
+        """Launches what a stage has made for receivers that are ready; `late` is, whatever waits there."""
         for (kind, to), waiting in self._made[stage].items():
             while waiting and self._takes(to, waiting[0][0], late=late == to):
                 number, index, chunk, time = waiting.popleft()
