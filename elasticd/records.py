@@ -397,6 +397,7 @@ class PublishedCheckpoint(Value, frozen=True, kw_only=True):
     name: str  # of its folder
     step: int  # updates in its state
     plan: int  # number of the plan that wrote it
+    dead: bool = False  # the job went back to a step before it: it is no part of the job's history
 
 
 class CheckpointsRecord(StoredValue, frozen=True, kw_only=True, tag="checkpoints"):

@@ -42,6 +42,7 @@ from elasticd.line_queue import LineQueue
 from elasticd.machines.coordinator.machine import CoordinatorState
 from elasticd.machines.coordinator.restart_jobs import RestartJob
 from elasticd.machines.job.state.job_state import OVER, JobState, NodeState
+from elasticd.machines.job.state.last_checkpoint import is_dead
 from elasticd.version import __version__
 from elasticd.wire.worker import Prepared, StayedOnPlan, Switched
 
@@ -578,7 +579,7 @@ def _of_job(
         plan=job.number,
         over=job.phase in OVER,
         time=time,
-        checkpoints=job.published[-16:],
+        checkpoints=tuple(one for one in job.published if not is_dead(job, one))[-16:],
     )
     if news != told.news.get(job.job):
         told.news[job.job] = news

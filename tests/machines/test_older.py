@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import msgspec
 import pytest
 
+from elasticd.machines.job.copies.rollback import checkpoint_names
 from elasticd.machines.job.state.events import AgentDown
-from elasticd.machines.job.state.job_state import JobPhase
+from elasticd.machines.job.state.job_state import JobPhase, JobSettings
+from elasticd.machines.job.state.last_checkpoint import newest
+from elasticd.machines.job.state.transaction import Turn
 from elasticd.records import HistoryRecord, PublishedCheckpoint, decode
-from elasticd.wire.worker import Hello, Saved
+from elasticd.wire.coordinator import ToClient
+from elasticd.wire.worker import Hello, PeersLost, Saved, SaveNow
 from tests.machines.cast import JOB, FakeWorker
 from tests.machines.checked import KEYS
 from tests.machines.test_snapshots import come_again, recovered, wait
@@ -117,6 +124,76 @@ def test_a_checkpoint_beyond_the_step_that_the_job_went_back_to_is_never_used() 
     wait(world, 12)
     assert world.phase is JobPhase.STOPPED
     assert "there is no snapshot or checkpoint to go back to" in world.job.reason
+
+
+def saves_now(world: Vaulted) -> int:
+    """How often a worker was told to have a checkpoint made."""
+    return sum(
+        isinstance(sent.message, ToClient) and isinstance(sent.message.body, SaveNow) for sent in world.sent
+    )
+
+
+def gone_back(world: Vaulted, word: Callable[[], Any], at: int = 0) -> None:
+    """Members that want an older state have gone back three steps; `word` is said after so many events."""
+    world.every = NEVER
+    world.train(3)
+    plan = world.plan()
+    assert plan is not None
+    for device in plan.members:
+        wish = PeersLost(step=world.steps, reason="a spike", plan=plan.number, back=world.steps - 1)
+        world.outcome(world.workers[device], wish)
+    for _ in range(at):
+        if world.inbox or world.planning is not None:
+            world.turn()
+    word()
+    world.settle()
+    wait(world)
+    assert recovered(world), world.job.reason
+
+
+def of_later_step(world: Vaulted) -> Saved:
+    """A checkpoint two steps beyond the newest snapshots."""
+    plan, step = world.plan(), world.steps + 2
+    assert plan is not None
+    return Saved(name=f"step-{step:08d}.plan-{plan.number}.x", step=step, plan=plan.number)
+
+
+@pytest.mark.parametrize("at", range(0, 30, 2))
+def test_a_checkpoint_that_is_whole_as_the_job_goes_back_is_gone_on_from_or_dead(at: int) -> None:
+    """It is never published as a part of the history, and then left behind."""
+    world = started(1)
+    world.train(3)
+    saved = of_later_step(world)
+    gone_back(world, lambda: world.up("alpha/0", saved), at)
+    if world.steps == saved.step:
+        assert [(one.name, one.dead) for one in world.job.published] == [(saved.name, False)]
+    else:
+        assert world.steps < saved.step
+        assert all(one.dead for one in world.job.published)
+        assert saves_now(world) == len(world.job.published)
+    assert world.job.unpublished == ()
+
+
+def test_one_that_was_published_is_marked_and_another_is_made_for_the_next_start() -> None:
+    """On disk it is the newest, by its step and by its number, until there is another one."""
+    world = started(1)
+    world.train(3)
+    saved = of_later_step(world)
+    gone_back(world, lambda: None)
+    assert world.steps < saved.step
+    publish(world, (PublishedCheckpoint(name=saved.name, step=saved.step, plan=saved.plan),))
+    assert newest(world.job) is None
+    world.kill("beta/1")
+    world.settle()
+    wait(world)
+    assert recovered(world), world.job.reason
+    assert [one.dead for one in world.job.published] == [True]
+    assert saves_now(world) == 1
+    world.new_leader()
+    world.settle()
+    wait(world)
+    assert newest(world.job) is None, "a later leader, which knows less of the history, reads it, too"
+    assert saved.name not in checkpoint_names(Turn(world.job, {}, 1, JobSettings(), 0.0))
 
 
 def test_a_recovery_from_snapshots_that_fails_again_and_again_takes_the_checkpoint() -> None:

@@ -2,13 +2,21 @@
 
 Publishing is the leader's, so that of two gangs that both take themselves for the job only one makes
 checkpoints: the other's leader was replaced and cannot write.
+
+A job that goes back to an older state leaves checkpoints of later steps behind: they are dead. One that is
+whole meanwhile waits, and is published if the job goes on after all. One that was published may have its name
+on disk, where a start would take it for the newest: so the members make another one at once.
 """
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
+from elasticd.machines.job.copies.rollback import called
 from elasticd.machines.job.state.events import CheckpointAsked, CoordinatorNote
 from elasticd.machines.job.state.job_state import JobPhase, JobState, Worker
-from elasticd.machines.job.state.last_checkpoint import newest
+from elasticd.machines.job.state.last_checkpoint import is_dead, newest
+from elasticd.machines.job.state.snapshot_sets import Moment
 from elasticd.machines.job.state.transaction import Turn
 from elasticd.names import harmless
 from elasticd.records import CheckpointsRecord, PublishedCheckpoint
@@ -103,13 +111,14 @@ def _publish(turn: Turn, body: Saved) -> None:
     job = turn.job
     if not harmless(body.name):
         return  # no saver gives such a name
-    if body.plan > job.number:
-        # Of a plan that a fence closed before it was recorded, or that this leader is yet to hear of.
+    if job.snapshots.dead(Moment(body.plan, body.step)):
+        return  # its saver gives it up once it has heard of the step that the job goes on from
+    if _waits(job, body):
         waiting = tuple(one for one in job.unpublished if one.name != body.name)
         turn.set(unpublished=(*waiting, body)[-MOST_WAITING:])
         return
     this = PublishedCheckpoint(name=body.name, step=body.step, plan=body.plan)
-    if this in job.published:
+    if any(one.name == this.name for one in job.published):
         turn.set(republish=True)
         due(turn)
         return
@@ -118,8 +127,21 @@ def _publish(turn: Turn, body: Saved) -> None:
     _write(turn, told)
 
 
+def _waits(job: JobState, body: Saved) -> bool:
+    """Whether a checkpoint is not published yet: its plan is not recorded (a fence closed it before, or this
+    leader is yet to hear of it), or the job is about to go back to an older state."""
+    if body.plan > job.number:
+        return True
+    proposal = job.proposal if job.phase is JobPhase.PROPOSED else None
+    if proposal is None or proposal.recovery is None or not called(proposal):
+        return False
+    return proposal.recovery.step < body.step
+
+
 def due(turn: Turn) -> None:
-    """Writes the list again for those who said again what is in it, all of them at once."""
+    """Publishes what need not wait any more, and writes the list again for those who said again what is in it,
+    all of them at once."""
+    _publish_waiting(turn)
     job = turn.job
     if job.republish and turn.now - job.published_at >= AGAIN_SECONDS:
         _write(turn)
@@ -130,9 +152,22 @@ def _write(turn: Turn, *notes: CoordinatorNote) -> None:
     turn.set(republish=False, published_at=turn.now)
 
 
+def _publish_waiting(turn: Turn) -> None:
+    """A saver says it once, and is busy until it is published."""
+    ready = [body for body in turn.job.unpublished if not _waits(turn.job, body)]
+    if ready:
+        turn.set(unpublished=tuple(body for body in turn.job.unpublished if body not in ready))
+        for body in ready:
+            _publish(turn, body)
+
+
 def recorded(turn: Turn) -> None:
-    """A plan was recorded. What waited for it is published: its saver says it once, and is busy until then."""
-    waiting = turn.job.unpublished
-    turn.set(unpublished=())
-    for body in waiting:
-        _publish(turn, body)
+    """A plan was recorded: what waited for it is published. If the job went back, checkpoints of later steps
+    are dead from now on."""
+    job = turn.job
+    published = tuple(replace(one, dead=is_dead(job, one)) for one in job.published)
+    if published != job.published:
+        turn.set(published=published)
+        _write(turn)
+        asked(turn, CheckpointAsked(job=job.job))
+    _publish_waiting(turn)

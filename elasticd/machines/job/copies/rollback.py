@@ -13,6 +13,7 @@ from elasticd_planner.value import Value
 
 from elasticd.machines.job.copies.snapshots import plan_of, words
 from elasticd.machines.job.state.job_state import JobPhase
+from elasticd.machines.job.state.last_checkpoint import is_dead
 from elasticd.machines.job.state.snapshot_sets import Moment, stand_ins
 from elasticd.machines.job.state.transaction import Turn
 from elasticd.records import Proposal, Recovery
@@ -125,7 +126,7 @@ def checkpoint_names(turn: Turn) -> tuple[str, ...]:
     """What members may try, the newest first: those that the job published, then others that workers saw as
     they came. What is beyond a step that the job went back to is no part of its history."""
     published = sorted(turn.job.published, key=lambda one: (one.plan, one.step), reverse=True)
-    names = [one.name for one in published if not turn.job.snapshots.dead(Moment(one.plan, one.step))]
+    names = [one.name for one in published if not is_dead(turn.job, one)]
     others = {one.name for one in turn.job.published}
     for worker in () if turn.job.fresh else turn.job.workers.values():
         names += [name for name in worker.checkpoints if name not in others]

@@ -9,9 +9,14 @@ from elasticd.machines.job.state.snapshot_sets import Moment
 from elasticd.records import PublishedCheckpoint
 
 
+def is_dead(job: JobState, checkpoint: PublishedCheckpoint) -> bool:
+    """Whether the job went back to a step before a checkpoint: it is no part of the job's history."""
+    return checkpoint.dead or job.snapshots.dead(Moment(checkpoint.plan, checkpoint.step))
+
+
 def newest(job: JobState) -> PublishedCheckpoint | None:
     """The newest checkpoint that the job published, of those that are a part of its history."""
-    published = (one for one in job.published if not job.snapshots.dead(Moment(one.plan, one.step)))
+    published = (one for one in job.published if not is_dead(job, one))
     return max(published, key=lambda one: (one.plan, one.step), default=None)
 
 
