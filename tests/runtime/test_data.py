@@ -15,6 +15,7 @@ from torch.utils.data import default_collate
 
 from elasticd.runtime.data.collate import Unlike, pad
 from elasticd.runtime.data.loader import Loader, length_of, sample_tokens
+from elasticd.runtime.data.options import DataOptions
 from elasticd.runtime.data.packing import pack
 from elasticd.runtime.data.prefetch import NothingRead, SampleError, SampleReader
 from elasticd.runtime.data.sample_ledger import expected_hash, expected_hashes, hash_samples
@@ -221,6 +222,22 @@ def test_lengths_are_the_datasets_own_where_it_has_them() -> None:
     assert found is not None
     assert [found(i) for i in (0, 9)] == [1, 10]
     assert length_of(Numbers()) is None
+
+
+def test_lengths_that_are_not_those_of_the_samples_are_refused() -> None:
+    class Short(Numbers):
+        lengths = tuple(range(1, 10))
+
+    class Asked(Numbers):
+        def lengths(self) -> list[int]:
+            return [1] * 10
+
+    with pytest.raises(ValueError, match="lengths has 9 entries, and the dataset 10 samples"):
+        length_of(Short())
+    with pytest.raises(TypeError, match=r"lengths is of type method: it must have .* lengths\[index\]"):
+        length_of(Asked())
+    with pytest.raises(TypeError, match="collate is None; it must be a function of a list of samples"):
+        DataOptions(collate=None)  # type: ignore[arg-type]
 
 
 class Mixed(Numbers):

@@ -12,6 +12,7 @@ import torch
 from elasticd_planner.spec.box import Box
 from elasticd_planner.spec.plan import Plan, StatePolicy
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 import elasticd
 from elasticd.models import Decoder, next_token_loss
@@ -308,5 +309,13 @@ def test_an_average_that_nobody_keeps_is_refused() -> None:
 def test_an_empty_set_and_a_measure_of_the_losss_name_are_refused() -> None:
     with pytest.raises(ValueError, match="the dataset is empty"):
         HeldOut(dataset=[])
+    with pytest.raises(TypeError, match="of type DataLoader: give the loader's dataset, and its"):
+        elasticd.EvaluationOptions(held_out=DataLoader(Held()))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"of type dict with 'validation': give one of them, dataset\[...\]"):
+        HeldOut(dataset={"validation": Held()})  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="of type generator, without a length or"):
+        HeldOut(dataset=(i for i in range(3)))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="held_out: right is 1; it must be a function"):
+        HeldOut(dataset=Held(), measures={"right": 1})  # type: ignore[dict-item]
     with pytest.raises(ValueError, match="give the measure another name"):
         HeldOut(dataset=[{}], measures={"loss": right})

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from elasticd_planner.spec.batch import Sampler
+from elasticd_planner.spec.batch import Sampler, TokenSampler
 from elasticd_planner.spec.sample_order import MOST_PERMUTED
 from PIL import Image
 
@@ -26,6 +26,14 @@ STEPS = 3
 def feed(size: int = 64, batch: int = 4) -> Mapped:
     sampler = Sampler(size=size, global_batch=batch, seed=0)
     return Mapped(sampler, SampleReader(Text(), threads=0), None, 1)
+
+
+def test_a_batch_of_a_job_whose_steps_have_tokens_may_be_a_tensor_of_indices() -> None:
+    made = Mapped(TokenSampler([3] * 64, 10, 0), SampleReader(Text(), threads=0), None, 1)
+    made.give(0, torch.tensor([5, 1]))
+    assert made.samples(0) == (5, 1)
+    with pytest.raises(ValueError, match="got no sample"):
+        made.give(1, torch.tensor([]))
 
 
 def losses(give: Any) -> list[float]:

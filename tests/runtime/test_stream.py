@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
-from typing import Any, ClassVar
+from dataclasses import dataclass, replace
+from datetime import datetime
+from typing import Any, ClassVar, NamedTuple
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from elasticd_migration.local_state import LocalState
@@ -21,7 +23,7 @@ from elasticd.runtime.comm.in_memory import MemoryPlanGroups, run_threads
 from elasticd.runtime.data.packing import Packing
 from elasticd.runtime.data.prefetch import SampleError, SampleReader
 from elasticd.runtime.data.step_samples import Mapped
-from elasticd.runtime.data.stream import Stream, Streamed, _Handed, _packed, _unpacked, first_samples
+from elasticd.runtime.data.stream import Stream, Streamed, _Handed, _packed, _sendable, _unpacked, first_samples
 from elasticd.runtime.engine.engine import DATA, Engine
 from elasticd.runtime.engine.recipe import Recipe
 from tests import sizes
@@ -90,6 +92,16 @@ def packed(owner: str) -> Recipe:
     made = make_recipe()
     source = Streamed(Stream(dataset=Counted(owner), tokens=8.0), BATCH, 100, packing=Packing(tokens=30))
     return replace(made, source=source)
+
+
+class Point(NamedTuple):
+    x: int
+    y: int
+
+
+@dataclass
+class Named:
+    x: int = 1
 
 
 @pytest.fixture(autouse=True)
@@ -282,7 +294,7 @@ def test_samples_of_another_form_and_a_dataset_that_gives_none_are_named() -> No
 
     for gives, why in (
         ([torch.zeros(3)], "a sample must be a mapping of 1-D tensors"),
-        ([{"inputs": torch.zeros(3), "more": object()}], "NotImplementedError: a object in a sample"),
+        ([{"inputs": torch.zeros(3), "more": object()}], "TypeError: it has a object: a sample of a stream is"),
         ([], "the dataset gives no sample"),
     ):
         Strange.gives = gives
@@ -299,8 +311,9 @@ def test_a_sample_goes_over_the_wire_bit_by_bit() -> None:
         "empty": torch.empty(0, 3, dtype=torch.float16),
         "name": "x",
         "bytes": b"\xff",
+        "pair": (1, [2.5, (None, True)]),
     }
-    sent = msgspec.msgpack.encode(_Handed(samples={7: whole}), enc_hook=_packed)
+    sent = msgspec.msgpack.encode(_Handed(samples={7: _sendable(whole)}), enc_hook=_packed)
     came = msgspec.msgpack.Decoder(_Handed, ext_hook=_unpacked).decode(sent).samples[7]
     assert came.keys() == whole.keys()
     for key, value in whole.items():
@@ -309,6 +322,14 @@ def test_a_sample_goes_over_the_wire_bit_by_bit() -> None:
             assert torch.equal(came[key], value)
         else:
             assert came[key] == value
+
+
+def test_a_part_that_other_ranks_would_get_as_another_type_is_refused() -> None:
+    """Else the ranks of one step would collate tuples here and lists there."""
+    for part in (Point(1, 2), {1, 2}, np.float32(1), datetime(2026, 1, 1), Named()):
+        for whole in (part, [part], (part,), {"inner": part}):
+            with pytest.raises(TypeError, match=f"it has a {type(part).__name__}: a sample of a stream"):
+                _sendable({"x": whole})
 
 
 def test_a_dataset_without_a_position_is_refused() -> None:

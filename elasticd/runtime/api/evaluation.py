@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -19,6 +19,7 @@ import torch
 from elasticd_planner.spec.batch import BatchLengths, BatchPlan, batch_plan, short_batch_plan
 from elasticd_planner.spec.plan import Plan
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from elasticd.runtime.accelerator import Accelerator
 from elasticd.runtime.api.ema import MeasureError, averaged
@@ -50,6 +51,7 @@ class HeldOut:
 
     Raises:
         ValueError: the dataset is empty, or a measure is called "loss".
+        TypeError: it is no map-style dataset, or what is to be a function is none.
     """
 
     dataset: Dataset  #: map-style
@@ -59,10 +61,28 @@ class HeldOut:
     collate: Collate | None = None  #: None: that of the training
 
     def __post_init__(self) -> None:
+        self._check_dataset()
         if not len(self.dataset):
             raise ValueError("held_out: the dataset is empty")
+        length_of(self.dataset)  # which refuses lengths of others
+        for name, function in (("loss", self.loss), ("collate", self.collate), *self.measures.items()):
+            if function is not None and not callable(function):
+                raise TypeError(f"held_out: {name} is {function!r}; it must be a function")
         if LOSS in self.measures:
             raise ValueError(f"held_out: {LOSS!r} is the loss itself; give the measure another name")
+
+    def _check_dataset(self) -> None:
+        given = self.dataset
+        kind = f"held_out: the dataset is of type {type(given).__name__}"
+        if isinstance(given, DataLoader):
+            raise TypeError(
+                f"{kind}: give the loader's dataset, and its collate_fn as HeldOut(dataset=..., collate=...)"
+            )
+        if isinstance(given, Mapping):
+            names = ", ".join(map(repr, given))
+            raise TypeError(f"{kind} with {names}: give one of them, dataset[...]")
+        if not isinstance(given, Sized) or not hasattr(given, "__getitem__"):
+            raise TypeError(f"{kind}, without a length or without [index]: give one that has both")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ the activations, so that the hash in the vote proves which samples a forward pas
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import nullcontext, suppress
 from typing import Any
 
@@ -29,9 +29,26 @@ _STAND_INS = 16
 
 
 def length_of(dataset: Dataset) -> Callable[[int], int] | None:
-    """The tokens of a sample by its index, from the dataset's attribute `lengths`; None: it has none."""
+    """The tokens of a sample by its index, from the dataset's attribute `lengths`; None: it has none.
+
+    Raises:
+        TypeError: the attribute gives no length for an index.
+        ValueError: it has fewer lengths than there are samples.
+    """
     lengths: Sequence[int] | None = getattr(dataset, "lengths", None)
-    return None if lengths is None else lambda index: int(lengths[index])
+    if lengths is None:
+        return None
+    if not hasattr(lengths, "__getitem__"):
+        raise TypeError(
+            f"the dataset's attribute lengths is of type {type(lengths).__name__}: it must have the tokens of "
+            "each sample, lengths[index]; or give DataOptions(length=...)"
+        )
+    if isinstance(lengths, Sized) and len(lengths) < len(dataset):
+        raise ValueError(
+            f"the dataset's attribute lengths has {len(lengths)} entries, and the dataset {len(dataset)} "
+            "samples: it must have the tokens of each"
+        )
+    return lambda index: int(lengths[index])
 
 
 def sample_tokens(

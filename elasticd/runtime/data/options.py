@@ -16,6 +16,7 @@ class DataOptions:
     Raises:
         ValueError: `readers` is negative, there is both `collate` and `packing`, or `global_tokens` without
             `packing`.
+        TypeError: `collate` is no function.
     """
 
     #: Makes a batch of a list of samples. The default is torch's own `default_collate`, with sequences of
@@ -38,6 +39,10 @@ class DataOptions:
     global_tokens: int | None = None
 
     def __post_init__(self) -> None:
+        if not callable(self.collate):
+            raise TypeError(
+                f"data: collate is {self.collate!r}; it must be a function of a list of samples, or be left out"
+            )
         if not isinstance(self.readers, int) or self.readers < 0:
             raise ValueError(f"data: readers is {self.readers!r}; it must be a whole number from 0 on")
         if not isinstance(self.packing, Packing | None):

@@ -230,7 +230,7 @@ class _Given:
 
     def __init__(self, batch: Sequence[Any], sampler: Sampler | TokenSampler) -> None:
         if isinstance(sampler, TokenSampler):
-            if not batch:
+            if not len(batch):  # a tensor, whose truth is another
                 raise ValueError("job.step() got no sample: a batch has one at least")
         elif len(batch) != sampler.global_batch:
             raise ValueError(

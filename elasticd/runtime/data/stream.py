@@ -21,6 +21,7 @@ import torch
 from elasticd_migration.text_codec import from_text, to_text
 from elasticd_planner.spec.batch import BatchLengths, BatchPlan, ids_of
 from elasticd_planner.spec.plan import Plan
+from msgspec import structs
 from torch import Tensor
 
 from elasticd.runtime.comm.groups import Group
@@ -41,7 +42,7 @@ _MOST_ELEMENTS = 1 << 20
 #: Steps that are read once more, alone, since somebody drew while they were read ahead: the stream, or the body
 #: of the loop. After so many, further draws from Python's generator and NumPy's are taken for the loop's.
 _DOUBTS = 4
-_TENSOR = 1
+_TENSOR, _TUPLE = 1, 2
 
 
 class StatefulIterable(Protocol):
@@ -225,7 +226,8 @@ def _read_by(plan: Plan, device: str, dealt: BatchPlan) -> tuple[int, ...]:
 
 
 def _send(everyone: Group, rank: int, handed: _Handed) -> None:
-    raw = torch.frombuffer(bytearray(msgspec.msgpack.encode(handed, enc_hook=_packed)), dtype=torch.uint8)
+    sent = structs.replace(handed, samples={index: _sendable(each) for index, each in handed.samples.items()})
+    raw = torch.frombuffer(bytearray(msgspec.msgpack.encode(sent, enc_hook=_packed)), dtype=torch.uint8)
     everyone.send(torch.tensor([raw.numel()]), rank, _SIZE, "input")
     everyone.send(raw, rank, _HANDED, "input")
 
@@ -238,7 +240,30 @@ def _packed(value: Any) -> Any:
     raise NotImplementedError(f"a {type(value).__name__} in a sample")
 
 
-def _unpacked(code: int, data: memoryview) -> Tensor:
+def _sendable(part: Any) -> Any:
+    """A part of a sample as it is encoded: another rank gets the same types as the one that reads.
+
+    Raises:
+        TypeError: it would get another type.
+    """
+    if part is None or isinstance(part, Tensor | bool | int | float | str | bytes):
+        return part
+    if isinstance(part, Mapping):
+        return {key: _sendable(inner) for key, inner in part.items()}
+    if type(part) is list:
+        return list(map(_sendable, part))
+    if type(part) is tuple:
+        inner = msgspec.msgpack.encode(list(map(_sendable, part)), enc_hook=_packed)
+        return msgspec.msgpack.Ext(_TUPLE, inner)
+    raise TypeError(
+        f"it has a {type(part).__name__}: a sample of a stream is a mapping of tensors, numbers, text, bytes, "
+        "lists and tuples, which other ranks are sent"
+    )
+
+
+def _unpacked(code: int, data: memoryview) -> Any:
+    if code == _TUPLE:
+        return tuple(msgspec.msgpack.decode(data, ext_hook=_unpacked))
     dtype, shape, raw = msgspec.msgpack.decode(bytes(data))
     flat = torch.frombuffer(bytearray(raw), dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
     return flat.view(getattr(torch, dtype)).reshape(shape)
@@ -263,7 +288,8 @@ def _checked(sample: Any) -> Any:
             or f"it is a {type(sample).__name__}: a sample must be a mapping of 1-D tensors, as in "
             '{"inputs": ..., "targets": ...}'
         )
-    msgspec.msgpack.encode({k: v for k, v in sample.items() if not isinstance(v, Tensor)}, enc_hook=_packed)
+    rest = {key: _sendable(part) for key, part in sample.items() if not isinstance(part, Tensor)}
+    msgspec.msgpack.encode(rest, enc_hook=_packed)  # which refuses a number of more than 64 bits
     return dict(sample)
 
 
