@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from dataclasses import replace
 from itertools import product
@@ -293,6 +294,18 @@ def test_a_measure_that_raises_on_one_member_raises_alike_on_all_and_weights_are
     assert "raised ValueError: no such class (" in text
     assert text.endswith(f"(on {last})")
     assert loss > 0
+
+
+def test_a_measure_without_a_finite_mean_has_none_and_the_evaluation_goes_on() -> None:
+    def worker(plan_groups: MemoryPlanGroups) -> dict[str, float]:
+        engine = engine_on(plan_groups, recipe(), TWO_STAGES)
+        signs = iter((math.inf, -math.inf) * 100)
+        held = HeldOut(dataset=Held(), measures={"odd": lambda output, batch: (next(signs), 1)})
+        return dict(evaluate(engine, held, "held", 0, next_token_loss, DataOptions(), "value").means)
+
+    for means in run_threads(TWO_STAGES.members, worker).values():
+        assert math.isnan(means["odd"])
+        assert means["loss"] > 0
 
 
 def test_an_average_that_nobody_keeps_is_refused() -> None:

@@ -457,6 +457,12 @@ class Raises:
         return self.texts[index] if index < self.first else float("")
 
 
+@pytest.mark.parametrize("total", ["10", None, True])
+def test_a_total_that_is_no_number_is_refused_by_name(total: Any) -> None:
+    with pytest.raises(TypeError, match=f"the total of steps is {total!r}; it must be a number of updates"):
+        next(iter(job().steps(total)))
+
+
 def test_an_error_of_the_users_own_code_keeps_its_traceback_and_its_line(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from elasticd.codec.message import Message, encode
 from elasticd.records import Proposal
-from elasticd.runtime.control.outbox import LASTING, Outbox, PlanMemory
+from elasticd.runtime.control.outbox import LASTING, MOST_PROPOSED, Outbox, PlanMemory
 from elasticd.wire.worker import (
     Abort,
     DrainNotice,
@@ -121,6 +121,18 @@ def test_plan_that_runs_is_the_last_one_switched_to_whatever_was_proposed_since(
     assert running(proposed(1), swapped(1), Fenced(number=4, reason="")) == (1, 3, 4)
     assert running(proposed(1), swapped(1), proposed(2), swapped(2), Recorded(number=2)) == (2, 3, 2)
     assert running(proposed(1), swapped(1), proposed(2), Recorded(number=2), swapped(2)) == (2, 3, 2)
+
+
+def test_plans_of_proposals_that_were_given_up_are_not_kept() -> None:
+    """A job that tries for weeks to use a device that stands by proposes hundreds."""
+    memory = PlanMemory()
+    for number in range(1, 1000):
+        memory.heard(proposed(number))
+        memory.heard(Abort(number=number, reason=""))
+    assert len(memory._proposed) == MOST_PROPOSED
+    memory.said(swapped(999))
+    assert memory.plan is not None
+    assert memory.plan.plan.number == 999
 
 
 def test_worker_that_a_recorded_plan_leaves_out_runs_none() -> None:

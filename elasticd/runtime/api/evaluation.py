@@ -7,7 +7,6 @@ members have the same result to the bit. The state of the training does not chan
 
 from __future__ import annotations
 
-import math
 import struct
 from collections.abc import Iterator, Mapping, Sized
 from contextlib import contextmanager
@@ -32,6 +31,7 @@ from elasticd.runtime.data.packing import Packing, deal
 from elasticd.runtime.data.prefetch import Dataset, SampleError
 from elasticd.runtime.data.sample_ledger import NO_SAMPLES, LedgerError, expected_hashes
 from elasticd.runtime.engine.engine import Engine
+from elasticd.runtime.engine.vote import exact_sum
 from elasticd.runtime.model.batch_format import BatchFormat
 from elasticd.runtime.model.model import Loss
 from elasticd.system.user_line import described
@@ -206,8 +206,8 @@ def evaluate(
         for dealt in rounds(engine.plan, held_out.dataset, engine.linear, packing):
             rows += _round(engine, dealt, loader, measures)
     sums = torch.stack(rows)
-    totals = [math.fsum(sums[:, row, 0].tolist()) for row in range(len(measures))]
-    counts = [math.fsum(sums[:, row, 1].tolist()) for row in range(len(measures))]
+    totals = [exact_sum(sums[:, row, 0].tolist()) for row in range(len(measures))]
+    counts = [exact_sum(sums[:, row, 1].tolist()) for row in range(len(measures))]
     if not all(counts):
         empty = [key for key, count in zip(measures, counts, strict=True) if not count]
         raise ValueError(f"evaluation on {name!r}: {', '.join(empty)} counted nothing in the set")

@@ -8,6 +8,7 @@ import os
 import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import partial
+from numbers import Real
 from types import TracebackType
 from typing import Any, Self, Unpack
 
@@ -482,6 +483,10 @@ class Job(RankInfo):
     def _begun(self, total: int) -> Generator[Next | Step, None, None]:
         if self._taken:
             raise RuntimeError("a Job's steps are taken once: ask for all of them in one call of steps()")
+        if not isinstance(total, Real) or isinstance(total, bool):
+            raise TypeError(
+                f"the total of steps is {total!r}; it must be a number of updates, from the beginning"
+            )
         self._taken, self._total = True, total
         self._uncaught.install()
         if self._control.alone and self._saver is not None:  # else a signal may end this process at once

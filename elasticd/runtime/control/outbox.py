@@ -47,6 +47,8 @@ LASTING = frozenset(
         DrainNotice,
     }
 )
+#: Proposals of which a worker keeps the plans: one is open at a time, and the end of another may still come.
+MOST_PROPOSED = 4
 
 
 class Outbox:
@@ -97,7 +99,8 @@ class PlanMemory:
         """Takes up what an agent says of numbers."""
         if isinstance(message, Propose):
             plan = message.proposal.plan
-            self._proposed = {**self._proposed, plan.number: plan}
+            proposed = {**self._proposed, plan.number: plan}
+            self._proposed = {number: proposed[number] for number in sorted(proposed)[-MOST_PROPOSED:]}
             self._highest = max(self._highest, plan.number)
         elif isinstance(message, Abort | Fenced | Recorded):
             self._highest = max(self._highest, message.number)

@@ -94,9 +94,9 @@ def fold(records: Sequence[tuple[Any, ...]], expected: Sequence[int], trained: i
             f"step {step}: ranks {odd} have another batch plan for step {step + 1} than the others: do their "
             "nodes have other lengths in the dataset, or another elasticd or NumPy?"
         )
-    count, squares = _total(every.targets), _total(every.squares)
+    count, squares = exact_sum(every.targets), exact_sum(every.squares)
     unread = next((rank for rank, index in enumerate(every.failed) if index), None)
-    loss = _total(every.loss) / count if count else math.nan
+    loss = exact_sum(every.loss) / count if count else math.nan
     vote = Vote(
         step=step,
         loss=_finite(loss),
@@ -143,7 +143,7 @@ def names_of(unreached: str, trained: Sequence[str]) -> frozenset[str]:
     return frozenset(name for index, name in enumerate(trained) if raw[index >> 3] >> (index & 7) & 1)
 
 
-def _total(values: Iterable[float]) -> float:
+def exact_sum(values: Iterable[float]) -> float:
     """The sum, rounded once; infinite or NaN where there is no finite sum."""
     listed = list(values)
     try:
