@@ -457,6 +457,13 @@ class Raises:
         return self.texts[index] if index < self.first else float("")
 
 
+def test_a_job_that_was_closed_has_no_next_step() -> None:
+    made = job()
+    assert made.next(3) == 0
+    made.close()
+    assert made.next(3) is None
+
+
 @pytest.mark.parametrize("total", ["10", None, True])
 def test_a_total_that_is_no_number_is_refused_by_name(total: Any) -> None:
     with pytest.raises(TypeError, match=f"the total of steps is {total!r}; it must be a number of updates"):

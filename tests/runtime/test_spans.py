@@ -102,5 +102,30 @@ def test_events_are_used_again_and_a_failed_section_counts_for_nothing() -> None
     assert made.tensor_seconds == 0.0
 
 
+def test_an_evaluation_of_any_size_keeps_no_events_and_the_optimizer_of_the_step_before_counts() -> None:
+    device, stopwatch = Device(), Stopwatch()
+    telemetry = Telemetry("n0/0", stopwatch, spans=Spans(device.event))
+    step(device, telemetry, stopwatch)
+    telemetry.finish(1, 0)
+    made = 0
+    for number in range(100):
+        telemetry.mark()
+        telemetry.worked(8, 2, 1.0)
+        for _ in range(10):
+            with stopwatch.measure("tensor"):
+                device.work(1)
+        telemetry.passed("forward")
+        device.run()  # as when the sums of a round are read
+        telemetry.forget()
+        made = made or device.made
+        assert device.made == made, f"round {number}"
+    telemetry.begin()
+    step(device, telemetry, stopwatch)
+    after = telemetry.finish(1, 1)
+    assert after.optimizer_seconds == pytest.approx(0.003)
+    assert after.forward_seconds == pytest.approx(0.012)
+    assert after.micro_batches == 0, "those of the evaluation are none of the step's"
+
+
 def test_processors_need_no_events() -> None:
     assert spans_of(CPU) is None

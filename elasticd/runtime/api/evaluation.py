@@ -204,8 +204,8 @@ def evaluate(
     rows: list[Tensor] = []
     with averaged(engine, weights), _evaluating(engine):
         for dealt in rounds(engine.plan, held_out.dataset, engine.linear, packing):
-            rows += _round(engine, dealt, loader, measures)
-    sums = torch.stack(rows)
+            rows.append(_round(engine, dealt, loader, measures))
+    sums = torch.cat(rows)
     totals = [exact_sum(sums[:, row, 0].tolist()) for row in range(len(measures))]
     counts = [exact_sum(sums[:, row, 1].tolist()) for row in range(len(measures))]
     if not all(counts):
@@ -242,8 +242,8 @@ def rounds(plan: Plan, dataset: Dataset, linear: int, packing: Packing | None = 
             yield short_batch_plan(plan, 0, samples)
 
 
-def _round(engine: Engine, dealt: BatchPlan, loader: Loader, measures: Mapping[str, Loss]) -> list[Tensor]:
-    """Evaluates a round. Returns the sums and counts of each rank, [measures, 2]."""
+def _round(engine: Engine, dealt: BatchPlan, loader: Loader, measures: Mapping[str, Loss]) -> Tensor:
+    """Evaluates a round. Returns the sums and counts of each rank, [ranks, measures, 2]."""
     sums, seen, failure = _Sums(measures), NO_SAMPLES, None
     engine.meet()
     if engine.runner is not None:
@@ -271,7 +271,7 @@ def _round(engine: Engine, dealt: BatchPlan, loader: Loader, measures: Mapping[s
             raise SampleError(failed - 1, f"see the output of {engine.plan.members[rank]}")
     if [seen for seen, _, _ in heads] != expected_hashes(engine.plan, dealt):
         raise LedgerError("an evaluation did not see the samples of its set")
-    return [each[_HEAD.size :].clone().view(torch.float64).view(-1, 2) for each in records]
+    return records[:, _HEAD.size :].clone().view(torch.float64).view(len(records), -1, 2)
 
 
 def _of_measure(engine: Engine, error: Exception | None) -> Exception:

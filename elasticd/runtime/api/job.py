@@ -468,6 +468,7 @@ class Job(RankInfo):
 
     def close(self) -> None:
         """Leaves a loop of `next` and `step` before its last step: the job continues without this process."""
+        self._now = None
         if self._running is not None:
             self._running.close()
             if self._left:

@@ -386,6 +386,7 @@ class StageRunner:
                 return self.run(micro_batches, rows=rows)
         finally:
             self._loader, self.loss, self._schedule = mine
+            self._telemetry.forget()
 
     def prepare(self, micro_batches: Iterable[MicroBatch]) -> None:
         """Has the samples of these micro-batches read ahead, if this stage reads any."""

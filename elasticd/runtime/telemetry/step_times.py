@@ -43,6 +43,9 @@ class Telemetry:
     ) -> None:
         self._device, self._stopwatch, self._memory, self._spans = device, stopwatch, memory, spans
         stopwatch.marks = spans
+        self._worked: list[tuple[int, float, Sequence[SequenceHere]]] = []
+        self._modalities: dict[str, int] = {}
+        self._optimizer = 0.0  # seconds of the optimizer in the last step, if they are known by now
         self.begin()
 
     def begin(self) -> None:
@@ -50,10 +53,15 @@ class Telemetry:
         self._start = time.perf_counter()
         self._stopwatch.take()
         self._compute = dict.fromkeys((*PASSES, "embed", "head", "optimizer"), 0.0)
-        self._worked: list[tuple[int, float, Sequence[SequenceHere]]] = []
-        self._modalities: dict[str, int] = {}
-        if self._spans is not None:  # passes since the last step, of an evaluation, are no part of this one
-            self._compute["optimizer"] += self._spans.take().get("optimizer", 0.0)
+        self.forget()
+        self._compute["optimizer"], self._optimizer = self._optimizer, 0.0
+
+    def forget(self) -> None:
+        """Drops what was measured since the last step, but for its optimizer. An evaluation is a part of no
+        step, and may have any number of passes."""
+        self._worked, self._modalities = [], {}
+        if self._spans is not None:
+            self._optimizer += self._spans.take().get("optimizer", 0.0)
 
     def mark(self) -> None:
         """What is computed from here on is a part of what `passed` names."""
