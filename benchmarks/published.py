@@ -81,11 +81,13 @@ class Published:
     state: StatePolicy = PLAIN
     machine: Machine = A100
     overlap: bool = False  # gradients are reduced during the last backward pass
+    dropouts: int = 0  # of a block, over its activation
 
     def profile(self, flops: float) -> ModelProfile:
         """The planner's own, from shapes, in mixed precision."""
         profile = suited(
-            derive(self.spec, self.tokens, self.micro_batch, flops), Numbers(compute=self.spec.dtype)
+            derive(self.spec, self.tokens, self.micro_batch, flops, dropouts=self.dropouts),
+            Numbers(compute=self.spec.dtype),
         )
         return msgspec.structs.replace(profile, overlap=self.overlap)
 
@@ -173,11 +175,14 @@ def gpt(
     def parameter(part: str, *shape: int, cut: Cut | None = None) -> Parameter:
         return Parameter(name=part, shape=shape, dtype="float16", cut=cut)
 
+    def norm(part: str) -> tuple[Parameter, Parameter]:
+        return parameter(f"{part}.weight", width), parameter(f"{part}.bias", width)
+
     block = (
-        parameter("norm_1", width),
+        *norm("norm_1"),
         *(parameter(part, width, width, cut=heads_cut) for part in "qkv"),
         parameter("o", width, width, cut=Cut(dim=1, units="heads")),
-        parameter("norm_2", width),
+        *norm("norm_2"),
         parameter("up", 4 * width, width, cut=columns),
         parameter("down", width, 4 * width, cut=Cut(dim=1, units="columns")),
     )
@@ -186,7 +191,7 @@ def gpt(
         embed=(parameter("tokens", vocabulary, width, cut=rows), parameter("positions", tokens, width)),
         kinds=(block,),
         layers=(0,) * layers,
-        head=(parameter("norm", width), parameter("output", vocabulary, width, cut=rows)),
+        head=(*norm("norm"), parameter("output", vocabulary, width, cut=rows)),
         units=(
             Units(kind="heads", count=heads),
             Units(kind="columns", count=4 * width),
@@ -248,6 +253,7 @@ def recompute_rows() -> Iterator[Row]:
                 seconds=seconds,
                 recompute=recompute,
                 sequence_parallel=not recompute,
+                dropouts=2,
             )
             for name, seconds, recompute in (
                 ("every block recomputed", whole, True),

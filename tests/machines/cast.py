@@ -9,6 +9,7 @@ from elasticd_planner.cost.model import step_seconds
 from elasticd_planner.cost.model_profile import ModelProfile, derive
 from elasticd_planner.cost.profile_cost import ProfileCost
 from elasticd_planner.problem import Answer, Problem
+from elasticd_planner.profiling.samples import MeasuredBytes, ModelBytes
 from elasticd_planner.search.planner import plan as search
 from elasticd_planner.spec.cluster import Cluster, Device, Node, node_of
 from elasticd_planner.spec.measurement import Measurement
@@ -80,6 +81,26 @@ def model(layers: int = 8) -> ModelSpec:
     )
 
 
+def _bytes() -> ModelBytes:
+    """What the job's first worker says that sections keep: little beside the state, which fills the memory of
+    these tests' devices. Of a block 2,304 bytes of a token are cut, and 1,024 are not."""
+    tokens, activation = 64, 64 * 4
+    blocks = tuple(
+        MeasuredBytes(
+            section="block",
+            share=share,
+            tokens=tokens,
+            kept=round(2304 * share + 1024) * tokens,
+            kept_recomputed=activation * tokens,
+        )
+        for share in (1.0, 0.5)
+    )
+    ends = (
+        MeasuredBytes(section=s, share=1.0, tokens=tokens, kept=activation * tokens) for s in ("embed", "head")
+    )
+    return ModelBytes(sections=(*blocks, *ends))
+
+
 def _truth() -> ModelProfile:
     """What the devices really do: 1 ms for a token in a whole block; the planner is not told."""
     derived = derive(model(), 64.0, 1)
@@ -98,6 +119,7 @@ def spec(**changes: object) -> JobSpec:
         "samples": 1000,
         "sample_tokens": 64.0,
         "seed": 0,
+        "measured_bytes": _bytes(),
     }
     return JobSpec(**{**values, **changes})  # type: ignore[arg-type]
 

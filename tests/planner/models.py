@@ -2,6 +2,7 @@
 
 import math
 
+import msgspec
 from elasticd_planner.cost.memory import memory_by_device
 from elasticd_planner.cost.model import step_seconds
 from elasticd_planner.cost.model_profile import ModelProfile, SectionProfile
@@ -45,6 +46,15 @@ SPEC = ModelSpec(
     ties=(("head.output.weight", "embed.tokens.weight"),),
     width=8,
 )
+
+
+def at_rest(profile: ModelProfile) -> ModelProfile:
+    """The profile of a model between two steps, when no pass has anything besides what is kept."""
+    none = dict.fromkeys(("cut_working", "whole_working", "matrix_working", "beside_working"), 0.0)
+    sections = {
+        name: msgspec.structs.replace(getattr(profile, name), **none) for name in ("embed", "block", "head")
+    }
+    return msgspec.structs.replace(profile, **sections)
 
 
 def cluster(*sizes: int, memory: int = 1 << 40, inside: Link | None = None) -> Cluster:

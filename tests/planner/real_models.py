@@ -17,7 +17,8 @@ from elasticd_planner.spec.plan import StatePolicy
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """A decoder's sizes."""
+    """A decoder's sizes. norms: lengths of norms besides the two in front of attention and hidden layer: over
+    heads or all queries and keys, and behind both parts."""
 
     width: int
     layers: int
@@ -27,16 +28,17 @@ class Sizes:
     hidden: int
     vocabulary: int
     tied: bool = False
+    norms: tuple[int, ...] = ()
 
 
 REAL = {
     "Llama-3.1-8B": Sizes(4096, 32, 32, 8, 128, 14336, 128256),
     "Qwen2.5-7B": Sizes(3584, 28, 28, 4, 128, 18944, 152064),
     "Qwen2.5-0.5B": Sizes(896, 24, 14, 2, 64, 4864, 151936, tied=True),
-    "Qwen3-0.6B": Sizes(1024, 28, 16, 8, 128, 3072, 151936, tied=True),
-    "Gemma-3-1b": Sizes(1152, 26, 4, 1, 256, 6912, 262144, tied=True),
+    "Qwen3-0.6B": Sizes(1024, 28, 16, 8, 128, 3072, 151936, tied=True, norms=(128, 128)),
+    "Gemma-3-1b": Sizes(1152, 26, 4, 1, 256, 6912, 262144, tied=True, norms=(256, 256, 1152, 1152)),
     "Mistral-Nemo-12B": Sizes(5120, 40, 32, 8, 128, 14336, 131072),
-    "OLMo-2-7B": Sizes(4096, 32, 32, 32, 128, 11008, 100352),
+    "OLMo-2-7B": Sizes(4096, 32, 32, 32, 128, 11008, 100352, norms=(4096, 4096)),
     "SmolLM2-135M": Sizes(576, 30, 9, 3, 64, 1536, 49152, tied=True),
     "Llama-3.1-70B": Sizes(8192, 80, 64, 8, 128, 28672, 128256),
     "Llama-3.1-405B": Sizes(16384, 126, 128, 8, 128, 53248, 128256),
@@ -66,6 +68,7 @@ def spec_of(name: str) -> ModelSpec:
         parameter("gate", sizes.hidden, width, cut=columns),
         parameter("up", sizes.hidden, width, cut=columns),
         parameter("down", width, sizes.hidden, cut=Cut(dim=1, units="columns")),
+        *(parameter(f"norm_{index}", length) for index, length in enumerate(sizes.norms)),
     )
     vocabulary = Cut(dim=0, units="rows")
     return ModelSpec(

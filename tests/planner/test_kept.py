@@ -25,7 +25,7 @@ def slow_stage(made: Plan) -> Stage:
 def test_a_straggler_gives_away_no_more_than_its_pipelines_micro_batches_ask(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    nodes = cluster(*[8] * 8, memory=80 * 10**9)
+    nodes = cluster(*[8] * 8, memory=96 * 10**9)
     job = Problem(cluster=nodes, profile=MODEL, global_batch=64, micro_batch=1)
     healthy = planner.plan(job).plan
     assert healthy is not None

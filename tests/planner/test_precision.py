@@ -13,7 +13,7 @@ from elasticd_planner.spec.cluster import Link
 from elasticd_planner.spec.model import ModelSpec, Parameter
 from elasticd_planner.value import Invalid
 
-from tests.planner.models import LAYERS, SPEC, plan
+from tests.planner.models import LAYERS, SPEC, at_rest, plan
 
 
 def halved(parameters: tuple[Parameter, ...]) -> tuple[Parameter, ...]:
@@ -35,20 +35,24 @@ def test_a_parameter_takes_eighteen_bytes_under_master_weights() -> None:
     """Value 2, gradient 4, master weight 4, two moments of 4."""
     layouts = Layouts(HALF, plan((1, [(LAYERS, ["n0/0"], [4])])))
     elements = sum(box.size for box in layouts.of("n0/0").values())
-    cost = ProfileCost(suited(BF16, NUMBERS))
+    cost = ProfileCost(at_rest(suited(BF16, NUMBERS)))
     assert cost.memory(LAYERS, [4], 0, first=True, last=True, in_flight=0) == 18 * elements
-    plain = ProfileCost(suited(WHOLE, None))
+    plain = ProfileCost(at_rest(suited(WHOLE, None)))
     assert plain.memory(LAYERS, [4], 0, first=True, last=True, in_flight=0) == 16 * elements
 
 
-def test_activations_and_what_passes_between_stages_take_half() -> None:
-    kept = [
-        ProfileCost(made).memory(LAYERS, [4], 0, first=True, last=True, in_flight=1)
-        - ProfileCost(made).memory(LAYERS, [4], 0, first=True, last=True, in_flight=0)
-        for made in (WHOLE, suited(BF16, NUMBERS))
-    ]
-    assert kept[0] == 2 * kept[1]
-    assert BF16.boundary_bytes == WHOLE.boundary_bytes / 2
+def test_what_blocks_take_and_pass_on_takes_half() -> None:
+    """Of a norm the copy in single precision does not, nor do logits and token ids."""
+    (norm, *_), (rows, _) = SPEC.kinds[0], SPEC.head[1].shape
+    assert WHOLE.block.cut_activation == 2 * BF16.block.cut_activation
+    assert WHOLE.block.recomputed_activation == 2 * BF16.block.recomputed_activation
+    # Two inputs of matrices, the norm's input and what it gives; and the block's own input beside the copy.
+    assert WHOLE.block.whole_activation == 4 * norm.shape[0] * (2 + 1 + 1)
+    assert BF16.block.whole_activation == norm.shape[0] * (2 * 2 + 4 + 2 + 2)
+    for made, size in ((WHOLE, 4), (BF16, 2)):
+        assert made.head.whole_working == rows * (size + 2 * 4), "logits, and two gradients of them"
+        assert made.embed.whole_activation == 8
+        assert made.boundary_bytes == 8 * size
 
 
 @pytest.mark.parametrize("part", [0.0, 0.5, 1.0])

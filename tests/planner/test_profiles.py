@@ -10,7 +10,7 @@ from elasticd_planner.problem_files.times import profile_of as profile_of_entry
 from elasticd_planner.spec.model import item_size
 from elasticd_planner.value import Invalid
 
-from tests.planner.models import LAYERS, SPEC, plan, profile, replica_bytes
+from tests.planner.models import LAYERS, SPEC, at_rest, plan, profile, replica_bytes
 from tests.planner.real_models import profile_of
 
 DERIVED = derive(SPEC, sample_tokens=16, micro_batch=2, flops=1e6)
@@ -25,7 +25,7 @@ def bytes_in_layouts(made_shares: list[int]) -> list[int]:
 
 @pytest.mark.parametrize("shares", [[4], [2, 2], [1, 1, 1, 1]])
 def test_state_bytes_are_those_of_the_layouts_up_to_rounding_of_units(shares: list[int]) -> None:
-    cost = ProfileCost(DERIVED)
+    cost = ProfileCost(at_rest(DERIVED))
     held = bytes_in_layouts(shares)
     for position, size in enumerate(held):
         said = cost.memory(LAYERS, shares, position, first=True, last=True, in_flight=0)

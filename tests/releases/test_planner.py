@@ -17,10 +17,14 @@ from elasticd_planner.spec.cluster import Cluster, Node
 from elasticd.codec import decoding
 from elasticd.coordinator.planner_process import COMMAND, PlannerFailed, ask, ended, start
 from tests.machines.cast import model, node_record
+from tests.planner.models import at_rest
 from tests.releases import kept
 
 NODES = tuple(Node(name=name, devices=node_record(name).devices) for name in ("alpha", "beta"))
-PROBLEM = Problem(cluster=Cluster(nodes=NODES), profile=derive(model(), 64.0, 1), global_batch=8, micro_batch=1)
+#: Without bytes of passes, of which the earliest release knows nothing.
+PROBLEM = Problem(
+    cluster=Cluster(nodes=NODES), profile=at_rest(derive(model(), 64.0, 1)), global_batch=8, micro_batch=1
+)
 #: Reads one of the values that a release's coordinator and planner exchange, and writes it.
 AGAIN = (
     "import msgspec, sys; from elasticd_planner import problem; "

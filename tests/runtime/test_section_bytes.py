@@ -257,7 +257,7 @@ def test_the_first_profile_counts_with_measured_bytes_and_workers_may_differ_in_
     kept = profile.activation_bytes(profile.block, profile.share_units)
     assert kept == pytest.approx(block.kept)
     assert profile.working_bytes(profile.block, profile.share_units) == pytest.approx(block.working)
-    assert kept > shapes.activation_bytes(shapes.block, shapes.share_units), "a gate and its product"
+    assert kept > shapes.activation_bytes(shapes.block, shapes.share_units), "tables of rotary embedding"
     assert profile.block.seconds == shapes.block.seconds
     other = msgspec.structs.replace(spec, measured_bytes=None)
     assert difference(spec, other) == ""

@@ -9,7 +9,7 @@ steps = 90
 [cluster]
 nodes = 2
 devices = 2
-memory = "400 MiB"
+memory = "736 MiB"
 flops = 1e12
 assumed = 1.3e12
 inside = {bandwidth = 2e10, latency = 1e-5}

@@ -69,7 +69,7 @@ def test_no_step_is_quicker_of_random_plans_of_the_planners_or_of_those_beside_t
     rng = np.random.default_rng(5)
     wide = SMALL.replace("nodes = 2", f"nodes = {sizes.number(full=3, quick=2)}")
     wide = wide.replace("devices = 2", "devices = 4")
-    scenario = parse(wide.replace("400 MiB", "500 MiB"), "wide.toml")
+    scenario = parse(wide.replace("736 MiB", "920 MiB"), "wide.toml")
     known, layers, batch = bounds(scenario), scenario.model.shapes.layers, scenario.model.global_batch
     nearest = math.inf
     for _ in range(sizes.number(full=12, quick=2)):

@@ -70,7 +70,7 @@ def test_what_is_wrong_is_one_message(small: str, options: list[str], wrong: str
 
 def test_a_job_that_stopped_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "tight.toml"
-    path.write_text(SMALL.replace("400 MiB", "40 MiB"))
+    path.write_text(SMALL.replace("736 MiB", "40 MiB"))
     done = call(str(path))
     assert done.exit_code == 1
     assert "the simulated job stopped: there is no plan for this job" in done.output

@@ -54,7 +54,7 @@ paused = {paused}
 
 def scenario(
     steps: int = 8,
-    memory: str = "800 MiB",
+    memory: str = "1536 MiB",
     data: str = "",
     *,
     paused: bool = False,
@@ -80,7 +80,7 @@ def totals(given: Scenario) -> Totals:
 
 @pytest.mark.parametrize(
     ("oscillates", "memory"),
-    sizes.beside([(20, "800 MiB")], [(20, "800 MiB"), (20, "600 MiB"), (7, "800 MiB")]),
+    sizes.beside([(20, "1536 MiB")], [(20, "1536 MiB"), (20, "1152 MiB"), (7, "1536 MiB")]),
 )
 def test_the_shares_of_each_step_and_the_plans_do_not_fight_over_a_device_that_oscillates(
     oscillates: int, memory: str

@@ -58,7 +58,7 @@ def test_elasticd_lies_between_no_reaction_and_the_bound(outcome: Outcome) -> No
 
 
 def test_where_it_fits_the_baseline_restarts_and_pays_for_it() -> None:
-    text = (SMALL + SLOW).replace("400 MiB", "1 GiB").replace("step = 60", "step = 580")
+    text = (SMALL + SLOW).replace("736 MiB", "1 GiB").replace("step = 60", "step = 580")
     outcome = simulate(scenario(text, steps=600))
     restart = total(outcome, "restart without the slow nodes")
     assert restart.switches >= 1
@@ -189,7 +189,7 @@ def test_an_oscillation_that_ends_is_answered_once_the_condition_has_lasted() ->
 
 
 def test_a_model_that_does_not_fit_stops_the_job_and_says_what_is_missing() -> None:
-    outcome = simulate(scenario(SMALL.replace("400 MiB", "40 MiB")))
+    outcome = simulate(scenario(SMALL.replace("736 MiB", "40 MiB")))
     assert "there is no plan for this job" in outcome.stopped
     assert "stopped" in kinds(outcome)
     assert outcome.stretches == ()
@@ -204,7 +204,7 @@ steps = 110
 [cluster]
 nodes = 4
 devices = 4
-memory = "400 MiB"
+memory = "736 MiB"
 flops = 1e12
 assumed = 1.3e12
 inside = {bandwidth = 2e10, latency = 1e-5}

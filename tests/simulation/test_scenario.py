@@ -19,7 +19,7 @@ SHIPPED = sorted((Path(__file__).resolve().parents[2] / "examples" / "scenarios"
 def test_a_scenario_is_read_with_its_units_and_its_name() -> None:
     scenario = parse(SMALL + SLOW, "somewhere/small.toml")
     assert scenario.name == "small"
-    assert scenario.cluster.memory == 400 * 2**20
+    assert scenario.cluster.memory == 736 * 2**20
     assert [fault.text for fault in scenario.faults] == ["n0/1 runs 3x slower", "n0/1 recovers"]
     assert scenario.policy.bandwidth == 2 * 5e9, "what moves goes over all nodes' links"
     assert scenario.truth().share_units == 8
@@ -35,7 +35,7 @@ BAD = [
     ("nodes = 2", "nodes = 0", "nodes = 0 and devices = 2 must be at least 1"),
     ("nodes = 2", "", "\\[cluster\\] needs nodes"),
     ("nodes = 2", "nodes = 2\ncores = 3", "\\[cluster\\] has no key 'cores' \\(= 3\\)"),
-    ('"400 MiB"', '"400 parsecs"', "memory = '400 parsecs': '400 parsecs' is not a size"),
+    ('"736 MiB"', '"400 parsecs"', "memory = '400 parsecs': '400 parsecs' is not a size"),
     (
         "nodes = 2",
         'nodes = 2\nlevels = [{ name = "rack", link = {}, groups = [["n0", "n2"]] }]',

@@ -17,9 +17,8 @@ from elasticd_planner.numeric import EQUAL
 from elasticd_planner.spec.cluster import Cluster, node_of
 from elasticd_planner.spec.plan import Pipeline, Plan, Stage
 
-#: Tokens for which memory is counted to see what each token adds; and the most tokens of a row where tokens add
-#: nothing.
-_FEW, _MOST = 1024.0, 1 << 40
+#: How many times more tokens show what each of them adds; and the most tokens of a row where they add nothing.
+_MORE, _MOST = 1.125, 1 << 40
 
 
 def fits(needed: Mapping[str, int], cluster: Cluster) -> bool:
@@ -69,7 +68,7 @@ def _needs(pipeline: Pipeline, index: int, stage: Stage, position: int, cost: Co
 
 def most_tokens(lane: Pipeline, sized: Callable[[float], CostModel], memory: Mapping[str, int]) -> int:
     """The most tokens of a row that the memory of every member of a lane holds, with as many rows alive as each
-    stage keeps. What a member needs is linear in them.
+    stage keeps. What a member needs grows with them along lines, each steeper than the one before.
 
     Args:
         lane: a pipeline of a single lane.
@@ -81,23 +80,32 @@ def most_tokens(lane: Pipeline, sized: Callable[[float], CostModel], memory: Map
     """
     kept = len(lane.stages) * lane.chunks  # no stage keeps more rows than that
     full = msgspec.structs.replace(lane, micro_batches=max(lane.micro_batches, kept))
-    few, more = sized(_FEW), sized(2 * _FEW)
-    most = math.inf
+
+    def room(index: int, position: int, tokens: float) -> tuple[float, float]:
+        """Bytes that are left of a member's memory, and bytes that one more token needs."""
+        stage = full.stages[index]
+        needs = [
+            _needs(full, index, stage, position, sized(size).for_stage(stage))
+            for size in (tokens, tokens * _MORE)
+        ]
+        left = memory[stage.devices[position]] - needs[0]
+        return left, (needs[1] - needs[0]) / (tokens * (_MORE - 1))
+
+    most = float(_MOST)
     for index, stage in enumerate(full.stages):
-        costs = few.for_stage(stage), more.for_stage(stage)
         seen: set[tuple[int, int]] = set()
         for position, device in enumerate(stage.devices):
             key = stage.shares[position], memory[device]
             if key in seen:
                 continue
             seen.add(key)
-            some, twice = (_needs(full, index, stage, position, cost) for cost in costs)
-            state, each = 2 * some - twice, (twice - some) / _FEW
-            left = memory[device] - state
-            if left < 0:
-                return 0
-            if each > 0:
-                most = min(most, left / each)
+            left, each = room(index, position, most)
+            while left < -memory[device] * EQUAL:
+                # The line at `most` tokens lies below what fewer need, so that it meets the memory no sooner.
+                if each <= 0 or most + left / each <= 0:
+                    return 0
+                most += left / each
+                left, each = room(index, position, most)
     return math.floor(min(most, _MOST) * (1 + EQUAL))
 
 

@@ -1,19 +1,21 @@
 """The model's profile: seconds and bytes of each section by tokens and share, all that the cost reads.
 
 `derive` makes one from the model's shapes alone, before anything was measured; `fit` replaces its seconds by
-measured ones. Bytes always come from the shapes.
+measured ones. Bytes of parameters always come from the shapes, those of activations where none were measured.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import asdict
 from typing import Any
 
 import msgspec
 import numpy as np
 
 from elasticd_planner.cost.pipeline_time import FORWARD
+from elasticd_planner.cost.shape_bytes import ShapeBytes, block_bytes, embed_bytes, head_bytes
 from elasticd_planner.numeric import Floats, Ints
 from elasticd_planner.spec.model import ModelSpec, Parameter, item_size
 from elasticd_planner.value import Value, refuse
@@ -37,7 +39,10 @@ class SectionProfile(Value, frozen=True, kw_only=True):
     (kv projections) with the groups of units that its share touches; `whole_bytes` every member holds. The
     activation bytes are those kept from forward to backward for one token, cut and whole; of a block that
     makes them again only `recomputed_activation`, whole. The working bytes are what its two passes have at most
-    beside those: gradients of activations, and of the head all that its loss makes of the logits.
+    beside those, at one of two moments. With many tokens it is `cut_working` and `whole_working` of each:
+    gradients of activations, and of the head all that its loss makes of the logits. With few it is the gradient
+    of the largest matrix, `matrix_working`, which is cut and the same for any number of tokens, and
+    `beside_working` of each token, whole; that is negative where more of what was kept is gone by then.
     """
 
     seconds: float = 0.0
@@ -52,10 +57,13 @@ class SectionProfile(Value, frozen=True, kw_only=True):
     cut_working: float = 0.0
     whole_working: float = 0.0
     collectives: int = 0
+    matrix_working: float = 0.0
+    beside_working: float = 0.0
 
     def __post_init__(self) -> None:
-        numbers = (getattr(self, name) for name in self.__struct_fields__ if name != "slowdown")
-        if any(not 0 <= number < math.inf for number in numbers):
+        others = ("slowdown", "beside_working")
+        numbers = (getattr(self, name) for name in self.__struct_fields__ if name not in others)
+        if any(not 0 <= number < math.inf for number in numbers) or not math.isfinite(self.beside_working):
             refuse(f"section profile: seconds, bytes and counts must be finite and not negative, not {self}")
         if any(width < 1 or not 0 < factor < math.inf for width, factor in self.slowdown.items()):
             refuse(f"section profile: slowdown must be positive by positive widths, not {self.slowdown}")
@@ -202,22 +210,32 @@ class ModelProfile(Value, frozen=True, kw_only=True):
     def working_bytes(self, section: SectionProfile, units: int, *, sliced: bool = False) -> float:
         """Bytes that the passes of one micro-batch have at most beside those; arguments as there."""
         part = units / self.share_units
-        return (section.cut_working * part + section.whole_working * (part if sliced else 1.0)) * self.tokens
+        others = part if sliced else 1.0
+        many = (section.cut_working * part + section.whole_working * others) * self.tokens
+        few = section.matrix_working * part + section.beside_working * others * self.tokens
+        return max(many, few)
 
 
 def derive(
-    spec: ModelSpec, sample_tokens: float, micro_batch: int, flops: float = GUESSED_FLOPS
+    spec: ModelSpec,
+    sample_tokens: float,
+    micro_batch: int,
+    flops: float = GUESSED_FLOPS,
+    *,
+    dropouts: int = 0,
 ) -> ModelProfile:
-    """A profile from shapes alone. `sample_tokens`: tokens of one sample; `flops`: of a normal device.
+    """A profile from shapes alone. `sample_tokens`: tokens of one sample; `flops`: of a normal device;
+    `dropouts`: how many times a block drops elements of its activation.
 
     Seconds per token are 6 x elements of matrices / flops (two operations per element forward, four
     backward; Kaplan et al. 2020, section 2.1); looking up an embedding costs nothing, a vector (a norm)
-    counts as one matrix column. Attention adds 6 x 2 x width x tokens / 2 for a causal mask.
+    counts as one matrix column. Attention adds 6 x 2 x width x tokens / 2 for a causal mask. `shape_bytes` says
+    what activations weigh.
     """
     if not flops > 0 or not sample_tokens > 0 or micro_batch < 1:
         refuse("profile: flops, sample_tokens and micro_batch must be positive")
     size = item_size(spec.dtype)
-    blocks = [_block(spec, kind, size, flops, sample_tokens) for kind in spec.kinds]
+    blocks = [_block(spec, kind, flops, sample_tokens, dropouts) for kind in spec.kinds]
     used = [blocks[kind] for kind in spec.layers]
     mean = sum(block.seconds for block in used) / len(used)
     largest = {
@@ -235,8 +253,8 @@ def derive(
         share_units=coarsest,
         tokens=sample_tokens * micro_batch,
         block=SectionProfile(seconds=mean, **largest),
-        embed=_edge(spec, spec.embed, 0.0, size),
-        head=_edge(spec, spec.head, 6 * _matrix_elements(spec.head) / flops, size),
+        embed=_edge(spec, spec.embed, 0.0, embed_bytes(spec, dropouts)),
+        head=_edge(spec, spec.head, 6 * _matrix_elements(spec.head) / flops, head_bytes(spec)),
         groups=min(*followers, coarsest) if followers else 0,
         tied_bytes=sum(parameter_bytes(p) for p in spec.head if f"head.{p.name}" in aliases),
         boundary_bytes=spec.width * size,
@@ -286,31 +304,27 @@ def _parts(spec: ModelSpec, parameters: Iterable[Parameter]) -> dict[str, Any]:
 
 
 def _block(
-    spec: ModelSpec, kind: tuple[Parameter, ...], size: int, flops: float, sample_tokens: float
+    spec: ModelSpec, kind: tuple[Parameter, ...], flops: float, sample_tokens: float, dropouts: int
 ) -> SectionProfile:
-    """Kept for backward: of every cut matrix the side that is cut (a column's output, a row's input), and
-    for each all-reduce of forward the residual and its normalised copy, which all members keep."""
+    """A block of this kind. Backward makes as many all-reduces as forward."""
     operations = 6 * (_matrix_elements(kind) + spec.width * sample_tokens)
-    cut_sides = sum(p.shape[p.cut.dim] for p in kind if p.cut is not None and len(p.shape) > 1)
     return SectionProfile(
         seconds=operations / flops,
-        cut_activation=cut_sides * size,
-        whole_activation=2 * spec.collectives * spec.width * size,
-        recomputed_activation=spec.width * size,
+        recomputed_activation=spec.width * item_size(spec.dtype),
         collectives=2 * spec.collectives,
+        **asdict(block_bytes(spec, kind, dropouts)),
         **_parts(spec, kind),
     )
 
 
-def _edge(spec: ModelSpec, parameters: tuple[Parameter, ...], seconds: float, size: int) -> SectionProfile:
-    """Embed or head: a cut one needs one all-reduce of the activation (embed's forward, head's backward);
-    the head's output, which its loss keeps, is as wide as its cut side."""
-    cut_sides = sum(p.shape[p.cut.dim] for p in parameters if p.cut is not None) if seconds else 0
+def _edge(
+    spec: ModelSpec, parameters: tuple[Parameter, ...], seconds: float, activations: ShapeBytes
+) -> SectionProfile:
+    """Embed or head: a cut one needs one all-reduce of the activation (embed's forward, head's backward)."""
     return SectionProfile(
         seconds=seconds,
-        cut_activation=cut_sides * size,
-        whole_activation=spec.width * size,
         collectives=int(any(p.cut is not None for p in parameters)),
+        **asdict(activations),
         **_parts(spec, parameters),
     )
 
@@ -339,6 +353,7 @@ def with_room(profile: ModelProfile, factor: float) -> ModelProfile:
             recomputed_activation=section.recomputed_activation * factor,
             cut_working=section.cut_working * factor,
             whole_working=section.whole_working * factor,
+            beside_working=section.beside_working * factor,
         )
 
     return msgspec.structs.replace(

@@ -65,7 +65,8 @@ def _section(name: str, base: ModelProfile, found: ModelProfile, stated: bool) -
     same = {field: getattr(ours, field) for field in (*_PARAMETERS, "collectives")}
     if not stated:
         of_activations = ("cut_activation", "whole_activation", "recomputed_activation")
-        for field in (*of_activations, "cut_working", "whole_working"):
+        of_passes = ("cut_working", "whole_working", "matrix_working", "beside_working")
+        for field in (*of_activations, *of_passes):
             same[field] = getattr(ours, field)
     elif any(getattr(theirs, field) != same[field] for field in _PARAMETERS):
         refuse(

@@ -97,7 +97,8 @@ class TimesEntry(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 class SectionState(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Bytes of a block's, embed's or head's parameters (cut with the shares, cut by kv-heads, held by every
-    member), of the activations kept for backward for a token, and what its passes have besides at most."""
+    member), of the activations kept for backward for a token, and what its passes have besides at most:
+    `SectionProfile` explains the working bytes."""
 
     cut_bytes: int = 0
     grouped_bytes: int = 0
@@ -106,9 +107,13 @@ class SectionState(Value, frozen=True, kw_only=True, forbid_unknown_fields=True)
     whole_activation: float = 0.0
     cut_working: float = 0.0
     whole_working: float = 0.0
+    matrix_working: float = 0.0
+    beside_working: float = 0.0
 
     def __post_init__(self) -> None:
-        none_negative(self, *self.__struct_fields__)
+        none_negative(self, *(name for name in self.__struct_fields__ if name != "beside_working"))
+        if not math.isfinite(self.beside_working):
+            refuse(f"beside_working {self.beside_working} must be finite")
 
     @property
     def parameter_bytes(self) -> int:
@@ -261,8 +266,10 @@ def entry_of(profile: ModelProfile) -> dict[str, Any]:
             del found["times"][name]  # a key that releases before 0.2 refuse
     for section in ("block", "embed", "head"):
         state_entry = found["state"][section]
-        if not state_entry["cut_working"] and not state_entry["whole_working"]:
-            del state_entry["cut_working"], state_entry["whole_working"]  # likewise
+        for names in (("cut_working", "whole_working"), ("matrix_working", "beside_working")):
+            if not any(state_entry[name] for name in names):
+                for name in names:
+                    del state_entry[name]  # likewise
     return found
 
 

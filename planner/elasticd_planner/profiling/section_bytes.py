@@ -37,6 +37,8 @@ def section_with_bytes(base: SectionProfile, measured: Sequence[MeasuredBytes]) 
         recomputed_activation=again if again else base.recomputed_activation,
         cut_working=cut_working if has_working else 0.0,
         whole_working=whole_working if has_working else 0.0,
+        matrix_working=0.0,
+        beside_working=0.0,
     )
 
 
