@@ -23,7 +23,16 @@ from elasticd.runtime.comm.in_memory import MemoryPlanGroups, run_threads
 from elasticd.runtime.data.packing import Packing
 from elasticd.runtime.data.prefetch import SampleError, SampleReader
 from elasticd.runtime.data.step_samples import Mapped
-from elasticd.runtime.data.stream import Stream, Streamed, _Handed, _packed, _sendable, _unpacked, first_samples
+from elasticd.runtime.data.stream import (
+    Stream,
+    Streamed,
+    _Handed,
+    _packed,
+    _sendable,
+    _Source,
+    _unpacked,
+    first_samples,
+)
 from elasticd.runtime.engine.engine import DATA, Engine
 from elasticd.runtime.engine.recipe import Recipe
 from tests import sizes
@@ -330,6 +339,46 @@ def test_a_part_that_other_ranks_would_get_as_another_type_is_refused() -> None:
         for whole in (part, [part], (part,), {"inner": part}):
             with pytest.raises(TypeError, match=f"it has a {type(part).__name__}: a sample of a stream"):
                 _sendable({"x": whole})
+
+
+class Wrapped:
+    """A loader of a dataset, as torchdata's without workers."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.dataset)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"of": self.dataset.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.dataset.load_state_dict(state["of"])
+
+
+@pytest.mark.parametrize("wrap", [lambda dataset: dataset, Wrapped])
+@pytest.mark.parametrize("loaded_at", range(1, 6))
+def test_a_stream_of_hugging_face_has_whole_passes_after_one_that_began_in_the_midst(
+    wrap: Callable[[Any], Any], loaded_at: int
+) -> None:
+    """Each of its later passes would begin where that one began."""
+    datasets = pytest.importorskip("datasets")
+
+    def source() -> _Source:
+        rows = datasets.Dataset.from_dict({"inputs": [[number] * 3 for number in range(10)]})
+        dataset = rows.to_iterable_dataset(num_shards=2).with_format("torch")
+        return _Source(wrap(dataset), 4, threaded=False)
+
+    reader, position, found = source(), None, []
+    for step in range(9):
+        if step == loaded_at:
+            reader = source()
+        read = reader.take(step, position)
+        assert read.error is None
+        found += [int(sample["inputs"][0]) for sample in read.samples]
+        position = read.after
+    assert found == [number % 10 for number in range(36)]
 
 
 def test_a_dataset_without_a_position_is_refused() -> None:

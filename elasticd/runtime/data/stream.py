@@ -9,6 +9,7 @@ fault undid are read again from the position before it, unless the reader still 
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -310,6 +311,7 @@ class _Source:
         self._iterator: Iterator[Any] | None = None
         self._first: str | None = None
         self._at: str | None = None
+        self._rewinds: Sequence[Callable[[], None]] = ()
 
     def take(self, step: int, position: str | None) -> _Read:
         """The samples of a step that begins at `position`. Samples that are still here are not read again."""
@@ -363,6 +365,7 @@ class _Source:
     def _go_to(self, position: str | None) -> None:
         if self._first is None:
             self._first = to_text(self._dataset.state_dict(), "state_dict() of the dataset", _MOST_ELEMENTS)
+            self._rewinds = tuple(_rewinds(self._dataset))
             if position is None:  # as it was given
                 self._iterator = iter(self._dataset)
                 return
@@ -376,10 +379,25 @@ class _Source:
         assert self._iterator is not None
         for sample in self._iterator:
             return sample
+        for rewind in self._rewinds:
+            rewind()
         self._iterator = iter(self._dataset)  # the next pass
         for sample in self._iterator:
             return sample
         raise RuntimeError("the dataset gives no sample")
+
+
+def _rewinds(dataset: Any) -> Iterator[Callable[[], None]]:
+    """Functions that have the next pass of a dataset begin at its beginning, where it would not: Hugging Face's
+    begin each pass where the first one after `load_state_dict` began. Called before any pass."""
+    while dataset is not None:
+        if type(dataset).__module__.partition(".")[0] == "datasets":
+            yield partial(_load, dataset, dataset.state_dict())
+        dataset = getattr(dataset, "dataset", None)  # of a loader
+
+
+def _load(dataset: StatefulIterable, state: dict[str, Any]) -> None:
+    dataset.load_state_dict(copy.deepcopy(state))
 
 
 def _at_once(work: Callable[[], _Read]) -> Future[_Read]:
