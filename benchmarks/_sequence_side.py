@@ -112,7 +112,7 @@ def kept_by_member(plan: Plan) -> dict[str, int]:
         layouts = Layouts(model.spec, plan)
         engine = Engine(recipe, layouts, cast(PlanGroups, groups), unpaced)
         engine.adopt(first_state(model, layouts, groups.me, 0))
-        made, found = _Made(parameter for _, parameter in engine.local.parameters.values()), list[int]()
+        made, found = _Made(parameter for _, parameter in engine.module.local.parameters.values()), list[int]()
         groups.world = cast(MemoryWorld, _Wire(groups.world, made))
 
         def begin(module: object, args: tuple[Tensor, ...]) -> None:
@@ -123,8 +123,8 @@ def kept_by_member(plan: Plan) -> dict[str, int]:
             made.__exit__(None, None, None)
             found.append(made.alive())
 
-        engine.local.modules["blocks.0"].register_forward_pre_hook(begin)
-        engine.local.modules["head"].register_forward_pre_hook(end, prepend=True)
+        engine.module.local.modules["blocks.0"].register_forward_pre_hook(begin)
+        engine.module.local.modules["head"].register_forward_pre_hook(end, prepend=True)
         engine.step(0, lambda: 0)
         return found[0]
 

@@ -144,7 +144,9 @@ def under(
         after(engine)
         if gloo:
             engine.settle()
-        return losses, {name: (box, p.detach().cpu()) for name, (box, p) in engine.local.parameters.items()}
+        return losses, {
+            name: (box, p.detach().cpu()) for name, (box, p) in engine.module.local.parameters.items()
+        }
 
     if threads:
         results = run_threads(plan.members, worker)

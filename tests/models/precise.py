@@ -76,7 +76,7 @@ def under(course: Course, plan: Plan) -> Trained:
         engine = engine_of(course, plan, memory)
         done = [engine.step(i, lambda: 0).outcome for i in range(course.training.steps)]
         engine.settle()
-        assert not any(p.grad is not None for _, p in engine.local.parameters.values())
+        assert not any(p.grad is not None for _, p in engine.module.local.parameters.values())
         return [o.vote.loss for o in done], [o.vote.apply for o in done], engine.scale, engine.state()
 
     results = run_threads(plan.members, worker)

@@ -380,7 +380,7 @@ def masked_rank(name: str, store: Any) -> int:
     for step in range(3):
         made.step(step, lambda: 0)
     if name == "b/0":
-        made.local.drawing.begin(SEED, 70)  # as of a rank that has another history
+        made.module.local.drawing.begin(SEED, 70)  # as of a rank that has another history
     held = HeldOut(dataset=Text(VOCABULARY - 1), collate=masked)
     evaluate(made, held, "held_out", 3, loss, recipe.data, "value")
     made.settle()

@@ -122,11 +122,13 @@ def test_a_plan_with_it_takes_over_from_one_without_and_back() -> None:
             layouts = Layouts(recipe.model.spec, plan)
             engine = Engine(recipe, layouts, cast(PlanGroups, groups), unpaced)
             engine.adopt(state or first_state(recipe.model, layouts, groups.me, SEED))
-            assert (engine.slices is not None) == (turn == 1 and groups.me.startswith("a/"))
+            assert (engine.module.slices is not None) == (turn == 1 and groups.me.startswith("a/"))
             losses += [engine.step(2 * turn + i, lambda: 0).outcome.vote.loss for i in range(2)]
             engine.settle()
             state = engine.state()
-        return losses, {name: p.detach() for name, (_, p) in engine.local.parameters.items() if p.dim() == 1}
+        return losses, {
+            name: p.detach() for name, (_, p) in engine.module.local.parameters.items() if p.dim() == 1
+        }
 
     expected = alone(training, whole)
     for losses, vectors in run_threads(plain.members, worker).values():
@@ -257,11 +259,11 @@ def test_a_backward_pass_gathers_a_tensor_once_however_many_modules_kept_it() ->
         layouts = Layouts(recipe.model.spec, plan)
         engine = Engine(recipe, layouts, cast(PlanGroups, groups), unpaced)
         engine.adopt(first_state(recipe.model, layouts, groups.me, SEED))
-        assert engine.slices is not None
-        counted = engine.slices._group = Counted(engine.slices._group)
-        block, before = engine.local.modules["blocks.0"], list[int]()
+        assert engine.module.slices is not None
+        counted = engine.module.slices._group = Counted(engine.module.slices._group)
+        block, before = engine.module.local.modules["blocks.0"], list[int]()
         x = torch.randn(2, 6, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-        entered = engine.slices.cut(x).requires_grad_()
+        entered = engine.module.slices.cut(x).requires_grad_()
         counted.gathers = counted.sums = 0
         out = block(entered)
         before += [counted.gathers, counted.sums]

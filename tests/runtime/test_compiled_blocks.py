@@ -82,7 +82,7 @@ def trained(plan: Plan, *, compile: bool) -> tuple[list[float | None], dict[str,
         engine.adopt(first_state(recipe.model, layouts, memory.me, recipe.seed))
         norms = [engine.step(step, lambda: 0).outcome.vote.norm for step in range(2)]
         engine.settle()
-        return norms, {name: p.detach() for name, (_, p) in engine.local.parameters.items()}
+        return norms, {name: p.detach() for name, (_, p) in engine.module.local.parameters.items()}
 
     found = run_threads(plan.members, worker)
     return next(iter(found.values()))[0], {device: weights for device, (_, weights) in found.items()}
@@ -261,10 +261,12 @@ def test_nothing_of_ours_runs_around_a_compiled_block(recompute: bool, traced: N
     engine.adopt(first_state(recipe.model, layouts, "a/0", recipe.seed))
     for step in range(3):
         engine.step(step, lambda: 0)
-    assert engine.runner is not None
-    shapes = {call.tensors[0][1][1] for call in engine.runner.calls.seen}
+    assert engine.module.runner is not None
+    shapes = {call.tensors[0][1][1] for call in engine.module.runner.calls.seen}
     assert shapes == {7, 10}, "both lengths were noted"
-    blocks = {id(module) for section, module in engine.local.modules.items() if section.startswith("blocks.")}
+    blocks = {
+        id(module) for section, module in engine.module.local.modules.items() if section.startswith("blocks.")
+    }
     graphs_before, inside, passes, ours = graphs(), 0, 0, set()
     written = {code for code in _compile.__code__.co_consts if isinstance(code, CodeType)}
 

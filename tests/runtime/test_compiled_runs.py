@@ -61,7 +61,7 @@ def trained(
         engine = engine_of(recipe_of(), plan, memory)
         losses = [engine.step(step, lambda: 0).outcome.vote.loss for step in range(steps)]
         engine.settle()
-        weights = {name: p.detach() for name, (_, p) in engine.local.parameters.items()}
+        weights = {name: p.detach() for name, (_, p) in engine.module.local.parameters.items()}
         return losses, weights, [run.by_block for run in runs_of(engine)]
 
     found = run_threads(plan.members, worker)
@@ -70,8 +70,8 @@ def trained(
 
 
 def runs_of(engine: Engine) -> list[CompiledRun]:
-    assert engine.runner is not None
-    parts = [part for chunk in engine.runner._chunks for graph in chunk.graphs for part in graph]
+    assert engine.module.runner is not None
+    parts = [part for chunk in engine.module.runner._chunks for graph in chunk.graphs for part in graph]
     return [part.passed for part in parts if isinstance(part.passed, CompiledRun)]
 
 
@@ -156,10 +156,12 @@ def test_an_evaluation_calls_blocks_one_by_one(traced: None, monkeypatch: pytest
     engine.step(0, lambda: 0)
     made, (run,) = graphs(), runs_of(engine)
     monkeypatch.setattr(CompiledRun, "__call__", lambda *_: pytest.fail("one graph more would be made"))
-    assert engine.runner is not None
+    assert engine.module.runner is not None
     micro_batches = engine._batch(1).of(ONE.places["a/0"])
-    engine.runner.prepare(micro_batches)
-    passed = engine.runner.forward(micro_batches, engine.runner._loader, engine.runner.loss)
+    engine.module.runner.prepare(micro_batches)
+    passed = engine.module.runner.forward(
+        micro_batches, engine.module.runner._loader, engine.module.runner.loss
+    )
     assert float(passed.count) > 0
     assert graphs() == made + 1, "of a block without gradients"
     assert not run.by_block

@@ -104,11 +104,11 @@ def test_a_sample_that_cannot_be_read_ends_the_step_on_every_rank_and_leaves_the
         engine = engine_on(plan_groups, torn, UNEQUAL)
         for step in range(2):
             assert engine.step(step, lambda: 0).outcome.vote.loss == pytest.approx(alone[step], abs=1e-12)
-        before = {name: p.detach().clone() for name, (_, p) in engine.local.parameters.items()}
+        before = {name: p.detach().clone() for name, (_, p) in engine.module.local.parameters.items()}
         with pytest.raises(SampleError, match=f"sample {torn.dataset.torn} ") as caught:  # type: ignore[attr-defined]
             engine.step(2, lambda: 0)
-        same = all(torch.equal(before[n], p) for n, (_, p) in engine.local.parameters.items())
-        left = any(p.grad is not None for _, p in engine.local.parameters.values())
+        same = all(torch.equal(before[n], p) for n, (_, p) in engine.module.local.parameters.items())
+        left = any(p.grad is not None for _, p in engine.module.local.parameters.values())
         return str(caught.value), same, left
 
     found = run_threads(UNEQUAL.members, worker)

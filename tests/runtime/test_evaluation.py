@@ -118,7 +118,9 @@ def under(plan: Plan, dataset: Any, precision: Precision | None = None) -> dict[
                 found.setdefault(weights, []).append(done)
             assert reader.waited_for, "parameters and averages are swapped in place"
         assert not engine.stale
-        assert all(part.training for module in engine.local.modules.values() for part in module.modules())
+        assert all(
+            part.training for module in engine.module.local.modules.values() for part in module.modules()
+        )
         return found
 
     results = run_threads(plan.members, worker)
@@ -168,11 +170,11 @@ def test_weights_are_as_they_were_after_their_average_was_evaluated_in_bfloat16(
         engine = engine_on(plan_groups, made, TWO_STAGES)
         for step in range(2):
             engine.step(step, lambda: 0)
-        before = {n: p.detach().clone() for n, (_, p) in engine.local.parameters.items()}
-        masters = [part.parameter.detach().clone() for part in engine.zero.owned]
+        before = {n: p.detach().clone() for n, (_, p) in engine.module.local.parameters.items()}
+        masters = [part.parameter.detach().clone() for part in engine.owned]
         evaluate(engine, HeldOut(dataset=Held()), "held", 2, next_token_loss, DataOptions(), "average")
-        assert all(torch.equal(before[n], p) for n, (_, p) in engine.local.parameters.items())
-        assert all(torch.equal(a, b.parameter) for a, b in zip(masters, engine.zero.owned, strict=True))
+        assert all(torch.equal(before[n], p) for n, (_, p) in engine.module.local.parameters.items())
+        assert all(torch.equal(a, b.parameter) for a, b in zip(masters, engine.owned, strict=True))
 
     run_threads(TWO_STAGES.members, worker)
 
@@ -214,10 +216,10 @@ def test_a_sample_that_cannot_be_read_is_named_on_every_member_and_the_weights_a
         for step in range(2):
             engine.step(step, lambda: 0)
         engine.delivered()
-        before = {n: p.detach().clone() for n, (_, p) in engine.local.parameters.items()}
+        before = {n: p.detach().clone() for n, (_, p) in engine.module.local.parameters.items()}
         with pytest.raises(SampleError, match="sample 19 ") as caught:
             evaluate(engine, HeldOut(dataset=Torn(19)), "held", 2, next_token_loss, DataOptions(), weights)
-        same = all(torch.equal(before[n], p) for n, (_, p) in engine.local.parameters.items())
+        same = all(torch.equal(before[n], p) for n, (_, p) in engine.module.local.parameters.items())
         return str(caught.value), same, engine.stale
 
     found = run_threads(plan.members, worker)
@@ -272,7 +274,7 @@ def test_a_measure_that_raises_on_one_member_raises_alike_on_all_and_weights_are
         for step in range(2):
             engine.step(step, lambda: 0)
         engine.delivered()
-        before = {n: p.detach().clone() for n, (_, p) in engine.local.parameters.items()}
+        before = {n: p.detach().clone() for n, (_, p) in engine.module.local.parameters.items()}
 
         def torn(output: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
             if engine.device == last:
@@ -283,7 +285,7 @@ def test_a_measure_that_raises_on_one_member_raises_alike_on_all_and_weights_are
         with pytest.raises(MeasureError) as caught:
             evaluate(engine, held, "held", 2, next_token_loss, DataOptions(), "average")
         assert isinstance(caught.value.__cause__, ValueError) == (engine.device == last)
-        same = all(torch.equal(before[n], p) for n, (_, p) in engine.local.parameters.items())
+        same = all(torch.equal(before[n], p) for n, (_, p) in engine.module.local.parameters.items())
         again = evaluate(engine, HeldOut(dataset=Held()), "held", 2, next_token_loss, DataOptions(), "value")
         engine.step(2, lambda: 0)
         return str(caught.value), same, engine.stale, again.loss

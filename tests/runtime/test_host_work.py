@@ -49,7 +49,7 @@ def test_nothing_of_ours_is_hooked_to_a_section_of_a_device_that_shares_none() -
     for step in range(4):
         engine.step(step, lambda: 0)
     tables = ("_forward_pre_hooks", "_forward_hooks", "_forward_hooks_always_called", "_backward_hooks")
-    for section, module in engine.local.modules.items():
+    for section, module in engine.module.local.modules.items():
         assert not any(getattr(module, table) for table in tables), section
 
 
@@ -58,7 +58,7 @@ def backward_calls(recipe: Recipe, plan: Plan, steps: int = 4) -> list[list[int]
 
     def worker(memory: MemoryPlanGroups) -> list[int]:
         engine = engine_on(memory, recipe, plan)
-        assert engine.runner is not None
+        assert engine.module.runner is not None
         counts: list[int] = []
         for step in range(steps):
             before = calls[threading.get_ident()]

@@ -81,7 +81,7 @@ def worker(device: str, store: Any, old: Plan, new: Plan, aside: tuple[str, ...]
         "losses": [d.outcome.vote.loss for d in done],
         "norms": [d.outcome.vote.norm for d in done],
         "held": held_by(engine.state()),
-        "gradients left": any(p.grad is not None for _, (_, p) in engine.local.parameters.items()),
+        "gradients left": any(p.grad is not None for _, (_, p) in engine.module.local.parameters.items()),
     }
 
 

@@ -82,12 +82,12 @@ def test_an_interleaved_layout_trains_like_one_process(
         engine = engine_on(plan_groups, make_recipe(), plan)
         done = [engine.step(step, lambda: 0) for step in range(STEPS)]
         engine.settle()
-        assert engine.runner is not None
+        assert engine.module.runner is not None
         return {
             "losses": [each.outcome.vote.loss for each in done],
             "norms": [each.outcome.vote.norm for each in done],
-            "weights": {n: (box, p.detach().cpu()) for n, (box, p) in engine.local.parameters.items()},
-            "alive": engine.runner.most_alive,
+            "weights": {n: (box, p.detach().cpu()) for n, (box, p) in engine.module.local.parameters.items()},
+            "alive": engine.module.runner.most_alive,
             "measured": done[-1].measurement,
         }
 

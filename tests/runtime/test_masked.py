@@ -65,7 +65,7 @@ def test_micro_batches_without_targets_train_like_one_process() -> None:
         engine = Engine(recipe, layouts, plan_groups, unpaced)  # type: ignore[arg-type]
         engine.adopt(first_state(recipe.model, layouts, plan_groups.me, SEED))
         done = [engine.step(step, lambda: 0, lambda: 0) for step in range(STEPS)]
-        return [each.outcome.vote.loss for each in done], engine.local.parameters
+        return [each.outcome.vote.loss for each in done], engine.module.local.parameters
 
     for made, parameters in run_threads(TWO_STAGES.members, member).values():
         assert made == pytest.approx(losses, abs=1e-10)

@@ -171,7 +171,7 @@ def test_every_rank_launches_what_the_plan_says_with_an_evaluation_after_each_st
             steps.append((begin, len(log), applied))
             evaluate(engine, HeldOut(dataset=Held()), "held", step, made.loss, made.data, "value")
         engine.settle()
-        named = {n: gradient_dtype(p) for n, (_, p) in engine.local.parameters.items()}
+        named = {n: gradient_dtype(p) for n, (_, p) in engine.module.local.parameters.items()}
         return steps, {n: str(dtype).removeprefix("torch.") for n, dtype in named.items()}
 
     found = run_threads(plan.members, member)

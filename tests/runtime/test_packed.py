@@ -71,7 +71,7 @@ def trained(device: str, plan: Plan, groups: PlanGroups, recipe: Recipe, steps: 
         "measured": done[-1].measurement,
         "weights": {
             n: (box.start, box.stop, p.detach().cpu().numpy())
-            for n, (box, p) in engine.local.parameters.items()
+            for n, (box, p) in engine.module.local.parameters.items()
         },
     }
 
@@ -296,10 +296,10 @@ def test_a_rank_that_saw_other_pieces_than_the_batch_plan_has_is_named_on_all() 
         data = DataOptions(length=length, packing=Packing(tokens=30))
         engine = engine_on(memory, replace(make_recipe(), data=data), plan)
         engine.step(0, lambda: 0)
-        assert engine.runner is not None
+        assert engine.module.runner is not None
         if memory.me == "b/0":
-            passes = engine.runner.run
-            engine.runner.run = lambda *args: replace(made := passes(*args), samples=made.samples + 1)  # type: ignore[method-assign]
+            passes = engine.module.runner.run
+            engine.module.runner.run = lambda *args: replace(made := passes(*args), samples=made.samples + 1)  # type: ignore[method-assign]
         with pytest.raises(LedgerError) as refused:
             engine.step(1, lambda: 0)
         return str(refused.value)

@@ -104,7 +104,7 @@ def test_groups_settings_and_the_average_survive_a_switch(zero: int) -> None:
         ]
         for step in range(STEPS // 2, STEPS):
             found["losses"].append(engine.step(step, lambda: 0).outcome.vote.loss)
-        for name, box, parameter in engine.zero.owned:
+        for name, box, parameter in engine.owned:
             if not box.empty:
                 found["kept"][name, box] = engine.optimizer.state[parameter][AVERAGE].cpu()
         return found

@@ -148,7 +148,7 @@ def trained(
     engine.adopt(first_state(recipe.model, layouts, device, SEED, accelerator=accelerator))
     done = [engine.step(step, lambda: 0, lambda: 0) for step in range(STEPS)]
     engine.settle()  # nobody ends before others have what it sent
-    assert engine.runner is not None
+    assert engine.module.runner is not None
     place = plan.places[device]
     pipeline = plan.pipeline(place)
     return {
@@ -156,9 +156,9 @@ def trained(
         "norms": [d.outcome.vote.norm for d in done],
         "weights": {
             n: (box.start, box.stop, p.detach().cpu().numpy())
-            for n, (box, p) in engine.local.parameters.items()
+            for n, (box, p) in engine.module.local.parameters.items()
         },
-        "alive": engine.runner.most_alive,
+        "alive": engine.module.runner.most_alive,
         "promised": most_alive(
             len(pipeline.stages), place.stage, pipeline.micro_batches, (1,) * pipeline.chunks
         ),

@@ -71,15 +71,15 @@ def test_modules_and_state_are_of_the_boxes_that_the_rank_holds(seed: int) -> No
     for device, engine in engines.items():
         place = plan.places.get(device)
         sections = () if place is None else sections_of(recipe.model.spec, plan.stage(place))
-        assert tuple(engine.local.modules) == sections
+        assert tuple(engine.module.local.modules) == sections
         tensors = {
             id(tensor): tensor
-            for module in engine.local.modules.values()
+            for module in engine.module.local.modules.values()
             for tensor in (*module.parameters(), *module.buffers())
         }
         assert not any(tensor.is_meta for tensor in tensors.values())
         assert elements(tensors.values()) == sum(box.size for box in layouts.of(device).values())
-        values = [parameter for held in engine.zero.values.values() for _, parameter in held]
+        values = [parameter for held in engine.module.zero.values.values() for _, parameter in held]
         kept = {item: boxes for item, boxes in layouts.held(device).items() if item.role == "value"}
         assert elements(values) == sum(box.size for boxes in kept.values() for box in boxes)
 

@@ -38,7 +38,7 @@ def owned(engine: Engine) -> list[tuple[float, dict[str, Any]]]:
             float(part.parameter.detach()),
             {k: float(v) for k, v in engine.optimizer.state[part.parameter].items()},
         )
-        for part in engine.zero.owned
+        for part in engine.owned
         if part.name == SCALE and not part.box.empty
     ]
 

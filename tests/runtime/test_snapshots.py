@@ -123,7 +123,7 @@ def worker(device: str, store: Any, folder: str, old: Plan, new: Plan) -> dict[s
     assert engine is not None
     again = [engine.step(step, lambda: 0) for step in range(BACK, STEPS)]
     engine.settle()
-    gradients = [p.grad is not None for _, (_, p) in engine.local.parameters.items()]
+    gradients = [p.grad is not None for _, (_, p) in engine.module.local.parameters.items()]
     return {
         "first": [d.outcome.vote.loss for d in done],
         "losses": [d.outcome.vote.loss for d in again],

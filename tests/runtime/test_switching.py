@@ -370,8 +370,8 @@ def large_loss(output: torch.Tensor, batch: Any) -> tuple[torch.Tensor, int]:
 def fails_from_here(trained: elasticd.Job, loss: Any = bad_loss) -> None:
     engine = trained._switcher.engine
     assert engine is not None
-    assert engine.runner is not None
-    engine.runner.loss = loss
+    assert engine.module.runner is not None
+    engine.module.runner.loss = loss
 
 
 class Bad(torch.optim.SGD):

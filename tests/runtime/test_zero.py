@@ -125,7 +125,7 @@ def train(device: str, plan_groups: PlanGroups, plan: Plan, frozen: bool) -> dic
     done = [engine.step(step, lambda: 0, lambda: 0) for step in range(STEPS)]
     engine.settle()
     state = engine.state()
-    gradients = {n: p.grad is not None for n, (_, p) in engine.local.parameters.items()}
+    gradients = {n: p.grad is not None for n, (_, p) in engine.module.local.parameters.items()}
     return {
         "losses": [d.outcome.vote.loss for d in done],
         "norms": [d.outcome.vote.norm for d in done],
@@ -141,9 +141,9 @@ def train(device: str, plan_groups: PlanGroups, plan: Plan, frozen: bool) -> dic
             for item, tensor in state.tensors.items()
         },
         "gradients left": any(gradients.values()),
-        "most bytes": engine.reducer.most_bytes,
-        "gradient bytes": sum(p.numel() * p.element_size() for _, p in engine.local.parameters.values()),
-        "owned bytes": sum(part.parameter.numel() * 8 for part in engine.zero.owned),
+        "most bytes": engine.module.reducer.most_bytes,
+        "gradient bytes": sum(p.numel() * p.element_size() for _, p in engine.module.local.parameters.values()),
+        "owned bytes": sum(part.parameter.numel() * 8 for part in engine.owned),
     }
 
 
@@ -295,11 +295,11 @@ def test_a_fused_optimizer_steps_as_another_on_parts_of_parameters() -> None:
             layouts = Layouts(made.model.spec, plan)
             engine = Engine(made, layouts, memory, unpaced)
             engine.adopt(first_state(made.model, layouts, memory.me, SEED))
-            gaps.extend(not part.parameter.is_contiguous() for part in engine.zero.owned)
+            gaps.extend(not part.parameter.is_contiguous() for part in engine.owned)
             for step in range(2):
                 engine.step(step, lambda: 0)
             engine.settle()
-            return {name: value.detach() for name, (_, value) in engine.local.parameters.items()}
+            return {name: value.detach() for name, (_, value) in engine.module.local.parameters.items()}
 
         return run_threads(plan.members, worker)
 

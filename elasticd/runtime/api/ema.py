@@ -128,8 +128,8 @@ def averaged(engine: Engine, weights: str) -> Iterator[None]:
         for pair in _pairs(engine):
             _exchange(*pair)
             swapped.append(pair)
-        engine.zero.round()
-        engine.zero.all_gather_params()
+        engine.module.zero.round()
+        engine.module.zero.all_gather_params()
         yield
     except BaseException as error:
         together = isinstance(error, _ALIKE)
@@ -137,9 +137,9 @@ def averaged(engine: Engine, weights: str) -> Iterator[None]:
     finally:
         for pair in swapped:
             _exchange(*pair)
-        engine.zero.round()
+        engine.module.zero.round()
         if together:
-            engine.zero.all_gather_params()
+            engine.module.zero.all_gather_params()
             engine.settle()  # the other members have received them: this rank may end next
             engine.stale = False
 
@@ -154,7 +154,7 @@ def refuse_without_average(engine: Engine) -> None:
 
 def _pairs(engine: Engine) -> list[tuple[nn.Parameter, Tensor]]:
     """The parameters that this device owns, with their averages. One that was never stepped on has none."""
-    kept = ((part.parameter, engine.optimizer.state.get(part.parameter, {})) for part in engine.zero.owned)
+    kept = ((part.parameter, engine.optimizer.state.get(part.parameter, {})) for part in engine.owned)
     return [(parameter, state[AVERAGE]) for parameter, state in kept if AVERAGE in state and parameter.numel()]
 
 

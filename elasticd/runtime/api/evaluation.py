@@ -199,7 +199,7 @@ def evaluate(
     """
     measures = {LOSS: held_out.loss or loss, **held_out.measures}
     reader, collate = engine.reader_of(held_out.dataset), held_out.collate or data.collate
-    loader = Loader(reader, collate, reads, engine.local.drawing)
+    loader = Loader(reader, collate, reads, engine.module.local.drawing)
     packing = data.packing if held_out.collate is None else None
     rows: list[Tensor] = []
     with averaged(engine, weights), _evaluating(engine):
@@ -246,15 +246,15 @@ def _round(engine: Engine, dealt: BatchPlan, loader: Loader, measures: Mapping[s
     """Evaluates a round. Returns the sums and counts of each rank, [ranks, measures, 2]."""
     sums, seen, failure = _Sums(measures), NO_SAMPLES, None
     engine.meet()
-    if engine.runner is not None:
+    if engine.module.runner is not None:
         place = engine.plan.places[engine.device]
         mine = dealt.of(place)
-        if engine.runner.reads:
+        if engine.module.runner.reads:
             loader.prepare([piece.sample for micro in mine for piece in micro])
-        passed = engine.runner.forward(mine, loader, sums, dealt.rows(place))
+        passed = engine.module.runner.forward(mine, loader, sums, dealt.rows(place))
         seen, failure = passed.samples, passed.failure
     values = sums.values(engine.accelerator)
-    if engine.runner is not None and place.position:
+    if engine.module.runner is not None and place.position:
         values.zero_()  # all members of a TP group have the same output: only the first counts it
     said = _HEAD.pack(seen, failure.index + 1 if failure else 0, sums.error is not None)
     head = torch.frombuffer(bytearray(said), dtype=torch.uint8)
@@ -292,7 +292,7 @@ def _of_measure(engine: Engine, error: Exception | None) -> Exception:
 @contextmanager
 def _evaluating(engine: Engine) -> Iterator[None]:
     """Inside, modules are in evaluation mode, and gradients are off."""
-    modules = engine.local.modules.values()
+    modules = engine.module.local.modules.values()
     training = [part for module in modules for part in module.modules() if part.training]
     for part in training:
         part.training = False

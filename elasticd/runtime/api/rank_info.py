@@ -102,7 +102,7 @@ class RankInfo:
             The box of the global tensor that this device holds, and its values (not a copy).
         """
         engine = self._copied_engine
-        held = engine.local.parameters if engine is not None else {}
+        held = engine.module.local.parameters if engine is not None else {}
         return {name: (box, parameter.detach()) for name, (box, parameter) in held.items()}
 
     def modules(self) -> dict[str, nn.Module]:
@@ -111,7 +111,7 @@ class RankInfo:
         They are made anew under each plan: set attributes, and freeze parameters, in `Callback.before_step`.
         """
         engine = self._copied_engine
-        return dict(engine.local.modules) if engine is not None else {}
+        return dict(engine.module.local.modules) if engine is not None else {}
 
     @property
     def _copied_engine(self) -> Engine | None:

@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import NoReturn
 
 import torch
@@ -20,20 +21,18 @@ from elasticd_migration.local_state import (
     VALUE,
     LocalState,
     LocalTensor,
+    Owned,
     Shard,
     collect,
     install,
     restore_optimizer,
 )
 from elasticd_migration.text_codec import from_text
-from elasticd_planner.layout.channels import Channel, channels
-from elasticd_planner.layout.gradient_buckets import buckets, last_users, passed_on
-from elasticd_planner.layout.gradient_reduction import reductions
+from elasticd_planner.layout.channels import channels
 from elasticd_planner.layout.layouts import Item, Layouts
 from elasticd_planner.spec.batch import BatchPlan
 from elasticd_planner.spec.box import Box
 from elasticd_planner.spec.measurement import Measurement
-from elasticd_planner.spec.plan import Plan
 from elasticd_planner.spec.sample_packing import linear_of
 from msgspec.structs import replace
 
@@ -42,23 +41,18 @@ from elasticd.runtime.accelerator import CPU, Accelerator, DeviceLost, Event
 from elasticd.runtime.comm.communicators import Communicators, Peers, agreed
 from elasticd.runtime.comm.groups import Cancelled, Group, PlanGroups
 from elasticd.runtime.data.prefetch import Dataset, SampleError, SampleReader
-from elasticd.runtime.data.sample_ledger import NO_SAMPLES, LedgerError, expected_hash, expected_hashes
+from elasticd.runtime.data.sample_ledger import LedgerError, expected_hash, expected_hashes
 from elasticd.runtime.engine.batches_ahead import BatchesAhead
 from elasticd.runtime.engine.mixed_precision import LossScaler
-from elasticd.runtime.engine.pipeline_stage import Passed, PassPacer, StageRunner
+from elasticd.runtime.engine.module_engine import ModuleEngine
+from elasticd.runtime.engine.pipeline_stage import Passed, PassPacer
 from elasticd.runtime.engine.recipe import Recipe
 from elasticd.runtime.engine.set_aside import SetAside
 from elasticd.runtime.engine.stability import StabilityGuard
 from elasticd.runtime.engine.vote import Draining, RankRecord, StepOutcome, StepVote, bits_of, names_of
-from elasticd.runtime.model.buffer_check import Constants
-from elasticd.runtime.model.local_model import LocalModel, local_model
 from elasticd.runtime.model.model import Model
 from elasticd.runtime.model.optimizer_check import AVERAGE, kinds_of, refuse_kinds, unfused
-from elasticd.runtime.model.validation import ModelError, refuse_modes
-from elasticd.runtime.parallel import tp_hooks
-from elasticd.runtime.parallel.gradient_reduction import GradientReducer, gradient_dtype
-from elasticd.runtime.parallel.sequence_parallel import TokenSlices
-from elasticd.runtime.parallel.zero import ZeroState
+from elasticd.runtime.model.validation import refuse_modes
 from elasticd.runtime.telemetry.device_timer import spans_of
 from elasticd.runtime.telemetry.main_thread import during, during_step
 from elasticd.runtime.telemetry.step_times import Telemetry
@@ -93,14 +87,6 @@ def connect(plan_groups: PlanGroups, layouts: Layouts, recipe: Recipe) -> Peers:
     make = recipe.connect or agreed(everyone, recipe.accelerator)
     made = make(plan_groups, listed, everyone, recipe.accelerator)
     return Peers(everyone=everyone, communicators=made, channels=listed)
-
-
-def build(model: Model, plan: Plan, device: str, accelerator: Accelerator) -> LocalModel:
-    """The local modules of a device, without values. A device that only carries state has none."""
-    if device not in plan.places:
-        return LocalModel(modules={}, passes={}, parameters={}, buffers={})
-    place = plan.places[device]
-    return local_model(model, plan.stage(place), place.position, accelerator)
 
 
 def first_state(
@@ -146,12 +132,9 @@ class Engine:
     everyone: Group  #: all members of the plan, for the words of the host
     communicators: Communicators  #: for tensors of the model
     linear: int  #: see `elasticd_planner.spec.sample_packing.linear_of`
-    runner: StageRunner | None  #: its passes; None: the device only carries replicas of state
-    zero: ZeroState  #: its parameters, and the parts of them that its optimizer steps on
-    reducer: GradientReducer  #: reduces its gradients, and measures the seconds of that
+    modules: dict[str, ModuleEngine]  #: by name
     #: Under ZeRO: for all that is known parameters have new values only on the devices that keep their state.
     stale: bool
-    slices: TokenSlices | None  #: those of its TP group, under sequence parallelism
     reduced: int | None  #: index of the step whose gradients are reduced here and wait for their update
     last: Vote | None  #: that of the last update
     spent: bool  #: its memory holds the state of another plan, by a move in place: it cannot train any more
@@ -170,31 +153,26 @@ class Engine:
         """
         peers = connect(plan_groups, layouts, recipe)
         accelerator = self.accelerator = recipe.accelerator
-        local = build(recipe.model, layouts.plan, plan_groups.me, accelerator)
-        self.plan, self.device, self.local, self.plan_groups = layouts.plan, plan_groups.me, local, plan_groups
+        self.plan, self.device, self.plan_groups = layouts.plan, plan_groups.me, plan_groups
         self.layouts, self.rank = layouts, layouts.plan.rank(plan_groups.me)
         self.everyone, self.linear = peers.everyone, linear_of(recipe.model.spec)
         self._recipe, self.communicators = recipe, peers.communicators
         precision = recipe.precision
         self.scaler = LossScaler(precision.scale) if precision is not None and precision.scale else None
         self.guard = StabilityGuard(recipe.stability, scaled=self.scaler is not None)
-        if precision is not None:
-            precision.add_up(parameter for _, parameter in local.parameters.values())
         self._telemetry = Telemetry(
             self.device,
             plan_groups.stopwatch,
             memory=accelerator.used_bytes,
             spans=spans_of(accelerator),
         )
-        self.reducer = self._reducer(peers)
-        self.zero = ZeroState(layouts, peers, local, self.reducer, recipe.master, accelerator)
+        module = ModuleEngine(recipe, layouts, peers, self._telemetry, pace, self._look)
+        self.modules = {self.plan.module.module: module}
         self._trained = self.layouts.trained
         self._vote = StepVote(peers.everyone, len(self._trained))
         self._bits = set[str](), bits_of((), self._trained)
         self._skipped = "", frozenset[str]()
         self._zeros = (0,) * len(self.plan.members)
-        self._constants = Constants(local.modules)
-        self._frozen = {name: p for name, (_, p) in local.parameters.items() if not p.requires_grad}
         self._carried: dict[str, str] = {}
         self._after: str | None = None
         self._delivered: Event | None = None  # after the last step's deliveries; None: they are over
@@ -204,63 +182,27 @@ class Engine:
         self.reduced = self.last = self.lent = None
         self.leave_out = -1
         self.scheduler: torch.optim.lr_scheduler.LRScheduler | None = None
-        self.slices = None
-        self.runner = None
-        if self.device in self.plan.places:
-            self._attach(peers.communicators)
-            self.runner = StageRunner(
-                recipe=recipe,
-                plan=self.plan,
-                local=local,
-                peers=peers,
-                telemetry=self._telemetry,
-                pace=pace,
-                on_section_done=self._section_done,
-                sums_begin=self.reducer.begins,
-                slices=self.slices,
-            )
 
-    def _reducer(self, peers: Peers) -> GradientReducer:
-        parameters = self.local.parameters
-        mine = reductions(self.layouts, self.device)
+    @property
+    def module(self) -> ModuleEngine:
+        """The module of a plan that has one. Refuses a plan of several."""
+        return self.modules[self.plan.module.module]
 
-        def dtype_of(name: str) -> str:
-            return str(gradient_dtype(parameters[name][1])).removeprefix("torch.")
-
-        own = {channel.members for channel in peers.channels if channel.use == "reduce"}
-        listed = buckets(self.layouts, mine, dtype_of)
-        return GradientReducer(
-            self.device,
-            [piece for each in mine if len(each.devices) == 1 for piece in each.pieces],
-            [bucket for bucket in listed if bucket.devices in own],
-            passed_on(self.layouts, listed, own),
-            peers,
-            parameters,
-            self.local.modules,
-            gates=last_users(self.layouts.spec, list(self.local.modules)),
-            keep_all=self.plan.state.zero < 2,
-            stopwatch=self.plan_groups.stopwatch,
-        )
-
-    def _attach(self, communicators: Communicators) -> None:
-        """Hooks the collectives of its TP group, if it has one, around its modules."""
-        stage = self.plan.stage(self.plan.places[self.device])
-        if len(stage.devices) == 1:
-            return
-        team = communicators.team(Channel("tensor", stage.devices))
-        if stage.sliced:
-            self.slices = TokenSlices(team, stage.shares)
-        for section, module in self.local.modules.items():
-            tp_hooks.attach(self._recipe.model, section, module, stage.shares, team, self.slices)
+    @property
+    def owned(self) -> list[Owned]:
+        """The parts of parameters that the optimizer steps on, of all modules."""
+        return [part for module in self.modules.values() for part in module.zero.owned]
 
     def adopt(self, state: LocalState) -> None:
         """Loads `state` into the local model and into a new optimizer and scheduler.
 
         They are made here and not before, because a plan that is prepared may never be executed.
         """
-        install(state, self.zero.values, buffers=self.zero.buffers)
-        self._constants.note()
-        owned, where = self.zero.attach(state), self.plan_groups.stopwatch.where
+        for module in self.modules.values():
+            install(state, module.zero.values, buffers=module.zero.buffers)
+            module.constants.note()
+            module.zero.attach(state)
+        owned, where = self.owned, self.plan_groups.stopwatch.where
         with during(where, OPTIMIZER):
             groups, slices = self._recipe.parameter_groups, [(part.name, part.parameter) for part in owned]
             self.optimizer = groups.optimizer(self._recipe.optimizer, slices)
@@ -298,11 +240,12 @@ class Engine:
             extras[SCHEDULER_STATE] = self.scheduler.state_dict()
         if self.scaler is not None:
             extras["scaler"] = self.scaler.state_dict()
+        held = [module.zero for module in self.modules.values()]
         return collect(
-            self.zero.values,
-            self.zero.owned,
+            dict(chain.from_iterable(zero.values.items() for zero in held)),
+            self.owned,
             self.optimizer,
-            buffers=self.zero.buffers,
+            buffers=dict(chain.from_iterable(zero.buffers.items() for zero in held)),
             extras=extras,
             masters=self._recipe.master is not None,
         )
@@ -354,7 +297,8 @@ class Engine:
         Raises:
             ModelError: another buffer changed.
         """
-        self._constants.check(training=False)
+        for module in self.modules.values():
+            module.constants.check(training=False)
 
     @property
     def scale(self) -> float:
@@ -391,10 +335,6 @@ class Engine:
             return
         if self._delivered.query() and not self.plan_groups.dead:
             self._arrived()
-
-    def _section_done(self, section: str) -> None:
-        self._look()
-        self.reducer.section_done(section)
 
     def rest(self) -> None:
         """Returns when the device has come to rest, after another member was lost. It waits for nobody then.
@@ -454,15 +394,15 @@ class Engine:
         with during_step(where, step, self.plan.number):
             self.accelerator.use()  # whatever the user's code has made of it since
             refuse_modes(self.accelerator.device)
-            self._refuse_unfrozen()
+            for module in self.modules.values():
+                module.refuse_unfrozen()
             self.meet()
             batch, passed = self._passes(step)
             # The one wait for the device in a step: all its gradients are reduced then.
-            loss, count, squares = self.accelerator.read(
-                passed.loss, passed.count, self.zero.reduce(), check=self.check
-            )
+            reduced = [module.zero.reduce() for module in self.modules.values()]
+            loss, count, *terms = self.accelerator.read(passed.loss, passed.count, *reduced, check=self.check)
             self._arrived()
-            squares /= self.scale**2
+            squares = sum(terms) / self.scale**2
             self.reduced = step
             record = RankRecord(
                 step=step,
@@ -493,9 +433,10 @@ class Engine:
             self._telemetry.mark()
             self.apply(outcome.vote)
             self._telemetry.passed("optimizer")
-            if outcome.vote.apply:
-                self.zero.all_gather_params()
-            self.zero.broadcast_buffers()
+            for module in self.modules.values():
+                if outcome.vote.apply:
+                    module.zero.all_gather_params()
+                module.zero.broadcast_buffers()
             self._delivered = self.accelerator.event()
             self._delivered.record()
             self._look()
@@ -519,8 +460,9 @@ class Engine:
 
     def _reached(self) -> bytes:
         """The bits of `RankRecord.reached`, which are the same in most steps."""
-        if self._bits[0] != self.reducer.reached:
-            self._bits = self.reducer.reached, bits_of(self.reducer.reached, self._trained)
+        reached = set[str]().union(*(module.reducer.reached for module in self.modules.values()))
+        if self._bits[0] != reached:
+            self._bits = reached, bits_of(reached, self._trained)
         return self._bits[1]
 
     def _unreached(self, vote: Vote) -> frozenset[str]:
@@ -529,38 +471,25 @@ class Engine:
             self._skipped = vote.unreached, names_of(vote.unreached, self._trained)
         return self._skipped[1]
 
-    def _refuse_unfrozen(self) -> None:
-        for name, parameter in self._frozen.items():
-            if parameter.requires_grad:
-                raise ModelError(
-                    f"{name} was frozen when its module was given to elasticd.Model, and the job's optimizer "
-                    "does not have it: give it unfrozen, and freeze it in Callback.before_step until then"
-                )
-
     def meet(self) -> None:
         """Before the first passes of the plan: connects its members on the device. All of them call it
         together, and from the second time on nothing is done."""
         if not self._met:
-            self.communicators.first_launches(self.reducer.sums)
+            sums = (module.reducer.sums for module in self.modules.values())
+            self.communicators.first_launches(chain.from_iterable(sums))
             self._met = True
 
     def _passes(self, step: int) -> tuple[BatchPlan, Passed]:
         """Begins a step and runs its forward and backward passes, if this device has any."""
         self._telemetry.begin()
-        self.local.drawing.begin(self._recipe.seed, step)
+        for module in self.modules.values():
+            module.local.drawing.begin(self._recipe.seed, step)
         self.plan_groups.stopwatch.where.at(LOADER)  # a stream is read here, and the lengths of samples
         self._after = self._recipe.feed.begin(
             step, self.plan, self.everyone, self._carried.get(DATA), self._batches.agreed
         )
         batch = self._batch(step)
-        if self.runner is None:
-            return batch, Passed(loss=0.0, count=0.0, tokens=0, samples=NO_SAMPLES)
-        place = self.plan.places[self.device]
-        mine, after = batch.of(place), self._batches.next(step)
-        self.runner.prepare([*mine, *(after.of(place) if after is not None else ())])
-        passed = self.runner.run(mine, self.scale, batch.rows(place))
-        self._constants.check()
-        return batch, passed
+        return batch, self.module.run(batch, self._batches.next(step), self.scale)
 
     def _batch(self, step: int) -> BatchPlan:
         """The batch plan of a step that has begun. A packed one that no vote has compared, of a plan's first
@@ -594,7 +523,8 @@ class Engine:
     def _drop(self, rank: int, index: int, mine: SampleError | None) -> NoReturn:
         """Drops the gradients of a step with a sample that could not be read, and raises its error."""
         self.reduced = None
-        self.zero.clear()
+        for module in self.modules.values():
+            module.zero.clear()
         if mine is not None and mine.index == index:
             raise mine
         raise SampleError(index, f"see the output of {self.plan.members[rank]}")
@@ -616,19 +546,22 @@ class Engine:
             self._carried[DATA], self._after = self._after, None
         self.stale, self._delivered = self.plan.state.zero > 0, None
         if vote.apply:
-            self.zero.agree(self._unreached(vote))
+            for module in self.modules.values():
+                module.zero.agree(self._unreached(vote))
             scale = 1.0 / vote.count / self.scale
             if self._recipe.clip is not None and vote.norm is not None:
                 scale *= min(1.0, self._recipe.clip / (vote.norm + 1e-6))
-            gradients = [grad for part in self.zero.owned if (grad := part.parameter.grad) is not None]
+            gradients = [grad for part in self.owned if (grad := part.parameter.grad) is not None]
             if gradients:
                 torch._foreach_mul_(gradients, scale)
             self.optimizer.step()
-            self.zero.round()
+            for module in self.modules.values():
+                module.zero.round()
         if self.scaler is not None and vote.count:  # without a target nothing was scaled
             self.scaler.after(applied=vote.norm is not None)
         self.guard.after(vote)
         if self.scheduler is not None:
             self.scheduler.step()
         self.torn = False
-        self.zero.clear()
+        for module in self.modules.values():
+            module.zero.clear()

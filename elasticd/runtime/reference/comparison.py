@@ -122,14 +122,14 @@ def _engine_step(recipe: Recipe, samples: int) -> tuple[Trial, list[MicroBatch]]
 
 def _keep_batch(engine: Engine, batches: list[MicroBatch]) -> None:
     """Keeps the first batch that the engine calls its embedding and its loss with."""
-    assert engine.runner is not None
-    entered, loss = list[Any](), engine.runner.loss
+    assert engine.module.runner is not None
+    entered, loss = list[Any](), engine.module.runner.loss
     ids: list[int] = []
 
     def enters(_: Any, args: tuple[Any, ...]) -> None:
         if not entered:
             entered[:] = [args[0], copy.deepcopy(args[0])]
-            ids[:] = engine.local.drawing.samples or ()
+            ids[:] = engine.module.local.drawing.samples or ()
             batches.append(MicroBatch(entered=entered[1], targets=entered[1], ids=ids))
 
     def watched(output: Any, batch: Any) -> tuple[Tensor, float | Tensor]:
@@ -137,8 +137,8 @@ def _keep_batch(engine: Engine, batches: list[MicroBatch]) -> None:
             batches.append(MicroBatch(entered=entered[1], targets=copy.deepcopy(batch), ids=ids))
         return loss(output, batch)
 
-    engine.local.modules["embed"].register_forward_pre_hook(enters, prepend=True)
-    engine.runner.loss = watched
+    engine.module.local.modules["embed"].register_forward_pre_hook(enters, prepend=True)
+    engine.module.runner.loss = watched
 
 
 def _differences(model: Model, plain: PlainStep, mean: float, engine: Member) -> Iterator[str]:

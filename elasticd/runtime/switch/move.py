@@ -138,16 +138,16 @@ def _compile(recipe: Recipe, plan: Plan, engine: Engine, training: Engine | None
     """Has the blocks of a plan compiled: now, where no training goes on here; else after the switch."""
     if training is None:
         finish = compile_ahead(recipe, plan, engine.device)
-        if engine.runner is None:
+        if engine.module.runner is None:
             finish()  # perhaps of a plan that was given up
         else:
-            engine.runner.before_first_pass = finish
+            engine.module.runner.before_first_pass = finish
         return
-    if engine.runner is None:
+    if engine.module.runner is None:
         return
-    seen = tuple(training.runner.calls.seen) if training.runner is not None else ()
-    engine.runner.calls.seen.extend(seen)
-    engine.runner.before_first_pass = partial(compile_now, recipe, plan, engine.device, seen)
+    seen = tuple(training.module.runner.calls.seen) if training.module.runner is not None else ()
+    engine.module.runner.calls.seen.extend(seen)
+    engine.module.runner.before_first_pass = partial(compile_now, recipe, plan, engine.device, seen)
 
 
 def _prepare_move(old: Layouts, new: Layouts, group: Group, training: Engine | None) -> PreparedMove | None:

@@ -1,0 +1,158 @@
+"""`ModuleEngine`: one module of the model on one device under one plan.
+
+It has the module's sections that the device computes with, their passes, the reduction of their gradients, and
+the values that the device holds, for itself or for others. The vote, the optimizer and the update are those of
+all modules of the device: `Engine`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from elasticd_planner.layout.channels import Channel
+from elasticd_planner.layout.gradient_buckets import buckets, last_users, passed_on
+from elasticd_planner.layout.gradient_reduction import reductions
+from elasticd_planner.layout.layouts import Layouts
+from elasticd_planner.spec.batch import BatchPlan
+from elasticd_planner.spec.plan import Plan
+
+from elasticd.runtime.accelerator import Accelerator
+from elasticd.runtime.comm.communicators import Communicators, Peers
+from elasticd.runtime.data.sample_ledger import NO_SAMPLES
+from elasticd.runtime.engine.pipeline_stage import Passed, PassPacer, StageRunner
+from elasticd.runtime.engine.recipe import Recipe
+from elasticd.runtime.model.buffer_check import Constants
+from elasticd.runtime.model.local_model import LocalModel, local_model
+from elasticd.runtime.model.model import Model
+from elasticd.runtime.model.validation import ModelError
+from elasticd.runtime.parallel import tp_hooks
+from elasticd.runtime.parallel.gradient_reduction import GradientReducer, gradient_dtype
+from elasticd.runtime.parallel.sequence_parallel import TokenSlices
+from elasticd.runtime.parallel.zero import ZeroState
+from elasticd.runtime.telemetry.step_times import Telemetry
+
+
+def build(model: Model, plan: Plan, device: str, accelerator: Accelerator) -> LocalModel:
+    """The local modules of a device, without values. A device that only carries state has none."""
+    if device not in plan.places:
+        return LocalModel(modules={}, passes={}, parameters={}, buffers={})
+    place = plan.places[device]
+    return local_model(model, plan.stage(place), place.position, accelerator)
+
+
+class ModuleEngine:
+    """Runs a module's passes on one device, and holds its values there."""
+
+    layouts: Layouts  #: of the module
+    local: LocalModel  #: the sections that this device computes with
+    runner: StageRunner | None  #: their passes; None: the device only carries replicas of state
+    zero: ZeroState  #: its parameters, and the parts of them that its optimizer steps on
+    reducer: GradientReducer  #: reduces its gradients, and measures the seconds of that
+    slices: TokenSlices | None  #: those of its TP group, under sequence parallelism
+    constants: Constants  #: the buffers that no pass may change
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        layouts: Layouts,
+        peers: Peers,
+        telemetry: Telemetry,
+        pace: PassPacer,
+        before_sums: Callable[[], None],
+    ) -> None:
+        """Makes the local modules. They have no values until those of `zero` are installed.
+
+        Args:
+            recipe: of the job.
+            layouts: of the module.
+            peers: the other members of the plan.
+            telemetry: measures passes.
+            pace: called after every pass of a block; slows an emulated device down.
+            before_sums: called when all gradients are there that this device adds to a section.
+        """
+        self.layouts, self._device, self._before_sums = layouts, peers.me, before_sums
+        self._seed = recipe.seed
+        local = self.local = build(recipe.model, layouts.plan, peers.me, recipe.accelerator)
+        if recipe.precision is not None:
+            recipe.precision.add_up(parameter for _, parameter in local.parameters.values())
+        self.reducer = self._reducer(peers)
+        self.zero = ZeroState(layouts, peers, local, self.reducer, recipe.master, recipe.accelerator)
+        self.constants = Constants(local.modules)
+        self._frozen = {name: p for name, (_, p) in local.parameters.items() if not p.requires_grad}
+        self.slices = self.runner = None
+        if peers.me in layouts.plan.places:
+            self._attach(recipe.model, peers.communicators)
+            self.runner = StageRunner(
+                recipe=recipe,
+                plan=layouts.plan,
+                local=local,
+                peers=peers,
+                telemetry=telemetry,
+                pace=pace,
+                on_section_done=self._section_done,
+                sums_begin=self.reducer.begins,
+                slices=self.slices,
+            )
+
+    def _reducer(self, peers: Peers) -> GradientReducer:
+        layouts, parameters = self.layouts, self.local.parameters
+        mine = reductions(layouts, self._device)
+
+        def dtype_of(name: str) -> str:
+            return str(gradient_dtype(parameters[name][1])).removeprefix("torch.")
+
+        own = {channel.members for channel in peers.channels if channel.use == "reduce"}
+        listed = buckets(layouts, mine, dtype_of)
+        return GradientReducer(
+            self._device,
+            [piece for each in mine if len(each.devices) == 1 for piece in each.pieces],
+            [bucket for bucket in listed if bucket.devices in own],
+            passed_on(layouts, listed, own),
+            peers,
+            parameters,
+            self.local.modules,
+            gates=last_users(layouts.spec, list(self.local.modules)),
+            keep_all=layouts.plan.state.zero < 2,
+            stopwatch=peers.everyone.plan_groups.stopwatch,
+        )
+
+    def _attach(self, model: Model, communicators: Communicators) -> None:
+        """Hooks the collectives of its TP group, if it has one, around its modules."""
+        stage = self.layouts.plan.stage(self.layouts.plan.places[self._device])
+        if len(stage.devices) == 1:
+            return
+        team = communicators.team(Channel("tensor", stage.devices))
+        if stage.sliced:
+            self.slices = TokenSlices(team, stage.shares)
+        for section, module in self.local.modules.items():
+            tp_hooks.attach(model, section, module, stage.shares, team, self.slices)
+
+    def _section_done(self, section: str) -> None:
+        self._before_sums()
+        self.reducer.section_done(section)
+
+    def run(self, batch: BatchPlan, after: BatchPlan | None, scale: float) -> Passed:
+        """Runs the passes of a step, if this device has any.
+
+        Args:
+            batch: of the step.
+            after: of the next step, whose samples are read meanwhile; None: it is not known.
+            scale: the gradients are those of the loss times this.
+        """
+        if self.runner is None:
+            return Passed(loss=0.0, count=0.0, tokens=0, samples=NO_SAMPLES)
+        place = self.layouts.plan.places[self._device]
+        mine = batch.of(place)
+        self.runner.prepare([*mine, *(after.of(place) if after is not None else ())])
+        passed = self.runner.run(mine, scale, batch.rows(place))
+        self.constants.check()
+        return passed
+
+    def refuse_unfrozen(self) -> None:
+        """Raises ModelError where a parameter that the optimizer does not have is frozen no more."""
+        for name, parameter in self._frozen.items():
+            if parameter.requires_grad:
+                raise ModelError(
+                    f"{name} was frozen when its module was given to elasticd.Model, and the job's optimizer "
+                    "does not have it: give it unfrozen, and freeze it in Callback.before_step until then"
+                )
