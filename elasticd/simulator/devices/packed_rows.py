@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from elasticd_planner.batching.packed_batch import CutOptions, packed_batch_plan
 from elasticd_planner.cost.schedule import passes
+from elasticd_planner.layout.pass_order import timed_passes
 from elasticd_planner.numeric import Floats, Ints
 from elasticd_planner.spec.batch import BatchLengths, BatchRow
 from elasticd_planner.spec.plan import ModulePlan, Pipeline, Plan, Stage, Strategy
@@ -127,33 +128,9 @@ def staged_seconds(rows: Sequence[BatchRow], stages: Sequence[Gang], boundary: S
 
 def _schedule_seconds(times: Sequence[Sequence[float]], boundary: Sequence[float]) -> float:
     """When 1F1B ends rows of these times by stage, forward and backward together."""
-    count = len(times[0])
-    order = [list(passes(count, stage, len(times))) for stage in range(count)]
-    at, free = [0] * count, [0.0] * count
-    done: dict[tuple[str, int, int], float] = {}
-    waiting = list(range(count))
-    while waiting:
-        stage = waiting.pop()
-        while at[stage] < len(order[stage]):
-            kind, row, _ = order[stage][at[stage]]
-            forward = kind == "forward"
-            if forward and stage == 0:
-                came: float | None = 0.0
-            elif not forward and stage == count - 1:
-                came = done["forward", stage, row]
-            else:
-                before = stage - 1 if forward else stage + 1
-                came = done.get((kind, before, row))
-                came = None if came is None else came + boundary[min(stage, before)]
-            if came is None:
-                break
-            free[stage] = max(free[stage], came) + times[row][stage] * (1 / 3 if forward else 2 / 3)
-            done[kind, stage, row] = free[stage]
-            at[stage] += 1
-            after = stage + 1 if forward else stage - 1
-            if 0 <= after < count:
-                waiting.append(after)
-    return max(free)
+    stages = list(zip(*times, strict=True))
+    forward, backward = ([[part * each for each in stage] for stage in stages] for part in (1 / 3, 2 / 3))
+    return max(stage[-1].stop for stage in timed_passes(passes, forward, backward, boundary))
 
 
 def row_times(row: BatchRow, gang: Gang) -> tuple[Floats, Ints]:
