@@ -298,6 +298,28 @@ def test_a_measure_that_raises_on_one_member_raises_alike_on_all_and_weights_are
     assert loss > 0
 
 
+def test_a_rank_whose_evaluation_ends_alone_meets_the_others_before_its_next_step() -> None:
+    """As one without memory for it, whose script goes on: its training would meet their evaluation."""
+
+    def worker(plan_groups: MemoryPlanGroups) -> tuple[bool, bool]:
+        engine = engine_on(plan_groups, recipe(), TWO_STAGES)
+        held = HeldOut(dataset=Held())
+        with pytest.raises(SampleError):
+            evaluate(engine, HeldOut(dataset=Torn(19)), "held", 0, next_token_loss, DataOptions(), "value")
+        alike = engine.after_recovery
+        assert engine.runner is not None
+
+        def forward(*arguments: Any) -> Any:
+            raise torch.OutOfMemoryError("no memory")
+
+        engine.runner.forward = forward  # type: ignore[method-assign]
+        with pytest.raises(torch.OutOfMemoryError):
+            evaluate(engine, held, "held", 0, next_token_loss, DataOptions(), "value")
+        return alike, engine.after_recovery
+
+    assert set(run_threads(TWO_STAGES.members, worker).values()) == {(False, True)}
+
+
 def test_a_measure_without_a_finite_mean_has_none_and_the_evaluation_goes_on() -> None:
     def worker(plan_groups: MemoryPlanGroups) -> dict[str, float]:
         engine = engine_on(plan_groups, recipe(), TWO_STAGES)

@@ -30,7 +30,7 @@ class MeasureError(RuntimeError):
 
 
 #: What an evaluation raises on all members alike, after the same round.
-_ALIKE = (SampleError, LedgerError, MeasureError)
+ALIKE = (SampleError, LedgerError, MeasureError)
 
 
 def average(optimizer: torch.optim.Optimizer, decay: float) -> torch.optim.Optimizer:
@@ -132,7 +132,7 @@ def averaged(engine: Engine, weights: str) -> Iterator[None]:
         engine.module.zero.all_gather_params()
         yield
     except BaseException as error:
-        together = isinstance(error, _ALIKE)
+        together = isinstance(error, ALIKE)
         raise
     finally:
         for pair in swapped:

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from elasticd.runtime.accelerator import Accelerator
-from elasticd.runtime.api.ema import MeasureError, averaged
+from elasticd.runtime.api.ema import ALIKE, MeasureError, averaged
 from elasticd.runtime.api.pretrained_folder import all_gather_text
 from elasticd.runtime.control.user_exceptions import lost_within
 from elasticd.runtime.data.collate import Batch, Collate
@@ -204,7 +204,13 @@ def evaluate(
     rows: list[Tensor] = []
     with averaged(engine, weights), _evaluating(engine):
         for dealt in rounds(engine.plan, held_out.dataset, engine.linear, packing):
-            rows.append(_round(engine, dealt, loader, measures))
+            try:
+                rows.append(_round(engine, dealt, loader, measures))
+            except ALIKE:
+                raise
+            except Exception:
+                engine.after_recovery = True  # the others wait in this round: a script that goes on meets them
+                raise
     sums = torch.cat(rows)
     totals = [exact_sum(sums[:, row, 0].tolist()) for row in range(len(measures))]
     counts = [exact_sum(sums[:, row, 1].tolist()) for row in range(len(measures))]

@@ -143,7 +143,9 @@ class Engine:
     torn: bool  #: an update began and did not end: the state here is of no step
     leave_out: int  #: index of the last step whose update is left out, since the job went back; -1: of none
     copied: Callable[[], None]  #: returns when no snapshot reads the state any more: it may change
-    after_recovery: bool  #: its members may be at different places between two steps, see `between_steps`
+    #: Its members may be at different places between two steps (`between_steps`): after a recovery, and after
+    #: an evaluation that ended here alone.
+    after_recovery: bool
 
     def __init__(self, recipe: Recipe, layouts: Layouts, plan_groups: PlanGroups, pace: PassPacer) -> None:
         """Makes the groups and modules of one member of a plan. It has no state until `adopt`.
