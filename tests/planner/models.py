@@ -5,7 +5,7 @@ import math
 import msgspec
 from elasticd_planner.cost.memory import memory_by_device
 from elasticd_planner.cost.model import step_seconds
-from elasticd_planner.cost.model_profile import ModelProfile, SectionProfile
+from elasticd_planner.cost.model_profile import WORKING, ModelProfile, SectionProfile
 from elasticd_planner.cost.profile_cost import ProfileCost
 from elasticd_planner.problem import Problem
 from elasticd_planner.spec.cluster import Cluster, Device, Link, Node, rate_of
@@ -50,7 +50,7 @@ SPEC = ModelSpec(
 
 def at_rest(profile: ModelProfile) -> ModelProfile:
     """The profile of a model between two steps, when no pass has anything besides what is kept."""
-    none = dict.fromkeys(("cut_working", "whole_working", "matrix_working", "beside_working"), 0.0)
+    none = dict.fromkeys(WORKING, 0.0)
     sections = {
         name: msgspec.structs.replace(getattr(profile, name), **none) for name in ("embed", "block", "head")
     }

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 from elasticd_planner.cost.model_profile import ModelProfile, SectionProfile, derive
-from elasticd_planner.profiling.samples import ModelBytes
+from elasticd_planner.profiling.samples import MeasuredBytes, ModelBytes
+from elasticd_planner.profiling.section_bytes import with_bytes
 from elasticd_planner.spec.model import ModelSpec
 from torch import Tensor
 
@@ -167,3 +168,29 @@ def test_masks_of_dropouts_are_kept_and_drawn(precision: str | None) -> None:
     assert profile.block.whole_activation == without.block.whole_activation + 2 * 256
     assert profile.embed.whole_activation == without.embed.whole_activation + 256
     assert off(ratios(without, found)).keys() == {"block working"} | ({"block kept"} if precision else set())
+
+
+@pytest.mark.filterwarnings("ignore:elasticd. the model")
+@pytest.mark.parametrize("name", ["Llama-3.1-8B", "OLMo-2-7B"])
+def test_what_was_measured_with_few_tokens_holds_for_many(name: str) -> None:
+    """The gradient of a matrix is no more for them."""
+    spec, few = measured(published(name), 1)
+    _, many = measured(published(name), 32)
+    profile = with_bytes(derive(spec, TOKENS, 1), few)
+    assert off(ratios(profile, few)) == {}
+    assert off(ratios(profile.sized(32 * TOKENS), many)) == {}
+
+
+def test_measured_bytes_that_shapes_do_not_explain_grow_with_the_tokens() -> None:
+    base = derive(spec_of("SmolLM2-135M"), TOKENS, 1)
+    shares = {1.0: 3, 0.5: 2}
+    found = ModelBytes(
+        sections=tuple(
+            MeasuredBytes(section="block", share=share, tokens=TOKENS, kept=1, working=times * 10**7)
+            for share, times in shares.items()
+        )
+    )
+    block = with_bytes(base, found).block
+    assert block.matrix_working == block.beside_working == 0
+    for share, times in shares.items():
+        assert block.working(share, 2 * TOKENS) == pytest.approx(2 * times * 10**7)

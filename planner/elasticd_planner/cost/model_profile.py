@@ -26,6 +26,9 @@ GUESSED_FLOPS = 5e10
 #: Bytes of optimizer state per byte of parameter: AdamW's two moments.
 ADAMW_STATE = 2.0
 
+#: The fields of a section that say what its passes have at most beside the kept activations.
+WORKING = ("cut_working", "whole_working", "matrix_working", "beside_working")
+
 
 class SectionProfile(Value, frozen=True, kw_only=True):
     """One whole section (embed, one block, head): what a member with all of its shares would spend and hold.
@@ -72,6 +75,12 @@ class SectionProfile(Value, frozen=True, kw_only=True):
     def parameter_bytes(self) -> int:
         """Bytes of the section's parameters, all three parts."""
         return self.cut_bytes + self.grouped_bytes + self.whole_bytes
+
+    def working(self, part: float, tokens: float, others: float = 1.0) -> float:
+        """Working bytes of a member that has this part of the section, in a micro-batch of so many tokens, of
+        which it has the part `others` of what is whole."""
+        many = (self.cut_working * part + self.whole_working * others) * tokens
+        return max(many, self.matrix_working * part + self.beside_working * others * tokens)
 
     def factor(self, width: int) -> float:
         """`slowdown` of a width: between known ones interpolated, beyond them the last; 1 if none is known."""
@@ -210,10 +219,7 @@ class ModelProfile(Value, frozen=True, kw_only=True):
     def working_bytes(self, section: SectionProfile, units: int, *, sliced: bool = False) -> float:
         """Bytes that the passes of one micro-batch have at most beside those; arguments as there."""
         part = units / self.share_units
-        others = part if sliced else 1.0
-        many = (section.cut_working * part + section.whole_working * others) * self.tokens
-        few = section.matrix_working * part + section.beside_working * others * self.tokens
-        return max(many, few)
+        return section.working(part, self.tokens, part if sliced else 1.0)
 
 
 def derive(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from elasticd_planner.cost.model_profile import ModelProfile, SectionProfile, derive
+from elasticd_planner.cost.model_profile import WORKING, ModelProfile, SectionProfile, derive
 from elasticd_planner.problem_files.times import TimedModel, profile_of
 from elasticd_planner.spec.model import ModelSpec
 from elasticd_planner.value import FILE_VERSION, Invalid, Value, check_file_version, refuse
@@ -65,8 +65,7 @@ def _section(name: str, base: ModelProfile, found: ModelProfile, stated: bool) -
     same = {field: getattr(ours, field) for field in (*_PARAMETERS, "collectives")}
     if not stated:
         of_activations = ("cut_activation", "whole_activation", "recomputed_activation")
-        of_passes = ("cut_working", "whole_working", "matrix_working", "beside_working")
-        for field in (*of_activations, *of_passes):
+        for field in (*of_activations, *WORKING):
             same[field] = getattr(ours, field)
     elif any(getattr(theirs, field) != same[field] for field in _PARAMETERS):
         refuse(

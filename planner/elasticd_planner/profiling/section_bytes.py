@@ -6,9 +6,12 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from elasticd_planner.cost.model_profile import ModelProfile, SectionProfile
+from elasticd_planner.cost.model_profile import WORKING, ModelProfile, SectionProfile
 from elasticd_planner.profiling.regression import line
 from elasticd_planner.profiling.samples import MeasuredBytes, ModelBytes
+
+#: Working bytes that are within this factor of those by shapes are taken to be of the same parts.
+ALIKE = 1.1
 
 
 def with_bytes(profile: ModelProfile, measured: ModelBytes) -> ModelProfile:
@@ -23,23 +26,36 @@ def with_bytes(profile: ModelProfile, measured: ModelBytes) -> ModelProfile:
 
 
 def section_with_bytes(base: SectionProfile, measured: Sequence[MeasuredBytes]) -> SectionProfile:
-    """A section with measured bytes of a token: at each share the most of all token counts."""
+    """A section with measured bytes: at each share the most of all token counts.
+
+    Args:
+        base: the section by its shapes.
+        measured: of it; at a few shares, and numbers of tokens.
+    """
     if not measured:
         return base
     cut, whole = _parted(base, [(each.share, each.kept / each.tokens) for each in measured])
-    cut_working, whole_working = _parted(base, [(each.share, each.working / each.tokens) for each in measured])
     again = max(each.kept_recomputed / each.tokens for each in measured)
-    has_working = any(each.working for each in measured)
     return msgspec.structs.replace(
         base,
         cut_activation=cut,
         whole_activation=whole,
         recomputed_activation=again if again else base.recomputed_activation,
-        cut_working=cut_working if has_working else 0.0,
-        whole_working=whole_working if has_working else 0.0,
-        matrix_working=0.0,
-        beside_working=0.0,
+        **_working(base, [each for each in measured if each.working]),
     )
+
+
+def _working(base: SectionProfile, measured: Sequence[MeasuredBytes]) -> dict[str, float]:
+    """The working bytes of a section. Where shapes explain what was measured they say which part of it grows
+    with the tokens; elsewhere all of it is taken to."""
+    by_shapes = [base.working(each.share, each.tokens) for each in measured]
+    if measured and min(by_shapes) > 0:
+        ratios = [each.working / size for each, size in zip(measured, by_shapes, strict=True)]
+        if min(ratios) >= 1 / ALIKE and max(ratios) <= ALIKE:
+            return {name: getattr(base, name) * max(ratios) for name in WORKING}
+    cut, whole = _parted(base, [(each.share, each.working / each.tokens) for each in measured])
+    of_tokens = (cut, whole) if measured else (0.0, 0.0)
+    return dict(zip(WORKING, (*of_tokens, 0.0, 0.0), strict=True))
 
 
 def _parted(base: SectionProfile, sizes: Iterable[tuple[float, float]]) -> tuple[float, float]:
