@@ -33,7 +33,7 @@ from tests.runtime.state_reader import StateReader
 from tests.runtime.test_engine import TWO_STAGES, UNEQUAL, Torn, engine_on
 from tests.runtime.test_interleaved import PLANS as INTERLEAVED
 from tests.runtime.test_lanes import PLANS as LANES
-from tests.runtime.test_parity import CONFIG, SEED, Text, make_recipe
+from tests.runtime.test_parity import CONFIG, SEED, Text, make_recipe, plan_of, stage
 
 DECAY, STEPS = 0.75, sizes.number(full=3, quick=2)
 PLANS = {
@@ -318,6 +318,17 @@ def test_a_rank_whose_evaluation_ends_alone_meets_the_others_before_its_next_ste
         return alike, engine.after_recovery
 
     assert set(run_threads(TWO_STAGES.members, worker).values()) == {(False, True)}
+
+
+def test_one_member_alone_evaluates_round_after_round() -> None:
+    plan = plan_of((8, [stage(0, 6, ("a/0", 1))]))
+
+    def worker(plan_groups: MemoryPlanGroups) -> int:
+        engine = engine_on(plan_groups, recipe(), plan)
+        held = HeldOut(dataset=Held(), measures={"right": right})
+        return evaluate(engine, held, "held", 0, next_token_loss, DataOptions(), "value").samples
+
+    assert run_threads(plan.members, worker) == {"a/0": 27}
 
 
 def test_a_measure_without_a_finite_mean_has_none_and_the_evaluation_goes_on() -> None:

@@ -277,7 +277,8 @@ def _round(engine: Engine, dealt: BatchPlan, loader: Loader, measures: Mapping[s
             raise SampleError(failed - 1, f"see the output of {engine.plan.members[rank]}")
     if [seen for seen, _, _ in heads] != expected_hashes(engine.plan, dealt):
         raise LedgerError("an evaluation did not see the samples of its set")
-    return records[:, _HEAD.size :].clone().view(torch.float64).view(len(records), -1, 2)
+    numbers = records[:, _HEAD.size :].clone(memory_format=torch.contiguous_format)
+    return numbers.view(torch.float64).view(len(records), -1, 2)
 
 
 def _of_measure(engine: Engine, error: Exception | None) -> Exception:
