@@ -1,6 +1,6 @@
 """The planner's figures: golden rows, optimality on small problems, stragglers, proved gaps, time at scale,
-clusters as they are (`drawn`, by _drawn.py), real models (`freedom` and `real`, by _freedom.py), and memory
-(`memory`, by _memory.py).
+clusters as they are (`drawn`, by _drawn.py), real models (`freedom` and `real`, by _freedom.py), packed jobs
+(`packed`, by _packed_plans.py), and memory (`memory`, by _memory.py).
 
 make bench NAME=planner                       # all parts
 make bench NAME=planner ARGS="--only time straggler"  # some; the results keep the others as they are
@@ -35,6 +35,7 @@ from _exactness import exactness_rows  # noqa: E402
 from _frame import PLANNER, TRAINING, Part, run  # noqa: E402
 from _freedom import freedom_rows, real_rows  # noqa: E402
 from _memory import memory_rows  # noqa: E402
+from _packed_plans import packed_rows  # noqa: E402
 from _results import Row, row  # noqa: E402
 from elasticd_planner.problem_files.convert import task_of  # noqa: E402
 from elasticd_planner.problem_files.file_format import Objective, Planned, TableProblem  # noqa: E402
@@ -359,6 +360,7 @@ PARTS = {
     "drawn": Part(drawn_rows, PLANNER, {"count": 8, "large_count": 2}),
     "freedom": Part(freedom_rows, PLANNER, {"few": 2, "many": 0, "restrictions": 3, "seed": 7}),
     "real": Part(real_rows, PLANNER, {"names": ("SmolLM2-135M",), "devices": (64,)}),
+    "packed": Part(packed_rows, PLANNER, {"count": 2, "seed": 3}),
     "subproblem": Part(subproblem_rows, PLANNER, {"count": 20}),
     "small": Part(small_rows, PLANNER, {"few": 10, "eight": 1, "bounded": 10}),
     "beyond": Part(beyond_rows, PLANNER, {"count": 1}),

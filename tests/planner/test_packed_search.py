@@ -19,6 +19,7 @@ from elasticd_planner.detection.lengths import attention_rise, evaluated
 from elasticd_planner.placement.state_movement import bytes_to_move
 from elasticd_planner.policy.policy import PolicySettings, decide
 from elasticd_planner.problem import Answer, Problem, SearchSpace
+from elasticd_planner.search import planner
 from elasticd_planner.search.lanes import joined
 from elasticd_planner.search.packed import _PackedSearch, packed_lanes
 from elasticd_planner.search.packed import answer as packed_answer
@@ -31,7 +32,7 @@ from elasticd_planner.spec.sample_packing import linear_of
 from elasticd_planner.spec.sequence_lengths import Lengths, even
 
 from elasticd.simulator.scenarios.model_shapes import PRESETS, model_spec
-from tests.planner import brute, played_rows
+from tests.planner import brute, packed_jobs, played_rows
 from tests.planner.models import cluster, planned
 from tests.sizes import beside
 
@@ -177,6 +178,14 @@ def _pipeline(pipeline: Pipeline, rows: tuple[BatchRow, ...], given: Problem) ->
         times.append(max(work * unit * sum(lane) for work, lane in zip(works, lanes, strict=True)))
     uneven = max(stages * max(lane) / sum(lane) for lane in lanes)
     return pipeline_time([round(1e9 * time) for time in times], stages) / 1e9 * uneven
+
+
+def no_plan(view: Problem, near: object) -> Answer:
+    return Answer(plan=None)
+
+
+def no_layouts(view: Problem) -> list[Plan]:
+    return []
 
 
 def long_tail(count: int = 60, seed: int = 1) -> np.ndarray:
@@ -419,10 +428,10 @@ def longest_of(made: Plan) -> int:
 
 
 def test_a_sequence_that_all_memory_does_not_hold_is_refused_without_a_search() -> None:
-    def none(view: Problem) -> Answer:
+    def none(view: Problem, _: object) -> Answer:
         raise AssertionError(f"a search for {view.global_batch} rows")
 
-    refused = packed_answer(problem(np.array([300, 400, 1 << 20]), 28_000_000), none, 1, 0.02)
+    refused = packed_answer(problem(np.array([300, 400, 1 << 20]), 28_000_000), none, no_layouts, 1, 0.02)
     assert refused.plan is None
     assert refused.refusal.startswith("does not fit: a sequence has 1048576 tokens")
 
@@ -431,7 +440,8 @@ def test_a_sequence_that_all_memory_does_not_hold_is_refused_without_a_search() 
 def test_no_plan_holds_more_than_all_memory_does(memory: int) -> None:
     packed = sequences(np.array([2]), row_tokens=0)
     given = problem(np.array([2]), memory, packed=packed)
-    room = _PackedSearch(problem=given, packed=packed, search=search, number=1)._room()
+    making = _PackedSearch(problem=given, packed=packed, search=no_plan, regular=no_layouts, number=1)
+    room = making._room()
     held = [longest_of(made) for made in every(given)]
     assert len(held) > 10
     assert 0.4 * room < max(held) <= room
@@ -440,26 +450,43 @@ def test_no_plan_holds_more_than_all_memory_does(memory: int) -> None:
 def test_a_long_refusal_on_many_devices_tries_few_numbers_of_lanes() -> None:
     asked: list[Problem] = []
 
-    def none(view: Problem) -> Answer:
+    def none(view: Problem, _: object) -> Answer:
         asked.append(view)
         return Answer(plan=None, refusal="does not fit", candidates=1)
 
     here = cluster(*[4] * 8, memory=28_000_000)
     given = problem(np.array([60_000]), 28_000_000, cluster=here, search_space=SearchSpace(lanes=32))
-    assert packed_answer(given, none, 1, 0.02).plan is None
+    assert packed_answer(given, none, no_layouts, 1, 0.02).plan is None
     counts = [view.search_space.fixed_dp for view in asked if view.search_space.fixed_dp is not None]
     assert set(counts) == {1, 2, 4, 8, 16, 27, 28, 32}, "27 copies of the state is what memory holds"
 
 
 @pytest.mark.parametrize("sizes", beside([((4, 4),)], [((4, 4),), ((4, 4, 4, 4),)]))
-def test_a_slow_device_costs_one_search_more_not_one_for_each_size_of_rows(sizes: tuple[int, ...]) -> None:
-    slow: list[Problem] = []
+def test_few_sizes_of_rows_are_searched_for_all_plans_with_a_slow_device_or_without(
+    sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    searched: list[Problem] = []
+    plain = planner._plain
 
-    def counted(view: Problem) -> Answer:
-        slow.extend([view] if view.rates else [])
-        return search(view)
+    def counted(view: Problem, *args: object, **options: object) -> Answer:
+        searched.append(view)
+        return plain(view, *args, **options)  # type: ignore[arg-type]
 
-    lengths = one_long()
-    given = problem(lengths, 200_000_000, cluster=cluster(*sizes, memory=200_000_000), rates={"n0/1": 1.7})
-    assert packed_answer(given, counted, 1, 0.02).plan is not None
-    assert len(slow) == 1
+    monkeypatch.setattr(planner, "_plain", counted)
+    given = problem(one_long(), 200_000_000, cluster=cluster(*sizes, memory=200_000_000), rates={"n0/1": 1.7})
+    assert search(given).plan is not None
+    assert len(searched) <= 2
+    assert not any(view.rates for view in searched)
+
+
+@pytest.mark.parametrize("seed", beside([16], range(11, 20)))
+def test_a_search_that_is_free_to_choose_tp_sizes_is_as_good_as_with_any_pinned(seed: int) -> None:
+    (job,) = packed_jobs.drawn(seed, 1)
+    free = seconds_of(job.problem)
+    for width in (1, 2, 4, 8):
+        assert free <= seconds_of(packed_jobs.pinned(job, width)) * (1 + 1e-9), (job.name, width)
+
+
+def seconds_of(given: Problem) -> float:
+    found = search(given).plan
+    return math.inf if found is None or found.prediction is None else found.prediction.step_seconds

@@ -1,17 +1,19 @@
 """Packed plans: pipelines, lanes, TP sizes and stages chosen for the lengths of a step's sequences.
 
-How many rows a step has, and of how many tokens, follows from the plan: from the memory of its lanes. So the
-dense search is asked for plans of rows of several sizes (views): each has as many micro-batches as the step has
-such rows, and its plans hold them. Small rows let many narrow copies be, large ones ask for wide TP groups or
-more stages. Each plan found is then tried with its pipelines of equal borders joined into 1, 2, 4 ... lanes
-(`lanes`). What remains is compared by the packed cost (`PackedCost`): what holds the longest sequence, and
-takes the least time for these lengths. A longer sequence that may come is held, too, where some plan holds it;
-else half of it, and so on. Among equal plans the one that moves the fewest bytes from the running
-plan is taken, and then the one with the fewest lanes.
+How many rows a step has, and of how many tokens, follows from the plan: from the memory of its lanes. So dense
+plans are made for rows of several sizes (views): each view has as many micro-batches as the step has such rows,
+and its plans hold them. Small rows let many narrow copies be, large ones ask for wide TP groups or more stages.
 
-Slow devices: borders of lanes must be equal, so that a plan for normal devices, whose lanes get unequal shares
-of tokens, stands beside the one that moves layers from a slow device. The latter is searched for rows of the
-best size alone.
+Of each view the regular layouts are tried, which are quickly listed. The dense search, which takes longer, is
+asked where no layout holds the longest sequence, and of few devices in one node for rows of the best size, near
+the form of the best layout. Each plan is tried with its pipelines of equal borders joined into 1, 2, 4 ...
+lanes (`lanes`). Plans that hold the longest sequence are compared by the packed cost (`PackedCost`): by the
+seconds that these lengths take. A longer sequence that may come is held, too, where some plan holds it; else
+half of it, and so on. Among equal plans the one that moves the fewest bytes from the running plan is taken, and
+then the one with the fewest lanes.
+
+Slow devices: borders of lanes must be equal, so that plans for normal devices, whose lanes get unequal shares
+of tokens, stand beside those that move layers from a slow device.
 """
 
 from __future__ import annotations
@@ -29,15 +31,18 @@ from elasticd_planner.numeric import EQUAL
 from elasticd_planner.placement.state_movement import bytes_to_move, strategy
 from elasticd_planner.problem import Answer, Problem, SearchSpace
 from elasticd_planner.search import given_plan, lanes
-from elasticd_planner.search.options import task_of
+from elasticd_planner.search.large import SMALL
+from elasticd_planner.search.options import Form, form, task_of
 from elasticd_planner.search.task import EXACT_DEVICES, alive
 from elasticd_planner.spec.model import apportion
 from elasticd_planner.spec.packed_sequences import PackedSequences
 from elasticd_planner.spec.plan import PackedLane, Pipeline, Plan, Prediction
 from elasticd_planner.spec.plan_summary import describe
 
-#: The dense search, of a problem without packed sequences.
-Search = Callable[[Problem], Answer]
+#: The dense search, of a problem without packed sequences; near plans of a form alone, if one is given.
+Search = Callable[[Problem, Form | None], Answer]
+#: Plans of regular layouts for such a problem, the quickest first.
+Regular = Callable[[Problem], Sequence[Plan]]
 
 #: Rows of so many sizes are tried, each half of the one before; of many devices every second one.
 _SIZES = 8
@@ -45,21 +50,22 @@ _SIZES = 8
 _FEW = 1024.0
 #: Where all memory holds less than so many times the longest sequence, what may hold it is tried first.
 _TIGHT = 2
-#: Of many devices so many TP sizes are tried with further sizes of rows.
-_LIKELY = 2
 
 
-def answer(problem: Problem, search: Search, number: int, tolerance: float) -> Answer:
+def answer(problem: Problem, search: Search, regular: Regular, number: int, tolerance: float) -> Answer:
     """The best packed plan, or why there is none.
 
     Args:
         problem: with packed sequences.
         search: the dense search, for the problem's views.
+        regular: the regular layouts of a view.
         number: of the plan.
         tolerance: plans within this fraction of the best count as equal to it.
     """
     assert problem.packed is not None
-    planning = _PackedSearch(problem=problem, packed=problem.packed, search=search, number=number)
+    planning = _PackedSearch(
+        problem=problem, packed=problem.packed, search=search, regular=regular, number=number
+    )
     if problem.given is None:
         return planning.answer(tolerance)
     given = given_plan.under(problem.given, problem.search_space)
@@ -71,7 +77,7 @@ def answer(problem: Problem, search: Search, number: int, tolerance: float) -> A
     if problem.only_given:
         return Answer(plan=None, refusal=f"the plan that the job gives cannot be: {wrong}", candidates=1)
     searched = msgspec.structs.replace(problem, given=None, current=problem.current)
-    found = answer(searched, search, number, tolerance)
+    found = answer(searched, search, regular, number, tolerance)
     if found.plan is None:
         return found
     reason = f"{found.plan.reason}; the plan that the job gives cannot be: {wrong}"
@@ -94,6 +100,35 @@ class _Option:
         return self.moved, changed, self.lanes, round(self.seconds, 12)
 
 
+@dataclass(kw_only=True)
+class _Layouts:
+    """Packed plans of regular layouts. seconds, forms: of the best, by the tokens of rows."""
+
+    options: list[_Option] = field(default_factory=list)
+    seconds: dict[int, float] = field(default_factory=dict)
+    forms: dict[int, Form] = field(default_factory=dict)
+
+    def add(self, other: _Layouts) -> None:
+        """Those of both."""
+        self.options += other.options
+        for size, seconds in other.seconds.items():
+            if seconds < self.seconds.get(size, math.inf):
+                self.forms[size] = other.forms[size]
+            self.seconds[size] = min(seconds, self.seconds.get(size, math.inf))
+
+    @property
+    def ranked(self) -> list[int]:
+        """Tokens of rows, the quickest first."""
+        return sorted(self.seconds, key=lambda size: (self.seconds[size], size))
+
+    def around(self, sizes: list[int]) -> list[int]:
+        """The best of these tokens of rows and those beside it; all, where no layout holds the sequences."""
+        if not self.options:
+            return sizes
+        at = sizes.index(self.ranked[0])
+        return sizes[max(0, at - 1) : at + 2]
+
+
 @dataclass(frozen=True, kw_only=True)
 class _PackedSearch:
     """One search for a packed plan."""
@@ -101,6 +136,7 @@ class _PackedSearch:
     problem: Problem
     packed: PackedSequences
     search: Search
+    regular: Regular
     number: int
     _rooms: list[int] = field(default_factory=list)  # tokens that a pipeline of the plans tried holds
 
@@ -134,33 +170,20 @@ class _PackedSearch:
                     break
             if not options and any(most > 1 for most in self._rooms):
                 return Answer(plan=None, refusal=self._too_long(), current_seconds=now, candidates=1)
-        best, by_width = dict[int, float](), dict[int, float]()
-        few = len(alive(self.problem)) <= EXACT_DEVICES
-        for size in self._sizes() if few else sorted(self._sizes()):
-            for view in (self._normal(size),) if few else list(self._of_widths(size, by_width)):
-                found = self.search(view)
-                tried += found.candidates
-                if found.plan is None:
-                    refusals.append(found.refusal)
-                    continue
-                made = list(self._joined(found.plan.pipelines))
-                best[size] = min([best.get(size, math.inf), *(option.seconds for option in made)])
-                if made and (width := view.search_space.fixed_tp) is not None:
-                    by_width[width] = min([by_width.get(width, math.inf), *(each.seconds for each in made)])
-                options += made
-        if options:
-            size = min(best, key=lambda size: (best[size], size), default=0)
-            views = self._of_widths(size, {}) if few else iter((self._normal(size),))
-            for view in (*views, *self._slow(size)) if size else ():
-                found = self.search(view)
-                options += self._joined(found.plan.pipelines) if found.plan is not None else ()
-        elif not tight:
+        layouts = self._laid_out()
+        options += layouts.options
+        for size in self._searched(layouts):
+            found = self.search(self._normal(size), layouts.forms.get(size))
+            tried += found.candidates
+            if found.plan is None:
+                refusals.append(found.refusal)
+            else:
+                options += self._joined(found.plan.pipelines)
+        if not options and not tight:
             options += self._widest(self.packed.longest)
-        if options and max(option.longest for option in options) < self.packed.likely <= room:
-            options += self._widest(self.packed.likely)
         if not options:
             return Answer(plan=None, refusal=self._refusal(refusals), current_seconds=now, candidates=tried)
-        options = self._likely(options)
+        options = self._likely(options, room)
         limit = min(option.seconds for option in options) * (1 + tolerance) * (1 + EQUAL)
         near = [option for option in options if option.seconds <= limit]
         chosen = min(near, key=lambda option: option.preference(current)).plan
@@ -190,11 +213,53 @@ class _PackedSearch:
         rates = {name: rate for name, rate in self.problem.rates.items() if not math.isfinite(rate)}
         return self._view(size, rates=rates)
 
-    def _slow(self, size: int) -> tuple[Problem, ...]:
-        """The problem with its slow devices, where `_normal` is without: a search with these takes several
-        times as long, so that it is made for rows of the best size alone."""
-        slow = self.packed.cut and any(map(math.isfinite, self.problem.rates.values()))
-        return (self._view(size),) if slow else ()
+    def _laid_out(self) -> _Layouts:
+        """The regular layouts with TP groups of each size, of many devices of each that divides a node: free to
+        choose a size, the search finds what it finds with any of these pinned."""
+        made, pin = _Layouts(), self.problem.search_space.fixed_tp
+        counts = [len(node.devices) for node in self.problem.cluster.nodes]
+        many = len(alive(self.problem)) > SMALL
+        for width in self.cost.cost.widths(max(counts)):
+            divides = any(count % width == 0 for count in counts)
+            if width == pin or (pin is None and (divides or not many)):
+                made.add(self._layouts(width))
+        return made
+
+    def _layouts(self, width: int) -> _Layouts:
+        """The regular layouts with TP groups of this size, of rows of several sizes: of few devices of every
+        second one, then of those beside the best; of these also layouts that move layers from slow devices."""
+        made, sizes = _Layouts(), list(self._sizes())
+        few = len(alive(self.problem)) <= EXACT_DEVICES
+        for size in sizes[::2] if few else sizes:
+            self._lay_out(made, size, width, self._normal(size))
+        around = made.around(sizes)
+        for size in around:
+            if size not in made.seconds:
+                self._lay_out(made, size, width, self._normal(size))
+        if self.packed.cut and any(map(math.isfinite, self.problem.rates.values())):
+            for size in around:
+                self._lay_out(made, size, width, self._view(size))
+        return made
+
+    def _lay_out(self, made: _Layouts, size: int, width: int, view: Problem) -> None:
+        """Adds the view's regular layouts with TP groups of this size."""
+        made.seconds.setdefault(size, math.inf)
+        space = msgspec.structs.replace(view.search_space, fixed_tp=width)
+        for plan in self.regular(msgspec.structs.replace(view, search_space=space)):
+            options = list(self._joined(plan.pipelines))
+            made.options += options
+            seconds = min((option.seconds for option in options), default=math.inf)
+            if seconds < made.seconds[size]:
+                made.seconds[size], made.forms[size] = seconds, form(plan)
+
+    def _searched(self, layouts: _Layouts) -> list[int]:
+        """Tokens of the rows for which the dense search is asked, the best first: all, where no regular layout
+        holds the longest sequence; else, of few devices in one node, those of the best layout."""
+        ranked = layouts.ranked
+        if not layouts.options:
+            return ranked
+        nodes = {device.node for device in alive(self.problem)}
+        return ranked[:1] if len(nodes) == 1 and len(alive(self.problem)) <= EXACT_DEVICES else []
 
     def _view(self, size: int, **changes: object) -> Problem:
         count, devices = max(1, round(self.packed.tokens / size)), len(alive(self.problem))
@@ -226,25 +291,14 @@ class _PackedSearch:
         made = strategy(pipelines, current.module.module)
         return current.replace(strategies=(made,), global_batch=count, micro_batch=1)
 
-    def _of_widths(self, size: int, known: dict[int, float]) -> Iterator[Problem]:
-        """The problem with rows of this size, with each TP size that divides the devices of a node; where the
-        seconds of several TP sizes are known, with the best two of these."""
-        view = self._normal(size)
-        likely = sorted(known, key=lambda width: (known[width], width))[:_LIKELY] if len(known) > 1 else None
-        counts = [len(node.devices) for node in self.problem.cluster.nodes]
-        for width in self.cost.cost.widths(max(counts)):
-            if likely is not None and width not in likely:
-                continue
-            if view.search_space.fixed_tp in (None, width) and any(count % width == 0 for count in counts):
-                space = msgspec.structs.replace(view.search_space, fixed_tp=width)
-                yield msgspec.structs.replace(view, search_space=space)
-
-    def _likely(self, options: list[_Option]) -> list[_Option]:
-        """Those of the options that hold the sequence which may come; where none does, half of it, and so on:
-        the job stops at a sequence that its plan does not hold."""
+    def _likely(self, options: list[_Option], room: int) -> list[_Option]:
+        """Those of the options that hold the sequence which may come, or others that do; where none does, half
+        of it, and so on: the job stops at a sequence that its plan does not hold. room: as of `_room`."""
         wanted = self.packed.likely
         while wanted > self.packed.longest:
             if held := [option for option in options if option.longest >= wanted]:
+                return held
+            if wanted <= room and (held := list(self._widest(wanted))):
                 return held
             wanted //= 2
         return options
@@ -261,11 +315,13 @@ class _PackedSearch:
         for count in sorted(counts) if self.packed.cut else (1,):
             size = -(-longest // count)
             view = self._normal(size)
-            space = msgspec.structs.replace(view.search_space, fixed_dp=count)
-            micro_batches = max(count, view.global_batch)
-            found = self.search(
-                msgspec.structs.replace(view, search_space=space, global_batch=micro_batches, current=None)
+            view = msgspec.structs.replace(
+                view,
+                search_space=msgspec.structs.replace(view.search_space, fixed_dp=count),
+                global_batch=max(count, view.global_batch),
+                current=None,
             )
+            found = self.search(view, None)
             made = list(self._joined(found.plan.pipelines)) if found.plan is not None else []
             if made and max(option.longest for option in made) >= longest:
                 yield from made

@@ -98,10 +98,10 @@ def plan(
     """
     if problem.packed is not None:
 
-        def dense(view: Problem) -> Answer:
-            return _plain(view, number, tolerance, steady=steady)
+        def dense(view: Problem, near: Form | None) -> Answer:
+            return _plain(view, number, tolerance, steady=steady, like=near)
 
-        return packed.answer(problem, dense, number, tolerance)
+        return packed.answer(problem, dense, _regular, number, tolerance)
     if problem.given is not None:
         return _given(problem, problem.given, number, tolerance, steady=steady)
     apart = lanes.apart_problem(problem)
@@ -111,6 +111,18 @@ def plan(
         others = interleave.other_numbers(apart, found[0])
         found += [_plain(other, number, tolerance, steady=steady) for other in others]
     return lanes.answer(problem, interleave.best(apart, found, tolerance, steady=steady))
+
+
+def _regular(problem: Problem) -> list[Plan]:
+    """The plans of the best regular layouts, the quickest first."""
+    settings = Settings(problem)
+    if impossible_pin(task_of(settings.listed[0].problem(problem))):
+        return []
+    return [
+        plan
+        for setting, layouts in settings.regular.items()
+        for plan in Planner(problem=setting.problem(problem), regular=tuple(layouts)).regular_plans
+    ]
 
 
 def _given(problem: Problem, given: Plan, number: int, tolerance: float, *, steady: bool) -> Answer:
@@ -278,12 +290,12 @@ class Planner:
         many to look at all."""
         current = self.current
         options = [current] if current is not None and self.fits(current) else []
-        options += self._regular
+        options += self.regular_plans
         known = min(map(self.task.seconds, options), default=math.inf)
         exact = Exact(self.task, slack=self.slack, best=min(known, self.known), budget=self.left[0])
         combinations = exact.run()
         self.left[0] -= exact.spent
-        found = [*islice(self.candidates(exact, combinations), COMPARED), *self._regular]
+        found = [*islice(self.candidates(exact, combinations), COMPARED), *self.regular_plans]
         if not exact.complete:
             searched = self.wide().plan
             found += [searched] if searched is not None else []
@@ -292,7 +304,7 @@ class Planner:
         return self._answered(found, exact.candidates + len(found), proved)
 
     @cached_property
-    def _regular(self) -> list[Plan]:
+    def regular_plans(self) -> list[Plan]:
         """Plans of the regular layouts, in the best order of stages and with the best layers."""
         listed = (self.refiner.pipelines(layout.chains) for layout in self.regular)
         plans = (self.made(pipelines) for pipelines in listed if pipelines is not None)

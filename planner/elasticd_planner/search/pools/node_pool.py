@@ -177,18 +177,20 @@ class NodePool:
             most = LISTED_ALL
         else:
             rankings += [self._ranked(self._layered(time * ahead)) for ahead in AHEADS]
+        left = list(enumerate(rankings))
         for _ in range(2 * most):
-            for which, ranking in enumerate(rankings):
+            for which, ranking in tuple(left):
                 row = next(ranking, None)
                 if which == 0:
                     self._frontier = row  # the bound's own ranking: what it has not named is worse
                 if row is None:
+                    left.remove((which, ranking))
                     continue
                 key = tuple(sorted(self._counts(row).items()))
                 if key and key not in seen:  # without a key every device is idle
                     seen.add(key)
                     yield row
-            if len(seen) >= most:
+            if len(seen) >= most or not left:
                 return
 
     def _priced(self, time: float, price: float) -> Floats:
