@@ -149,21 +149,27 @@ def _matrices(parameters: Iterable[Parameter]) -> Iterator[Parameter]:
 
 
 def _side(parameter: Parameter, width: int) -> int:
-    """The kept dimension of a matrix: the cut one, else the one that is not the activation's."""
+    """The kept dimension of a matrix: the cut one, of all parts, else the one that is not the activation's."""
     if parameter.cut is not None:
-        return parameter.shape[parameter.cut.dim]
+        parts = 1 if parameter.fused is None else parameter.shape[parameter.fused]
+        return parameter.shape[parameter.cut.dim] * parts
     rows, columns = parameter.shape[-2:]
     return rows if columns == width else columns
 
 
 def _sides(spec: ModelSpec, parameters: Sequence[Parameter]) -> dict[str, list[int]]:
-    """The sides of matrices by the units that cut them, with those that follow them; "": of whole matrices."""
+    """The sides of matrices by the units that cut them, with those that follow them; "": of whole matrices. A
+    matrix whose units are its own, of queries, keys and values, belongs to the one behind."""
     sides: dict[str, list[int]] = {}
     for parameter in _matrices(parameters):
         kind = ""
         if parameter.cut is not None:
             kind = spec.units_of(parameter.cut.units).follows or parameter.cut.units
         sides.setdefault(kind, []).append(_side(parameter, spec.width))
+    single = [kind for kind, held in sides.items() if kind and len(held) == 1]
+    if len(single) == 2:
+        first, second = single
+        sides[first] += sides.pop(second)
     return sides
 
 
