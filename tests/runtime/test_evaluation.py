@@ -307,12 +307,12 @@ def test_a_rank_whose_evaluation_ends_alone_meets_the_others_before_its_next_ste
         with pytest.raises(SampleError):
             evaluate(engine, HeldOut(dataset=Torn(19)), "held", 0, next_token_loss, DataOptions(), "value")
         alike = engine.after_recovery
-        assert engine.runner is not None
+        assert engine.module.runner is not None
 
         def forward(*arguments: Any) -> Any:
             raise torch.OutOfMemoryError("no memory")
 
-        engine.runner.forward = forward  # type: ignore[method-assign]
+        engine.module.runner.forward = forward  # type: ignore[method-assign]
         with pytest.raises(torch.OutOfMemoryError):
             evaluate(engine, held, "held", 0, next_token_loss, DataOptions(), "value")
         return alike, engine.after_recovery

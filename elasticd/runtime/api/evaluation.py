@@ -269,7 +269,7 @@ def _round(engine: Engine, dealt: BatchPlan, loader: Loader, measures: Mapping[s
     engine.communicators.received()
     heads = [_HEAD.unpack(each[: _HEAD.size].numpy().tobytes()) for each in records]
     if any(raised for _, _, raised in heads):
-        raise _of_measure(engine, sums.error) from sums.error
+        raise _of_measure(engine, sums.error)
     for rank, (_, failed, _) in enumerate(heads):
         if failed:
             if failure is not None and failure.index == failed - 1:
@@ -293,7 +293,9 @@ def _of_measure(engine: Engine, error: Exception | None) -> Exception:
     mine = f"raised {described(error)} (on {engine.device})" if error is not None else ""
     texts = all_gather_text(engine.everyone, mine.encode("utf-8", "replace"))
     text = next(each for each in texts if each).decode()
-    return MeasureError(f"the loss or a measure of the evaluation {text}")
+    failed = MeasureError(f"the loss or a measure of the evaluation {text}")
+    failed.__cause__ = error
+    return failed
 
 
 @contextmanager
