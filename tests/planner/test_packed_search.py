@@ -458,7 +458,7 @@ def test_a_long_refusal_on_many_devices_tries_few_numbers_of_lanes() -> None:
     given = problem(np.array([60_000]), 28_000_000, cluster=here, search_space=SearchSpace(lanes=32))
     assert packed_answer(given, none, no_layouts, 1, 0.02).plan is None
     counts = [view.search_space.fixed_dp for view in asked if view.search_space.fixed_dp is not None]
-    assert set(counts) == {1, 2, 4, 8, 16, 27, 28, 32}, "27 copies of the state is what memory holds"
+    assert set(counts) == {1, 2, 4, 8, 16}, "more copies of the state leave no memory for the sequence"
 
 
 @pytest.mark.parametrize("sizes", beside([((4, 4),)], [((4, 4),), ((4, 4, 4, 4),)]))

@@ -313,6 +313,8 @@ class _PackedSearch:
             counts = powers | {devices // power for power in powers}
             counts |= {min(devices, max(1, self._copies - less)) for less in (0, 1)}
         for count in sorted(counts) if self.packed.cut else (1,):
+            if self._room(count) < longest:
+                continue
             size = -(-longest // count)
             view = self._normal(size)
             view = msgspec.structs.replace(
@@ -413,12 +415,13 @@ class _PackedSearch:
         """Copies of the state that all memory holds at most."""
         return int(self._memory // max(1.0, self._least[0]))
 
-    def _room(self) -> int:
-        """Tokens of a sequence that all memory holds at most: one copy of the state is in it, and each token is
-        kept once."""
+    def _room(self, copies: int = 1) -> int:
+        """Tokens of a sequence that all memory holds at most beside so many copies of the state, of which ZeRO
+        shards all but one: each token is kept once."""
         limit = (self.packed.row_tokens or 1 << 40) * (len(alive(self.problem)) if self.packed.cut else 1)
         state, token = self._least
-        return int(min(limit, (self._memory - state) / max(token, 1e-9) * (1 + EQUAL)))
+        whole = 1 if self.problem.search_space.states[0].zero else copies
+        return int(min(limit, (self._memory - whole * state) / max(token, 1e-9) * (1 + EQUAL)))
 
     @cached_property
     def _least(self) -> tuple[float, float]:
