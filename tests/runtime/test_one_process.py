@@ -457,6 +457,40 @@ class Raises:
         return self.texts[index] if index < self.first else float("")
 
 
+#: A child by fork in the loop's body ends as a script does, by an exception or without one.
+FORKS = """
+import os, sys
+from pathlib import Path
+from tests.runtime.test_one_process import job
+ends = {"exits": lambda: sys.exit(0), "raises": lambda: 1 / 0, "is done": lambda: None}[sys.argv[2]]
+found = []
+for step in job(Path(sys.argv[1])).steps(3):
+    if step.index == 0:
+        child = os.fork()
+        if not child:
+            ends()
+            break
+        os.waitpid(child, 0)
+        found = os.listdir(sys.argv[1])
+else:
+    print("saved by the child:", found, "last step:", step.index)
+"""
+
+
+@pytest.mark.parametrize("how", ["exits", "raises", "is done"])
+def test_a_child_by_fork_has_no_part_in_the_job(how: str, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", FORKS, str(tmp_path), how],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+    assert done.stdout.splitlines() == ["saved by the child: [] last step: 2"], done.stderr[-3000:]
+    assert done.returncode == 0
+
+
 def test_a_job_that_was_closed_has_no_next_step() -> None:
     made = job()
     assert made.next(3) == 0

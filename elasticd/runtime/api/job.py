@@ -300,7 +300,7 @@ class Job(RankInfo):
         self._control.start(self._hear)
         log.info("%s computes on %s, over gloo", self.device, recipe.accelerator.text)
         self._show()
-        self._failed = False
+        self._failed, self._pid = False, os.getpid()
         self._uncaught = Uncaught(self._fail_later)
         self._farewell = Farewell(self._left_early, self._control.alone)
         self._grace = grace
@@ -321,6 +321,12 @@ class Job(RankInfo):
     def torch_device(self) -> torch.device:
         """What this worker computes on, as "cuda:0" or "cpu". (`device` is its name in the cluster.)"""
         return self._recipe.accelerator.device
+
+    @property
+    def _forked(self) -> bool:
+        """Whether this is a child by fork of the process that made the job. It has no part in it, and ends
+        without a word: what it would say, or shut, is its parent's."""
+        return os.getpid() != self._pid
 
     def _idle(self) -> bool:
         return self._switcher.engine is None
@@ -502,7 +508,7 @@ class Job(RankInfo):
             self._leave(drained.reason, drained=True)
             raise
         except GeneratorExit as closed:
-            if self._failed:
+            if self._failed or self._forked:
                 self._notice.restore()
             else:
                 self._leave_later(closed.__context__)
@@ -555,7 +561,7 @@ class Job(RankInfo):
 
     def _fail(self, error: Exception) -> None:
         """The script's code raised: tells the leader, and keeps this process while its state is of use."""
-        if self._failed or self._ended:
+        if self._failed or self._ended or self._forked:
             return
         self._failed = True
         try:
@@ -599,6 +605,8 @@ class Job(RankInfo):
 
         An interpreter that ends while a thread is inside gloo aborts.
         """
+        if self._forked:
+            return
         self._ended = True
         for maker in (self._saver, self._snapper):
             if maker is not None:

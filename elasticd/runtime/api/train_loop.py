@@ -347,8 +347,8 @@ class Loop:
         """Makes a checkpoint where this process trains alone, and says so."""
         step = self.switcher.step
         if self.finish(engine, step) and self.saver is not None and step > 0:
-            where = self.saver.options.path
-            say(f"{counted(step, 'step')} are saved in {where}: the same command goes on from there")
+            steps, verb = counted(step, "step"), "is" if step == 1 else "are"
+            say(f"{steps} {verb} saved in {self.saver.options.path}: the same command goes on from there")
 
     def saved_by_all(self, engine: Engine) -> bool:
         """Returns True if all members have left their loops after the same step, and a checkpoint has it."""
