@@ -14,7 +14,7 @@ from elasticd.version import __version__
 
 if TYPE_CHECKING:
     from elasticd.models.huggingface import from_hf
-    from elasticd.runtime.api.ema import average
+    from elasticd.runtime.api.ema import MeasureError, average
     from elasticd.runtime.api.evaluation import Evaluation, EvaluationOptions, HeldOut
     from elasticd.runtime.api.job import Callback, Job
     from elasticd.runtime.api.metrics import Metrics
@@ -44,6 +44,7 @@ __all__ = [
     "Job",
     "JobStopped",
     "LossScale",
+    "MeasureError",
     "Metrics",
     "Model",
     "Packing",
@@ -69,7 +70,7 @@ __all__ = [
 #: The public names of each module.
 _NAMES = {
     "elasticd.models.huggingface": ("from_hf",),
-    "elasticd.runtime.api.ema": ("average",),
+    "elasticd.runtime.api.ema": ("MeasureError", "average"),
     "elasticd.runtime.api.evaluation": ("Evaluation", "EvaluationOptions", "HeldOut"),
     "elasticd.runtime.api.job": ("Callback", "Job"),
     "elasticd.runtime.api.metrics": ("Metrics",),
