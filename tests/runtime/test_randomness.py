@@ -12,6 +12,7 @@ from torch import nn
 from elasticd.runtime.accelerator import CPU
 from elasticd.runtime.model.rng import Drawing, Dropout, DropoutCut, kept
 from elasticd.runtime.parallel.packed_row import PackedRow
+from elasticd.runtime.reference.live_bytes import LiveBytes
 
 
 @given(
@@ -148,3 +149,16 @@ def test_a_piece_of_a_sequence_has_its_part_of_the_mask() -> None:
 def test_a_dropout_of_other_tokens_than_those_of_the_row_is_refused() -> None:
     with pytest.raises(ValueError, match=r"a: a dropout's input must be \[1, tokens, ...\] of the 9 tokens"):
         rowed([SequencePiece.whole(7, 9)], ones(1, 4, 10, 10))
+
+
+def test_a_mask_takes_three_integers_an_element_also_after_a_graph_that_failed(compiler: None) -> None:
+    """From then on Python keeps a function's arguments alive until it returns (torch 2.13 leaves its hook)."""
+
+    def failing(graph: object, inputs: object) -> None:
+        raise RuntimeError("no code")
+
+    with pytest.raises(Exception, match="no code"):
+        torch.compile(lambda x: x + 1, backend=failing, fullgraph=True)(torch.ones(1))
+    with LiveBytes() as live:
+        kept([1, 2], (64, 32), (0, 0), 0.5, CPU.device)
+    assert live.most <= 3.1 * 8 * 2 * 64 * 32

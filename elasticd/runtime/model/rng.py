@@ -374,10 +374,19 @@ def _key(*parts: object) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little", signed=True)
 
 
+#: By how many bits each part of a round shifts, and what it multiplies by.
+_ROUND = ((30, _FIRST), (27, _SECOND), (31, None))
+
+
 def _mixed(x: Tensor) -> Tensor:
-    x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * _FIRST
-    x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * _SECOND
-    return x ^ ((x >> 31) & ((1 << 33) - 1))
+    for shift, factor in _ROUND:
+        x = _mixed_once(x, shift, factor)
+    return x
+
+
+def _mixed_once(x: Tensor, shift: int, factor: int | None) -> Tensor:
+    x = x ^ ((x >> shift) & ((1 << (64 - shift)) - 1))
+    return x if factor is None else x * factor
 
 
 def kept(
@@ -404,9 +413,12 @@ def _least(p: float) -> int:
 
 
 def _kept(state: Tensor, shape: Sequence[int], start: Sequence[int], least: int) -> Tensor:
+    # Not `_mixed`: a function's argument stays alive as long as its caller has it, and is as large as the mask.
     for size, first in zip(shape, start, strict=True):
         index = torch.arange(first + 1, first + size + 1, dtype=torch.int64, device=state.device)
-        state = _mixed(state.unsqueeze(-1) + index * _GOLDEN)
+        state = state.unsqueeze(-1) + index * _GOLDEN
+        for shift, factor in _ROUND:
+            state = _mixed_once(state, shift, factor)
     return ((state >> (64 - _BITS)) & ((1 << _BITS) - 1)) >= least
 
 
