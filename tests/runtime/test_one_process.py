@@ -498,6 +498,13 @@ def test_a_job_that_was_closed_has_no_next_step() -> None:
     assert made.next(3) is None
 
 
+@pytest.mark.parametrize("total", [-1, float("nan")])
+def test_a_total_below_zero_is_refused(total: float) -> None:
+    """It would end the job as finished."""
+    with pytest.raises(ValueError, match=f"the total of steps is {total}; it must be 0 or more updates"):
+        next(iter(job().steps(total)))  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("total", ["10", None, True])
 def test_a_total_that_is_no_number_is_refused_by_name(total: Any) -> None:
     with pytest.raises(TypeError, match=f"the total of steps is {total!r}; it must be a number of updates"):

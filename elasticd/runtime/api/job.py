@@ -390,6 +390,8 @@ class Job(RankInfo):
 
         Raises:
             RuntimeError: the steps of this job were asked for before.
+            TypeError: `total` is no number.
+            ValueError: `total` is negative, or NaN.
             SystemExit: the job cannot continue, or continues without this process, which got SIGTERM.
         """
         for each in self._begin(total):
@@ -494,6 +496,8 @@ class Job(RankInfo):
             raise TypeError(
                 f"the total of steps is {total!r}; it must be a number of updates, from the beginning"
             )
+        if not total >= 0:  # NaN, too
+            raise ValueError(f"the total of steps is {total!r}; it must be 0 or more updates in all")
         self._taken, self._total = True, total
         self._uncaught.install()
         if self._control.alone and self._saver is not None:  # else a signal may end this process at once
