@@ -214,16 +214,26 @@ class _PackedSearch:
         return self._view(size, rates=rates)
 
     def _laid_out(self) -> _Layouts:
-        """The regular layouts with TP groups of each size, of many devices of each that divides a node: free to
-        choose a size, the search finds what it finds with any of these pinned."""
-        made, pin = _Layouts(), self.problem.search_space.fixed_tp
-        counts = [len(node.devices) for node in self.problem.cluster.nodes]
-        many = len(alive(self.problem)) > SMALL
-        for width in self.cost.cost.widths(max(counts)):
-            divides = any(count % width == 0 for count in counts)
-            if width == pin or (pin is None and (divides or not many)):
-                made.add(self._layouts(width))
+        """The regular layouts with TP groups of each size, of rows of which lanes hold the longest sequence
+        where those of usual sizes do not. Free to choose a TP size, the search finds what it finds with any of
+        them pinned."""
+        made = _Layouts()
+        for width in self._tp_sizes():
+            layouts = self._layouts(width)
+            made.add(layouts)
+            if not layouts.options:
+                made.options += self._widest_regular(self.packed.longest, width)
         return made
+
+    def _tp_sizes(self) -> list[int]:
+        """TP sizes that are tried: the pinned one, or all; of many devices those that divide a node."""
+        pin = self.problem.search_space.fixed_tp
+        counts = [len(node.devices) for node in self.problem.cluster.nodes]
+        widths = self.cost.cost.widths(max(counts))
+        if pin is not None:
+            return [width for width in widths if width == pin]
+        many = len(alive(self.problem)) > SMALL
+        return [width for width in widths if not many or any(count % width == 0 for count in counts)]
 
     def _layouts(self, width: int) -> _Layouts:
         """The regular layouts with TP groups of this size, of rows of several sizes: of few devices of every
@@ -304,8 +314,29 @@ class _PackedSearch:
         return options
 
     def _widest(self, longest: int) -> Iterator[_Option]:
-        """Plans of one pipeline of k lanes that holds a sequence of this length, for every k; of many devices
-        for the powers of two, for so many parts of all devices, and for as many lanes as memory holds."""
+        """Plans of one pipeline of k lanes that holds a sequence of this length: regular layouts with TP groups
+        of each size, of the least k that does. Where there are none, what the dense search finds."""
+        regular = [option for width in self._tp_sizes() for option in self._widest_regular(longest, width)]
+        yield from regular
+        for view in self._of_lanes(longest, self.problem.search_space.fixed_tp) if not regular else ():
+            dense = self.search(view, None).plan
+            made = list(self._joined(dense.pipelines)) if dense is not None else []
+            if any(option.longest >= longest for option in made):
+                yield from made
+                return
+
+    def _widest_regular(self, longest: int, width: int) -> list[_Option]:
+        """Those of them that are regular layouts with TP groups of this size."""
+        for view in self._of_lanes(longest, width):
+            made = [option for plan in self.regular(view) for option in self._joined(plan.pipelines)]
+            if any(option.longest >= longest for option in made):
+                return made
+        return []
+
+    def _of_lanes(self, longest: int, width: int | None) -> Iterator[Problem]:
+        """The problem with rows of which k lanes hold a sequence of this length, for every k whose copies of
+        the state leave memory for it; of many devices for the powers of two, for so many parts of all devices,
+        and for as many lanes as memory holds. width: of TP groups; None: any."""
         devices = len(alive(self.problem))
         counts = set(range(1, devices + 1))
         if devices > EXACT_DEVICES:
@@ -313,21 +344,15 @@ class _PackedSearch:
             counts = powers | {devices // power for power in powers}
             counts |= {min(devices, max(1, self._copies - less)) for less in (0, 1)}
         for count in sorted(counts) if self.packed.cut else (1,):
-            if self._room(count) < longest:
+            if self._room(count) < longest or count * (width or 1) > devices:
                 continue
-            size = -(-longest // count)
-            view = self._normal(size)
-            view = msgspec.structs.replace(
+            view = self._normal(-(-longest // count))
+            yield msgspec.structs.replace(
                 view,
-                search_space=msgspec.structs.replace(view.search_space, fixed_dp=count),
+                search_space=msgspec.structs.replace(view.search_space, fixed_dp=count, fixed_tp=width),
                 global_batch=max(count, view.global_batch),
                 current=None,
             )
-            found = self.search(view, None)
-            made = list(self._joined(found.plan.pipelines)) if found.plan is not None else []
-            if made and max(option.longest for option in made) >= longest:
-                yield from made
-                return
 
     # -- from what is found to packed plans
 
