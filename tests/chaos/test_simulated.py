@@ -14,7 +14,7 @@ from elasticd.simulator.planning import Planner
 from elasticd.simulator.run import Simulation
 from tests import sizes
 from tests.soak.random_faults import WEIGHTS, Soaking, draw
-from tests.soak.simulated import FAULTS, TAKEOVERS, TIMES, Play, cluster, play, scenario
+from tests.soak.simulated import FAULTS, TAKEOVERS, TIMES, Play, cluster, play, plays, scenario
 
 SHAPE = cluster(3, 2)
 DEVICES = [device.name for device in SHAPE.cluster().devices]
@@ -114,3 +114,9 @@ def test_leader_that_answers_before_its_decision_is_in_the_store_is_found_out(
     monkeypatch.setattr(Leading, "decide", decide)
     wrong = [line for one in _with_users(range(3)) for line in one.wrong]
     assert any("the store never had it" in line for line in wrong)
+
+
+def test_a_worker_that_is_cut_off_prepares_a_proposal_that_the_others_gave_up() -> None:
+    """Seed 34354692 of the soak."""
+    (played,) = plays([34354692], 12)
+    assert not played.wrong

@@ -90,9 +90,9 @@ class Transitions:
 
     def _prepared(self, worker: SimulatedWorker, number: int) -> None:
         """All members' preparations end once all of them are ready."""
-        if worker.state.proposal != number:
-            return
-        transition = self.of(number)
+        transition = self._open.get(number)
+        if worker.state.proposal != number or transition is None:
+            return  # it was cut off while the others gave the proposal up, and is alone with it
         transition.ready.add(worker.device)
         if len(transition.ready) == len(transition.names):
             for member in self._members(transition):
