@@ -324,7 +324,7 @@ class Job(RankInfo):
 
     @property
     def _forked(self) -> bool:
-        """Whether this is a child by fork of the process that made the job. It has no part in it, and ends
+        """True in a child by fork of the process that made the job. It has no part in it, and ends
         without a word: what it would say, or shut, is its parent's."""
         return os.getpid() != self._pid
 

@@ -302,7 +302,7 @@ class Loop:
         return done
 
     def nothing_read(self, engine: Engine, step: int, error: NothingRead) -> NothingRead | JobStopped:
-        """What follows where this rank alone knows that it can read no sample. The others wait for its passes,
+        """The exception where this rank alone knows that it can read no sample. The others wait for its passes,
         and make no checkpoint with it: to them it is an exception of this rank's script. The end of the job,
         where there are no others."""
         return error if engine.everyone.size > 1 else self.unreadable(engine, step, error)

@@ -174,7 +174,7 @@ def _sides(spec: ModelSpec, parameters: Sequence[Parameter]) -> dict[str, list[i
 
 
 def _gated(sides: Sequence[int]) -> bool:
-    """Whether these are a gated unit's matrices: gate, up and down, or gate and up in one and down."""
+    """Returns True for a gated unit's matrices: gate, up and down, or gate and up in one and down."""
     ordered = sorted(sides)
     return (len(ordered) == 3 and ordered[0] == ordered[2]) or (
         len(ordered) == 2 and ordered[1] == 2 * ordered[0]

@@ -41,7 +41,7 @@ from elasticd_planner.spec.plan_summary import describe
 
 #: The dense search, of a problem without packed sequences; near plans of a form alone, if one is given.
 Search = Callable[[Problem, Form | None], Answer]
-#: Plans of regular layouts for such a problem, the quickest first.
+#: Plans of the best regular layouts for such a problem.
 Regular = Callable[[Problem], Sequence[Plan]]
 
 #: Rows of so many sizes are tried, each half of the one before; of many devices every second one.
@@ -170,7 +170,7 @@ class _PackedSearch:
                     break
             if not options and any(most > 1 for most in self._rooms):
                 return Answer(plan=None, refusal=self._too_long(), current_seconds=now, candidates=1)
-        layouts = self._laid_out()
+        layouts = self._layouts(tight=tight)
         options += layouts.options
         for size in self._searched(layouts):
             found = self.search(self._normal(size), layouts.forms.get(size))
@@ -180,7 +180,7 @@ class _PackedSearch:
             else:
                 options += self._joined(found.plan.pipelines)
         if not options and not tight:
-            options += self._widest(self.packed.longest)
+            options += self._widest_dense(self.packed.longest)
         if not options:
             return Answer(plan=None, refusal=self._refusal(refusals), current_seconds=now, candidates=tried)
         options = self._likely(options, room)
@@ -213,17 +213,17 @@ class _PackedSearch:
         rates = {name: rate for name, rate in self.problem.rates.items() if not math.isfinite(rate)}
         return self._view(size, rates=rates)
 
-    def _laid_out(self) -> _Layouts:
+    def _layouts(self, *, tight: bool) -> _Layouts:
         """The regular layouts with TP groups of each size, of rows of which lanes hold the longest sequence
         where those of usual sizes do not. Free to choose a TP size, the search finds what it finds with any of
-        them pinned."""
-        made = _Layouts()
+        them pinned. tight: layouts for the longest sequence were tried already."""
+        layouts = _Layouts()
         for width in self._tp_sizes():
-            layouts = self._layouts(width)
-            made.add(layouts)
-            if not layouts.options:
-                made.options += self._widest_regular(self.packed.longest, width)
-        return made
+            of_width = self._layouts_of(width)
+            layouts.add(of_width)
+            if not of_width.options and not tight:
+                layouts.options += self._widest_regular(self.packed.longest, width)
+        return layouts
 
     def _tp_sizes(self) -> list[int]:
         """TP sizes that are tried: the pinned one, or all; of many devices those that divide a node."""
@@ -235,32 +235,32 @@ class _PackedSearch:
         many = len(alive(self.problem)) > SMALL
         return [width for width in widths if not many or any(count % width == 0 for count in counts)]
 
-    def _layouts(self, width: int) -> _Layouts:
+    def _layouts_of(self, width: int) -> _Layouts:
         """The regular layouts with TP groups of this size, of rows of several sizes: of few devices of every
         second one, then of those beside the best; of these also layouts that move layers from slow devices."""
-        made, sizes = _Layouts(), list(self._sizes())
+        layouts, sizes = _Layouts(), list(self._sizes())
         few = len(alive(self.problem)) <= EXACT_DEVICES
         for size in sizes[::2] if few else sizes:
-            self._lay_out(made, size, width, self._normal(size))
-        around = made.around(sizes)
+            self._lay_out(layouts, size, width, self._normal(size))
+        around = layouts.around(sizes)
         for size in around:
-            if size not in made.seconds:
-                self._lay_out(made, size, width, self._normal(size))
+            if size not in layouts.seconds:
+                self._lay_out(layouts, size, width, self._normal(size))
         if self.packed.cut and any(map(math.isfinite, self.problem.rates.values())):
             for size in around:
-                self._lay_out(made, size, width, self._view(size))
-        return made
+                self._lay_out(layouts, size, width, self._view(size))
+        return layouts
 
-    def _lay_out(self, made: _Layouts, size: int, width: int, view: Problem) -> None:
+    def _lay_out(self, layouts: _Layouts, size: int, width: int, view: Problem) -> None:
         """Adds the view's regular layouts with TP groups of this size."""
-        made.seconds.setdefault(size, math.inf)
+        layouts.seconds.setdefault(size, math.inf)
         space = msgspec.structs.replace(view.search_space, fixed_tp=width)
         for plan in self.regular(msgspec.structs.replace(view, search_space=space)):
             options = list(self._joined(plan.pipelines))
-            made.options += options
+            layouts.options += options
             seconds = min((option.seconds for option in options), default=math.inf)
-            if seconds < made.seconds[size]:
-                made.seconds[size], made.forms[size] = seconds, form(plan)
+            if seconds < layouts.seconds[size]:
+                layouts.seconds[size], layouts.forms[size] = seconds, form(plan)
 
     def _searched(self, layouts: _Layouts) -> list[int]:
         """Tokens of the rows for which the dense search is asked, the best first: all, where no regular layout
@@ -308,25 +308,28 @@ class _PackedSearch:
         while wanted > self.packed.longest:
             if held := [option for option in options if option.longest >= wanted]:
                 return held
-            if wanted <= room and (held := list(self._widest(wanted))):
+            if wanted <= room and (held := self._widest(wanted)):
                 return held
             wanted //= 2
         return options
 
-    def _widest(self, longest: int) -> Iterator[_Option]:
+    def _widest(self, longest: int) -> list[_Option]:
         """Plans of one pipeline of k lanes that holds a sequence of this length: regular layouts with TP groups
         of each size, of the least k that does. Where there are none, what the dense search finds."""
         regular = [option for width in self._tp_sizes() for option in self._widest_regular(longest, width)]
-        yield from regular
-        for view in self._of_lanes(longest, self.problem.search_space.fixed_tp) if not regular else ():
+        return regular or self._widest_dense(longest)
+
+    def _widest_dense(self, longest: int) -> list[_Option]:
+        """Those that the dense search finds."""
+        for view in self._of_lanes(longest, self.problem.search_space.fixed_tp):
             dense = self.search(view, None).plan
-            made = list(self._joined(dense.pipelines)) if dense is not None else []
-            if any(option.longest >= longest for option in made):
-                yield from made
-                return
+            options = list(self._joined(dense.pipelines)) if dense is not None else []
+            if any(option.longest >= longest for option in options):
+                return options
+        return []
 
     def _widest_regular(self, longest: int, width: int) -> list[_Option]:
-        """Those of them that are regular layouts with TP groups of this size."""
+        """Those that are regular layouts with TP groups of this size."""
         for view in self._of_lanes(longest, width):
             made = [option for plan in self.regular(view) for option in self._joined(plan.pipelines)]
             if any(option.longest >= longest for option in made):

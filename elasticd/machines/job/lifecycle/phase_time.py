@@ -129,7 +129,7 @@ def _absent(job: JobState) -> list[str]:
 
 
 def unplanned(turn: Turn) -> str:
-    """Why no first plan is made, in words; nothing where the planner is asked."""
+    """The reason that no first plan is made, in words; nothing where the planner is asked."""
     if turn.job.asked is not None:
         return ""
     away = sorted({worker.node for worker in turn.job.workers.values() if not turn.here(worker.node)})

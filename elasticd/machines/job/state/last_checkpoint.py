@@ -10,7 +10,7 @@ from elasticd.records import PublishedCheckpoint
 
 
 def is_dead(job: JobState, checkpoint: PublishedCheckpoint) -> bool:
-    """Whether the job went back to a step before a checkpoint: it is no part of the job's history."""
+    """Returns True if the job went back to a step before a checkpoint: it is no part of the job's history."""
     return checkpoint.dead or job.snapshots.dead(Moment(checkpoint.plan, checkpoint.step))
 
 
