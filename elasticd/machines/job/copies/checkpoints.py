@@ -128,8 +128,8 @@ def _publish(turn: Turn, body: Saved) -> None:
 
 
 def _waits(job: JobState, body: Saved) -> bool:
-    """Returns True while a checkpoint is not published: its plan is not recorded (a fence closed it before, or this
-    leader is yet to hear of it), or the job is about to go back to an older state."""
+    """Returns True while a checkpoint is not published: its plan is not recorded (a fence closed it before, or
+    this leader is yet to hear of it), or the job is about to go back to an older state."""
     if body.plan > job.number:
         return True
     proposal = job.proposal if job.phase is JobPhase.PROPOSED else None
