@@ -243,6 +243,7 @@ def cut(described: elasticd.Model) -> str:
 
 def _said(error: Exception) -> str:
     text = " ".join(str(error).split()).replace("|", "/").removesuffix(f": {_REMEDY}")
+    text = text.removesuffix(f", or {_REMEDY}")
     return _short(text if isinstance(error, ModelError) else f"{type(error).__name__}: {text}")
 
 

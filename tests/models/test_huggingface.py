@@ -291,6 +291,21 @@ def test_what_no_stage_can_do_alike_is_refused_by_name(model: Any, said: str) ->
         elasticd.from_hf(model())
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["Llava", "Gemma3", "Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe", "Qwen3_5", "InternVL", "Mistral3", "Gemma4"],
+)
+def test_a_model_that_takes_images_is_no_model_of_text_alone(name: str) -> None:
+    kind = getattr(transformers, f"{name}ForConditionalGeneration")
+    with torch.device("meta"):
+        model = kind(tiny_config.small(kind.config_class()))
+    said = (
+        rf"^{kind.__name__} takes pixel_values.* beside tokens, .*give its text model by itself, a .*CausalLM"
+    )
+    with pytest.raises(ModelError, match=said):
+        elasticd.from_hf(model)
+
+
 def test_numbers_and_dropouts_of_a_nested_configuration_are_found_and_changed() -> None:
     config = transformers.MptConfig(attn_config={"attn_pdrop": 1, "clip_qkv": 8.0})
     assert tiny_config.dropouts(config) == {"attn_config/attn_pdrop": 1}
@@ -424,14 +439,6 @@ def _with_base(kind: type[_Base], **more: Any) -> Any:
 @pytest.mark.parametrize(
     ("model", "said"),
     [
-        (
-            lambda: _with_base(_Scaled, layer_scaling=1.0),
-            r"layer_scaling of the configuration of Own would be",
-        ),
-        (
-            lambda: _with_base(_Scaled, layer_scaling=0.5),
-            r"Own changes the activation between layers 0 and 1",
-        ),
         (lambda: _with_base(_Mixed), r"Own changes the activation between layers 0 and 1"),
         (lambda: _with_base(_Told), r"position_embeddings of layer 0 of Own depend on the tokens"),
         (
@@ -444,6 +451,28 @@ def _with_base(kind: type[_Base], **more: Any) -> Any:
 def test_what_is_lost_between_stages_is_refused_by_name(model: Any, said: str) -> None:
     with pytest.raises(ModelError, match=said):
         elasticd.from_hf(model())
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_what_a_model_does_to_the_activation_between_layers_is_trained(name: str) -> None:
+    torch.manual_seed(0)
+    model = _with_base(_Scaled, layer_scaling=0.5).double()
+    fill(model, 1.0)
+    described = elasticd.from_hf(model)
+    assert "layer_scaling" in described.proved
+    training = Training(model=described, loss=next_token_loss, dataset=Text(41))
+    expected, found = alone(training, Whole(copy.deepcopy(model))), under(training, PLANS[name])
+    assert found[0] == pytest.approx(expected[0], abs=1e-6)
+    names = {full: f"model.{their_name(described, full)}" for full in found[1]}
+    assert furthest(found, expected, names) < (1e-6, "")
+
+
+def test_the_last_block_ends_at_the_norm_and_the_head_begins_there() -> None:
+    model = _with_base(_Scaled, layer_scaling=0.5)
+    anatomy = prove(model).anatomy
+    assert anatomy.end == "model.norm"
+    x, sections = torch.randn(2, 3, 32), sections_of(model, anatomy)
+    assert torch.equal(sections.head(x), model.lm_head(model.model.norm(x)))
 
 
 def test_buffers_of_the_outer_modules_go_where_a_section_goes() -> None:

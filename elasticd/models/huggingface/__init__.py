@@ -206,8 +206,8 @@ def refuse_at_sight(model: Any) -> None:
         raise ModelError(f"{kind} has no embedding that takes one stream of tokens: {REMEDY}")
     if beside := _of_other_modalities(model):
         raise ModelError(
-            f"{kind} takes {', '.join(beside)} beside tokens, and would be trained as text alone. Give its "
-            f"text model by itself, a ...ForCausalLM: {REMEDY}"
+            f"{kind} takes {', '.join(beside)} beside tokens, and would be trained as text alone: give its "
+            f"text model by itself, a ...ForCausalLM, or {REMEDY}"
         )
     if getattr(text_of(config), "output_router_logits", False):
         raise ModelError(

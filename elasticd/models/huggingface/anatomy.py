@@ -31,6 +31,9 @@ class Anatomy:
     anywhere: tuple[str, ...]  # have no parameters and may run in any section: rotary tables
     unused: tuple[str, ...]  # have parameters, and forward does not call them
     returns: Mapping[type, int]  # of a layer's class: it gives a tuple of so many; 0: a tensor
+    #: The first module of `after`, where it is called once, with the activation: the last layer's section ends
+    #: there, and the head begins there. Empty: the section ends with its layer's output.
+    end: str = ""
 
 
 def text_of(config: Any) -> Any:
@@ -116,6 +119,7 @@ class Watched:
         self._inside = 0
         self._order: list[int] = []
         self._phases: dict[str, set[str]] = {}
+        self._calls: dict[str, list[bool]] = {}  # of a part: for each call, whether it is with an activation
         self._returns: dict[type, int] = {}
         self.inputs, self.others = [], []
         hooks: list[Any] = []
@@ -123,6 +127,7 @@ class Watched:
             hooks.append(layer.register_forward_pre_hook(partial(self._enter, index), with_kwargs=True))
             hooks.append(layer.register_forward_hook(self._leave))
         for path, part in self._parts.items():
+            hooks.append(part.register_forward_pre_hook(partial(self._note, path)))
             for module in part.modules():
                 hooks.append(module.register_forward_pre_hook(partial(self._call, path)))
         try:
@@ -156,6 +161,11 @@ class Watched:
             raise ModelError(f"a layer of {self._name} gave a {type(output).__name__}: {REMEDY}")
         self._returns[type(layer)] = 0 if isinstance(output, Tensor) else len(output)
 
+    def _note(self, path: str, _: nn.Module, args: tuple[Any, ...]) -> None:
+        hidden = args[0] if args else None
+        shape = hidden.shape if isinstance(hidden, Tensor) else None
+        self._calls.setdefault(path, []).append(bool(self.inputs) and shape == self.inputs[-1].shape)
+
     def _call(self, path: str, *_: object) -> None:
         if self._inside:
             phase = "inside"
@@ -186,7 +196,9 @@ class Watched:
                 for phase in phases:
                     found[phase].append(path)
         listed = {name: tuple(paths) for name, paths in found.items()}
-        return Anatomy(layers=self._layers, returns=self._returns, **listed)
+        first = next((path for path in self._phases if path in listed["after"]), "")
+        end = first if self._calls.get(first) == [True] else ""
+        return Anatomy(layers=self._layers, returns=self._returns, end=end, **listed)
 
 
 def _draws(part: nn.Module) -> bool:

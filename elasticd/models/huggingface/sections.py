@@ -9,9 +9,11 @@ a shell, a copy of the model's outer modules without parameters, in which
     layers of other sections                give what they are given.
 
 So positions, rotary tables, masks, multipliers, logit scales and soft caps are the model's own code. The
-embedding ends the forward at the first layer, whose input it gives. A block ends it at its own layer, which
-takes the activation of the stage before it, and everything else as the model gives it. The head lets the first
-layer give the activation, and goes on to the end.
+embedding ends the forward at the first layer, whose input it gives. In a block the layer takes the activation
+of the stage before it, and everything else as the model gives it. A block ends the forward where the next layer
+is called, so that it has what the model adds between layers; the last one ends it at the final norm. The head
+gives the norm the activation, and goes on to the end. (Where no module after the layers is called with the
+activation, the last block ends with its layer's output, and in the head the first layer gives it.)
 
 In a packed row the model is given the position of each token in its sequence, and attends by
 `packed_attention`.
@@ -88,14 +90,14 @@ class _Pass:
 
 
 class _End:
-    """The first layer in the embedding's shell."""
+    """The layer, or the module after the layers, that the forward of a section's shell ends at."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise _Reached(hidden_of(args, kwargs))
 
 
 class _Begin:
-    """The first layer in the head's shell: gives the activation."""
+    """The first layer in the shell of a head that has no other begin: gives the activation."""
 
     def __init__(self, form: _Pass) -> None:
         self._form = form
@@ -106,10 +108,11 @@ class _Begin:
 
 
 class _Call:
-    """A block's layer in its shell: called with the activation, and with all else as the model gives it."""
+    """A block's layer in its shell: called with the activation, and with all else as the model gives it. ends:
+    the section's forward ends with its output."""
 
-    def __init__(self, layer: nn.Module) -> None:
-        self._layer = layer
+    def __init__(self, layer: nn.Module, ends: bool) -> None:
+        self._layer, self._ends = layer, ends
         self.x: Tensor | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -117,7 +120,28 @@ class _Call:
             output = self._layer(self.x, *args[1:], **kwargs)
         else:
             output = self._layer(**kwargs | {"hidden_states": self.x})
-        raise _Reached(output)
+        if self._ends:
+            raise _Reached(output[0] if isinstance(output, tuple) else output)
+        return output
+
+
+class _First(nn.Module):
+    """Stands in the head's shell for the first module after the layers, and calls it with the activation."""
+
+    def __init__(self, section: nn.Module, name: str) -> None:
+        super().__init__()
+        self.__dict__["_of"] = (section, name)  # no submodule
+        self.x: Tensor | None = None
+
+    def forward(self, hidden: Any, *args: Any, **kwargs: Any) -> Any:
+        section, name = self.__dict__["_of"]
+        return getattr(section, name)(self.x, *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "_of" not in self.__dict__:
+            raise AttributeError(name)
+        section, child = self.__dict__["_of"]
+        return getattr(getattr(section, child), name)
 
 
 class _Zeros(nn.Module):
@@ -147,8 +171,20 @@ class Section(nn.Module):
     sequence_tokens: int | None = None
 
     def __init__(
-        self, model: Any, anatomy: Anatomy, held: Mapping[str, nn.Module], layers: Sequence[nn.Module]
+        self,
+        model: Any,
+        anatomy: Anatomy,
+        held: Mapping[str, nn.Module],
+        layers: Sequence[nn.Module],
+        others: Mapping[str, nn.Module] | None = None,
     ) -> None:
+        """Args:
+        model: whose forward is run.
+        anatomy: what it is made of.
+        held: the section's own modules, by path.
+        layers: what stands at the layers' places.
+        others: what stands at other places, by path.
+        """
         super().__init__()
         names = _names(list(held))
         for path, module in held.items():
@@ -163,7 +199,8 @@ class Section(nn.Module):
         inner._modules.update({str(i): layer for i, layer in enumerate(layers)})
         made = {id(model.get_submodule(anatomy.layers)): inner}  # a module may have two names
         mine = {id(model.get_submodule(path)): name for path, name in names.items()}
-        standing = dict.fromkeys(parts(model, anatomy.layers), absent) | dict.fromkeys(anatomy.before, zeros)
+        standing: dict[str, nn.Module] = dict.fromkeys(parts(model, anatomy.layers), absent)
+        standing |= {**dict.fromkeys(anatomy.before, zeros), **(others or {})}
         shell = self._shell_of(model, "", anatomy.layers, mine, made, standing)
         self._hidden = (shell, zeros)  # no submodules: the parameters are named once
         self._takes_positions = "position_ids" in inspect.signature(type(model).forward).parameters
@@ -193,7 +230,7 @@ class Section(nn.Module):
             full = f"{path}.{name}" if path else name
             if child is None or id(child) in done:
                 made._modules[name] = None if child is None else done[id(child)]
-            elif id(child) in mine:
+            elif id(child) in mine and not isinstance(standing.get(full), _First):
                 made._modules[name] = getattr(self, mine[id(child)])
                 self._bound.append((made._modules, name, self._modules, mine[id(child)]))
             elif is_outer(full, child, layers):
@@ -226,7 +263,7 @@ class Section(nn.Module):
             return reached.value
         else:
             if self.ends:
-                raise ModelError("the model's forward ended before it came to the layer of this section")
+                raise ModelError("the model's forward ended before it came to the end of this section")
             return output
         finally:
             zeros.like = None
@@ -261,50 +298,60 @@ class HfEmbed(Section):
 
 
 class HfBlock(Section):
-    """One layer: its input to its output, both [samples, tokens, width]."""
+    """One layer and what the model does after it: its input to the next one's, [samples, tokens, width]."""
 
     def __init__(self, model: Any, anatomy: Anatomy, husks: Sequence[nn.Module], index: int) -> None:
-        layer = model.get_submodule(f"{anatomy.layers}.{index}")
-        self_, mine = list(husks), _Call(layer)
+        layer, last = model.get_submodule(f"{anatomy.layers}.{index}"), index == len(husks) - 1
+        self_, mine = list(husks), _Call(layer, ends=last and not anatomy.end)
         self_[index] = _with_forward(layer, mine)
-        super().__init__(model, anatomy, _anywhere(model, anatomy), self_)
+        others: dict[str, nn.Module] = {}
+        if not last:
+            self_[index + 1] = _with_forward(husks[index + 1], _End())
+        elif anatomy.end:
+            others = {anatomy.end: _with_forward(_husk(model.get_submodule(anatomy.end), 0), _End())}
+        super().__init__(model, anatomy, _anywhere(model, anatomy), self_, others)
         self.layer = layer
         self.paths["layer"] = f"{anatomy.layers}.{index}"
         self._mine = mine
 
     def forward(self, x: Tensor | Mapping[str, Tensor]) -> Tensor | dict[str, Tensor]:
-        """Runs the model's forward up to the end of this layer, which takes `x` [samples, tokens, width], alone
-        or as `HIDDEN` among named tensors."""
+        """Runs the model's forward from this layer, which takes `x` [samples, tokens, width], alone or as
+        `HIDDEN` among named tensors, to where the next layer is called."""
         hidden, beside = _parted(x)
         self._mine.x = hidden
         try:
-            output = self.run(None, hidden, beside)
+            return _bundle(self.run(None, hidden, beside), beside)
         finally:
             self._mine.x = None
-        return _bundle(output[0] if isinstance(output, tuple) else output, beside)
 
 
 class HfHead(Section):
-    """The last layer's output [samples, tokens, width] to the logits [samples, tokens, vocabulary]."""
+    """The last block's output [samples, tokens, width] to the logits [samples, tokens, vocabulary]."""
 
     ends = False
 
     def __init__(self, model: Any, anatomy: Anatomy, husks: Sequence[nn.Module]) -> None:
-        passing: Any = husks[0].forward
-        begin = _Begin(passing)
         held = {path: model.get_submodule(path) for path in anatomy.after}
-        first = _with_forward(husks[0], begin)
-        super().__init__(model, anatomy, _anywhere(model, anatomy) | held, [first, *husks[1:]])
-        self._begin = begin
+        held = _anywhere(model, anatomy) | held
+        if anatomy.end:
+            first = _First(self, _names(list(held))[anatomy.end])
+            super().__init__(model, anatomy, held, husks, {anatomy.end: first})
+            self._begin: tuple[_Begin | _First] = (first,)  # no submodule
+        else:
+            passing: Any = husks[0].forward
+            begin = _Begin(passing)
+            super().__init__(model, anatomy, held, [_with_forward(husks[0], begin), *husks[1:]])
+            self._begin = (begin,)
 
     def forward(self, x: Tensor | Mapping[str, Tensor]) -> Tensor:
-        """Runs the model's forward with `x` [samples, tokens, width] in place of the last layer's output."""
+        """Runs the model's forward with `x` [samples, tokens, width] in place of the last block's output."""
         hidden, beside = _parted(x)
-        self._begin.x = hidden
+        (begin,) = self._begin
+        begin.x = hidden
         try:
             return logits_of(self.run(None, hidden, beside))
         finally:
-            self._begin.x = None
+            begin.x = None
 
 
 def _bundle(hidden: Tensor, beside: Mapping[str, Tensor]) -> Tensor | dict[str, Tensor]:

@@ -28,7 +28,7 @@ Gradients = Tensor | None | Mapping[str, Tensor | None]
 #: The most tensors of a bundle.
 TENSORS = 16
 #: The most bytes of a tensor's name, in UTF-8.
-NAME = 24
+NAME = 40
 #: The most dimensions of a tensor.
 DIMS = 4
 #: The types of tensors that can have a gradient, and those of the others. Every backend sends them.
