@@ -1,9 +1,13 @@
 """A plan's invariants, its JSON and its digest."""
 
+from typing import Any
+
 import msgspec
 import pytest
 from elasticd_planner.spec.plan import (
+    Edge,
     ModulePlan,
+    PackedLane,
     Pipeline,
     Place,
     Plan,
@@ -104,7 +108,7 @@ def test_digest_does_not_depend_on_the_order_in_which_bindings_were_made() -> No
         (lambda: SIMPLE.replace(global_batch=9), "takes 8 samples a step, the global batch is 9"),
         (lambda: SIMPLE.replace(strategies=()), "exactly one strategy"),
         (lambda: SIMPLE.replace(binding={"n0/0": "x"}), "binding must name exactly the members"),
-        (lambda: SIMPLE.replace(version=4), "version 4 .* reads versions 1 to 3"),
+        (lambda: SIMPLE.replace(version=5), "version 5 .* reads versions 1 to 4"),
         (lambda: group(3, lanes=(2, 2)), r"lanes of \(2, 2\) devices must have one each and be 3 in all"),
         (lambda: group(3, lanes=(3, 0)), r"lanes of \(3, 0\) devices must have one each"),
         (lambda: lanes((1, 1), micro_batches=4), r"rows \(1, 1\) must say how many of its 4 micro-batches"),
@@ -213,8 +217,10 @@ def test_views_are_the_plans_of_the_modules(first: Plan, data: st.DataObject) ->
         for pipeline in first.pipelines
     )
     alone = first.replace(carriers=(), idle=(), binding={}, prediction=None)
-    second = alone.replace(strategies=(Strategy(modules=(ModulePlan(module="vision", pipelines=pipelines),)),))
-    both = alone.replace(strategies=(Strategy(modules=(*first.modules, *second.modules)),))
+    vision = ModulePlan(module="vision", pipelines=pipelines, items="images")
+    second = alone.replace(strategies=(Strategy(modules=(vision,)),))
+    edges = (Edge(source="vision", target="model"),)
+    both = alone.replace(strategies=(Strategy(modules=(*first.modules, vision), edges=edges),))
     both = both.replace(binding={device: f"i-{device}" for device in both.members})
     for each in (alone, second):
         view = both.view(each.module.module)
@@ -243,11 +249,12 @@ def test_a_device_has_at_most_one_place_in_each_module() -> None:
         stages=(Stage(start=0, stop=1, devices=("n9/0", pipeline.stages[0].devices[0]), shares=(1, 1)),),
         micro_batches=SIMPLE.global_batch // SIMPLE.micro_batch,
     )
-    vision = ModulePlan(module="vision", pipelines=(others,))
-    both = SIMPLE.replace(strategies=(Strategy(modules=(*SIMPLE.modules, vision)),))
+    vision = ModulePlan(module="vision", pipelines=(others,), items="images")
+    edges = (Edge(source="vision", target="model"),)
+    both = SIMPLE.replace(strategies=(Strategy(modules=(*SIMPLE.modules, vision), edges=edges),))
     shared = pipeline.stages[0].devices[0]
     assert both.members == (*SIMPLE.members, "n9/0")
-    assert both.version == 3
+    assert both.version == 4
     assert Plan.from_json(both.to_json()) == both
     for question in ("pipelines", "by_lane", "places", "seats", "module"):
         with pytest.raises(Invalid, match="it has the modules model, vision, each of which has pipelines"):
@@ -256,7 +263,11 @@ def test_a_device_has_at_most_one_place_in_each_module() -> None:
     assert both.view("model").places == SIMPLE.places
     assert both.view("vision").pipelines == (others,)
     assert both.view("vision").members == ("n9/0", shared)
-    assert both.view("vision").version == 1
+    assert both.view("vision").version == 4
+    assert both.view("model").version == 1
+    assert both.loss_module == both.view("model").loss_module == SIMPLE.module
+    with pytest.raises(Invalid, match="module vision takes items, and has no loss"):
+        _ = both.view("vision").loss_module
     with pytest.raises(Invalid, match="it has no module 'audio'"):
         both.view("audio")
     assert SIMPLE.view("model") is SIMPLE
@@ -265,3 +276,128 @@ def test_a_device_has_at_most_one_place_in_each_module() -> None:
     )
     with pytest.raises(Invalid, match=f"device {shared} is placed twice"):
         SIMPLE.replace(strategies=(Strategy(modules=(ModulePlan(module="vision", pipelines=(twice,)),)),))
+
+
+# -- several modules -------------------------------------------------------------------------------------------
+
+
+def of_items(name: str = "vision", *, items: str = "images", **rest: Any) -> ModulePlan:
+    """A module of three layers on a device of its own and on one of SIMPLE's."""
+    pipelines = tuple(
+        Pipeline(stages=(Stage(start=0, stop=3, devices=(device,), shares=(1,)),), micro_batches=weight)
+        for device, weight in ((f"{name}/0", 1), (SIMPLE.members[0], 2))
+    )
+    return ModulePlan(module=name, pipelines=pipelines, items=items, **rest)
+
+
+def modules(*others: ModulePlan, edges: str = "vision model") -> Plan:
+    """These modules beside SIMPLE's, with edges as "source target, source target"."""
+    listed = tuple(Edge(source=a, target=b) for a, b in (edge.split() for edge in edges.split(",") if edge))
+    return SIMPLE.replace(strategies=(Strategy(modules=(*SIMPLE.modules, *others), edges=listed),), idle=())
+
+
+def test_a_module_of_items_has_weights_and_says_how_early_its_passes_run() -> None:
+    plan = modules(of_items(ahead=4, lead=2))
+    assert plan.version == 4
+    assert Plan.from_json(plan.to_json()) == plan
+    tree = msgspec.json.decode(plan.to_json())
+    model, vision = tree["strategies"][0]["modules"]
+    assert {*model} == {"module", "pipelines", "trainable"}
+    assert (vision["items"], vision["ahead"], vision["lead"], vision["trainable"]) == ("images", 4, 2, True)
+    assert {*msgspec.json.decode(modules(of_items()).to_json())["strategies"][0]["modules"][1]} == {
+        *("module", "pipelines", "trainable", "items")
+    }
+    assert modules(of_items(ahead=4, lead=1)).digest != plan.digest
+
+
+def test_times_of_passes_make_a_plan_of_version_4_and_go_with_other_layers() -> None:
+    (first, second), *_ = (pipeline.stages for pipeline in SIMPLE.pipelines)
+    timed = msgspec.structs.replace(first, microseconds=(1000, 2000))
+    pipeline = msgspec.structs.replace(SIMPLE.pipelines[0], stages=(timed, second))
+    plan = SIMPLE.replace(
+        strategies=(
+            Strategy(modules=(ModulePlan(module="model", pipelines=(pipeline, *SIMPLE.pipelines[1:])),)),
+        )
+    )
+    assert plan.version == 4
+    assert Plan.from_json(plan.to_json()) == plan
+    assert plan.to_json().count(b"microseconds") == 1
+    again = plan.to_json().replace(b"[1000,2000]", b"[0,0]")
+    assert Plan.from_json(again).to_json() == SIMPLE.to_json()
+    sizes = [stage.layers for stage in pipeline.stages]
+    assert pipeline.with_layers(sizes) == SIMPLE.pipelines[0]
+    with pytest.raises(Invalid, match=r"microseconds of its passes must not be negative, not \(-1, 2\)"):
+        msgspec.structs.replace(first, microseconds=(-1, 2))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: of_items(ahead=0), "module vision: ahead must be at least 1 micro-batch, not 0"),
+        (lambda: of_items(ahead=2, lead=3), "module vision: lead must be from 0 to ahead, 2, not 3"),
+        (lambda: of_items(lead=-1), "lead must be from 0 to ahead, 1, not -1"),
+        (lambda: of_items(items="", ahead=2), "ahead and lead are of modules of items, and it takes samples"),
+        (lambda: modules(of_items(), edges=""), "vision takes images and has 0 edges: it needs one, to model"),
+        (
+            lambda: modules(of_items(), edges="vision model,vision model"),
+            "vision takes images and has 2 edges: it needs one, to model",
+        ),
+        (lambda: modules(of_items(items="")), "one takes samples .* here 2 take samples: model, vision"),
+        (
+            lambda: SIMPLE.replace(
+                strategies=(
+                    Strategy(
+                        modules=(of_items("vision"), of_items("audio")),
+                        edges=(Edge(source="vision", target="audio"),),
+                    ),
+                )
+            ),
+            "here 0 take samples: none",
+        ),
+        (lambda: modules(of_items(), of_items()), "2 modules are named 'vision'"),
+        (
+            lambda: modules(of_items(), edges="vision text"),
+            "edge vision -> text: there is no module 'text'",
+        ),
+        (
+            lambda: modules(of_items(), edges="audio model"),
+            "edge audio -> model: there is no module 'audio'",
+        ),
+        (
+            lambda: modules(of_items(), of_items("audio"), edges="vision model,model audio,audio vision"),
+            "in a cycle: (vision -> model -> audio -> vision|model -> audio -> vision -> model"
+            "|audio -> vision -> model -> audio)",
+        ),
+        (lambda: modules(of_items(), edges="vision vision"), "in a cycle: vision -> vision"),
+        (
+            lambda: modules(of_items(), of_items("audio"), edges="vision model,audio vision"),
+            "audio feeds vision, and modules of items feed model directly: encoders of encoders are not",
+        ),
+        (lambda: modules(of_items(), edges="model vision"), "model feeds vision"),
+        (
+            lambda: modules(of_items()).replace(global_batch=9),
+            "module model takes 8 samples a step, the global batch is 9",
+        ),
+    ],
+)
+def test_modules_that_do_not_fit_each_other_are_refused_by_name(make: object, message: str) -> None:
+    with pytest.raises(Invalid, match=message):
+        make()  # type: ignore[operator]
+
+
+def test_a_packed_plan_of_several_modules_is_refused() -> None:
+    pipelines = tuple(
+        msgspec.structs.replace(pipeline, packed=(PackedLane(capacity=64),)) for pipeline in SIMPLE.pipelines
+    )
+    packed = ModulePlan(module="model", pipelines=pipelines)
+    vision = ModulePlan(
+        module="vision",
+        items="images",
+        pipelines=tuple(
+            msgspec.structs.replace(pipeline, packed=(PackedLane(capacity=64),))
+            for pipeline in of_items().pipelines
+        ),
+    )
+    strategy = Strategy(modules=(packed, vision), edges=(Edge(source="vision", target="model"),))
+    with pytest.raises(Invalid, match="packed rows are of models of one module; plan without packing"):
+        SIMPLE.replace(strategies=(strategy,))

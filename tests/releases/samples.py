@@ -49,6 +49,7 @@ from elasticd_planner.spec.cluster import Cluster, Device, Link, Node
 from elasticd_planner.spec.model import ModelSpec
 from elasticd_planner.spec.packed_sequences import PackedSequences
 from elasticd_planner.spec.plan import (
+    Edge,
     ModulePlan,
     PackedLane,
     Pipeline,
@@ -135,6 +136,53 @@ PLAN = Plan(
     reason="n0/1 is slow",
     sequence=128,
 )
+#: A plan of two modules.
+MODULES = Plan(
+    number=4,
+    strategies=(
+        Strategy(
+            modules=(
+                ModulePlan(
+                    module="vision",
+                    pipelines=(
+                        Pipeline(
+                            stages=(
+                                Stage(start=0, stop=2, devices=("n0/0",), shares=(1,), microseconds=(700, 0)),
+                            ),
+                            micro_batches=1,
+                        ),
+                    ),
+                    trainable=False,
+                    items="images",
+                    ahead=3,
+                    lead=1,
+                ),
+                ModulePlan(
+                    module="language",
+                    pipelines=(
+                        Pipeline(
+                            stages=(
+                                Stage(
+                                    start=0,
+                                    stop=4,
+                                    devices=("n0/0", "n0/1"),
+                                    shares=(3, 1),
+                                    microseconds=(1000, 2000),
+                                ),
+                            ),
+                            micro_batches=4,
+                        ),
+                    ),
+                ),
+            ),
+            edges=(Edge(source="vision", target="language"),),
+        ),
+    ),
+    micro_batch=2,
+    global_batch=8,
+    binding={"n0/0": "a", "n0/1": "b"},
+    prediction=Prediction(step_seconds=0.5, bound_seconds=0.4),
+)
 CLUSTER = Cluster(
     nodes=(Node(name="n0", devices=tuple(Device(name=f"n0/{i}", memory=1 << 30) for i in range(2)), island=2),),
     inside=Link(bandwidth=2e9, latency=1e-4),
@@ -192,6 +240,7 @@ FIXED: dict[type, Any] = {
 }
 #: One more value of classes whose fields exclude each other.
 MORE: dict[type, Any] = {
+    Plan: MODULES,
     TableProblem: TableProblem(
         cluster=ClusterEntry(
             nodes=(

@@ -19,6 +19,7 @@ from elasticd.coordinator.planner_process import COMMAND, PlannerFailed, ask, en
 from tests.machines.cast import model, node_record
 from tests.planner.models import at_rest
 from tests.releases import kept
+from tests.releases.samples import MODULES
 
 NODES = tuple(Node(name=name, devices=node_record(name).devices) for name in ("alpha", "beta"))
 #: Without bytes of passes, of which the earliest release knows nothing.
@@ -74,6 +75,17 @@ def test_this_coordinator_has_its_job_planned_by_a_planner_of_an_earlier_release
     answer = asyncio.run(asked((*python(release), "-m", "elasticd_planner")))
     assert answer.plan is not None
     assert {*answer.plan.members} == {device.name for device in PROBLEM.cluster.devices}
+
+
+@pytest.mark.parametrize("release", kept.RELEASED)
+def test_an_earlier_release_refuses_a_plan_of_modules_by_its_version(release: str) -> None:
+    folder = "elasticd_planner" if release == "0.1.0" else "elasticd_planner.spec"
+    read = f"import sys; from {folder}.plan import Plan; Plan.from_json(sys.stdin.buffer.read())"
+    done = subprocess.run(
+        (*python(release), "-c", read), input=MODULES.to_json(), capture_output=True, timeout=120
+    )
+    assert done.returncode == 1
+    assert b"version 4 of the format; this elasticd reads versions 1 to" in done.stderr
 
 
 def test_a_planner_refuses_a_problem_that_is_newer_than_it_and_says_what_to_do() -> None:

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from graphlib import CycleError, TopologicalSorter
 from itertools import accumulate, chain, pairwise
 from typing import Any, ClassVar, NamedTuple
 
@@ -21,8 +22,11 @@ from elasticd_planner.value import StoredValue, Value, refuse
 #: Version of the JSON form of a plan; a reader accepts its own and all older ones. A plan has the lowest
 #: version that can say what it has, so that an older release refuses what it does not know, and nothing else.
 #: 2: interleaved stages, or a 0.1 leader whose chaos shifted the data. 3: stages of several lanes, sequence
-#: parallelism, devices in several modules, packed rows.
-PLAN_VERSION = 3
+#: parallelism, devices in several modules, packed rows. 4: modules of items, times of passes.
+PLAN_VERSION = 4
+
+#: Times of the passes of a stage that are not known.
+NO_TIMES = (0, 0)
 
 #: Blocks [start, stop).
 Span = tuple[int, int]
@@ -49,6 +53,9 @@ class Stage(Value, frozen=True, kw_only=True, omit_defaults=True):
     # Each member of a lane has a slice of the tokens between the cut modules of a block (Korthikanti et al.,
     # 2022). It says nothing of a lane of one.
     sequence_parallel: bool = False
+    # [us] of a forward and of a backward pass of a micro-batch through all chunks; of a module of items, of
+    # 1,024 rows. Predicted, and for the order of passes alone; (0, 0): not known.
+    microseconds: tuple[int, int] = NO_TIMES
 
     def __post_init__(self) -> None:
         before = 0
@@ -64,6 +71,10 @@ class Stage(Value, frozen=True, kw_only=True, omit_defaults=True):
             refuse(f"stage: lanes of {self.lanes} devices must have one each and be {len(self.devices)} in all")
         if len(self.lanes) == 1:  # one way to write one lane
             msgspec.structs.force_setattr(self, "lanes", ())
+        if min(self.microseconds) < 0:
+            refuse(f"stage: microseconds of its passes must not be negative, not {self.microseconds}")
+        if self.microseconds == NO_TIMES:  # the one that is left out of JSON
+            msgspec.structs.force_setattr(self, "microseconds", NO_TIMES)
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -189,12 +200,14 @@ class Pipeline(Value, frozen=True, kw_only=True, omit_defaults=True):
 
     def with_layers(self, layers: Sequence[int]) -> Pipeline:
         """The same TP groups with other layers: a number for each chunk of layers, in the order in which a
-        micro-batch meets them, so that as many numbers as stages make a plain pipeline."""
+        micro-batch meets them, so that as many numbers as stages make a plain pipeline. Times of passes
+        were those of the layers before: they are not known any more."""
         spans, depth = tuple(pairwise(accumulate(layers, initial=0))), len(self.stages)
         stages = []
         for at, stage in enumerate(self.stages):
             (start, stop), *later = spans[at::depth]
-            stages.append(msgspec.structs.replace(stage, start=start, stop=stop, later=tuple(later)))
+            layers_of = {"start": start, "stop": stop, "later": tuple(later)}
+            stages.append(msgspec.structs.replace(stage, microseconds=NO_TIMES, **layers_of))
         return msgspec.structs.replace(self, stages=tuple(stages))
 
     @property
@@ -230,18 +243,39 @@ class Pipeline(Value, frozen=True, kw_only=True, omit_defaults=True):
         return self.spans[-1][1]
 
 
-class ModulePlan(Value, frozen=True, kw_only=True):
-    """The pipelines of one module; a plain language model has one module."""
+def _trained() -> bool:
+    return True
+
+
+class ModulePlan(Value, frozen=True, kw_only=True, omit_defaults=True):
+    """The pipelines of one module; a plain language model has one module, which takes samples.
+
+    A module of items (images, clips) takes those of the step's samples, one by one, and feeds the module that
+    takes the samples. Its `micro_batches` are weights: a lane with twice as many gets twice as much.
+    """
 
     module: str
     pipelines: tuple[Pipeline, ...]
-    trainable: bool = True
+    trainable: bool = msgspec.field(default_factory=_trained)  # never left out of JSON: release 0.1 did not
+    items: str = ""  # what it takes of a sample: "images"; empty: it takes the samples
+    # [micro-batches] Its passes run so many micro-batches at most before the module with the loss needs them;
+    # that many outputs are kept.
+    ahead: int = 1
+    # [micro-batches] So many before they are needed its passes go before those of the module with the loss, and
+    # not only where devices wait.
+    lead: int = 0
 
     def __post_init__(self) -> None:
         if not self.pipelines:
             refuse(f"module {self.module}: needs at least one pipeline")
         if len({pipeline.layers for pipeline in self.pipelines}) != 1:
             refuse(f"module {self.module}: its pipelines hold different numbers of layers")
+        if self.ahead < 1:
+            refuse(f"module {self.module}: ahead must be at least 1 micro-batch, not {self.ahead}")
+        if not 0 <= self.lead <= self.ahead:
+            refuse(f"module {self.module}: lead must be from 0 to ahead, {self.ahead}, not {self.lead}")
+        if not self.items and (self.ahead, self.lead) != (1, 0):
+            refuse(f"module {self.module}: ahead and lead are of modules of items, and it takes samples")
 
     @property
     def by_lane(self) -> tuple[Pipeline, ...]:
@@ -257,10 +291,57 @@ class Edge(Value, frozen=True, kw_only=True):
 
 
 class Strategy(Value, frozen=True, kw_only=True):
-    """The modules of a step and the edges between them."""
+    """The modules of a step and the edges between them.
+
+    Of several modules exactly one takes samples, and has the loss. The others take items, and each feeds that
+    one directly.
+    """
 
     modules: tuple[ModulePlan, ...]
     edges: tuple[Edge, ...] = ()
+
+    def __post_init__(self) -> None:
+        if len(self.modules) == 1 and not self.edges:
+            return
+        names = Counter(module.module for module in self.modules)
+        for name, count in names.items():
+            if count > 1:
+                refuse(f"strategy: {count} modules are named {name!r}; give each a name of its own")
+        for edge in self.edges:
+            for name in edge.source, edge.target:
+                if name not in names:
+                    refuse(f"strategy: the edge {edge.source} -> {edge.target}: there is no module {name!r}")
+        try:
+            TopologicalSorter({name: self._sources(name) for name in names}).prepare()
+        except CycleError as error:
+            refuse(f"strategy: modules feed each other in a cycle: {' -> '.join(error.args[1])}")
+        if len(names) > 1:
+            self._check_edges()
+
+    def _sources(self, name: str) -> list[str]:
+        return [edge.source for edge in self.edges if edge.target == name]
+
+    def _check_edges(self) -> None:
+        takes_samples = [module.module for module in self.modules if not module.items]
+        if len(takes_samples) != 1:
+            refuse(
+                "strategy: of several modules one takes samples and has the loss, and each other one names its "
+                f"items; here {len(takes_samples)} take samples: {', '.join(takes_samples) or 'none'}"
+            )
+        loss = takes_samples[0]
+        for edge in self.edges:
+            if edge.target != loss:
+                refuse(
+                    f"strategy: {edge.source} feeds {edge.target}, and modules of items feed {loss} directly: "
+                    "encoders of encoders are not supported yet"
+                )
+        for module in self.modules:
+            count = sum(edge.source == module.module for edge in self.edges)
+            if module.items and count != 1:
+                refuse(
+                    f"strategy: module {module.module} takes {module.items} and has {count} edges: it needs "
+                    f"one, to {loss}"
+                )
 
 
 class StatePolicy(Value, frozen=True, kw_only=True):
@@ -397,9 +478,11 @@ class Plan(StoredValue, frozen=True, kw_only=True, dict=True, tag="plan"):
         packed = {bool(pipeline.packed) for module in self.modules for pipeline in module.pipelines}
         if len(packed) > 1:
             refuse(f"plan {self.number}: some of its pipelines are packed, and others are not")
+        if self.packed and (len(self.modules) > 1 or self.modules[0].items):
+            refuse(f"plan {self.number}: packed rows are of models of one module; plan without packing")
         for module in self.modules:
-            if self.packed:  # its rows have as many sequences as fit
-                break
+            if self.packed or module.items:  # rows of as many sequences as fit; weights
+                continue
             samples = sum(pipeline.micro_batches for pipeline in module.pipelines) * self.micro_batch
             if samples != self.global_batch:
                 refuse(
@@ -411,7 +494,11 @@ class Plan(StoredValue, frozen=True, kw_only=True, dict=True, tag="plan"):
 
     def _least_version(self) -> int:
         pipelines = [pipeline for module in self.modules for pipeline in module.pipelines]
-        sliced = any(stage.sequence_parallel for pipeline in pipelines for stage in pipeline.stages)
+        stages = [stage for pipeline in pipelines for stage in pipeline.stages]
+        timed = any(stage.microseconds != NO_TIMES for stage in stages)
+        if timed or any(module.items for module in self.modules):
+            return 4
+        sliced = any(stage.sequence_parallel for stage in stages)
         lanes = any(pipeline.rows or pipeline.packed for pipeline in pipelines)
         if sliced or lanes or sum(len(_devices_of(module)) for module in self.modules) > len(self._computing):
             return 3
@@ -429,6 +516,14 @@ class Plan(StoredValue, frozen=True, kw_only=True, dict=True, tag="plan"):
             names = ", ".join(module.module for module in self.modules)
             refuse(f"plan {self.number}: it has the modules {names}, each of which has pipelines of its own")
         return self.modules[0]
+
+    @property
+    def loss_module(self) -> ModulePlan:
+        """The module that takes samples, and has the loss. Refuses the view of a module of items."""
+        found = next((module for module in self.modules if not module.items), None)
+        if found is None:
+            refuse(f"plan {self.number}: module {self.modules[0].module} takes items, and has no loss")
+        return found
 
     def view(self, name: str) -> Plan:
         """The plan of one of its modules alone: that module's pipelines, and the devices that compute in them.

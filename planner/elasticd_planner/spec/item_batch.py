@@ -1,0 +1,214 @@
+"""The items of a step: which lane of a module of items takes which images (or clips) of which samples.
+
+Made for each step, identically on every rank, as the batch plan is: a pure function of the plan, the batch of
+the module with the loss, and the numbers of items. All of it is in whole numbers.
+
+Micro-batches of all lanes of the module with the loss go in windows of `ahead` rows. In a window the items that
+cost most are dealt first, each to the lane that would be done first with it: with all items that it has been
+dealt in the step, divided by its weight (its micro-batches in the plan) and multiplied by its slowdown. So a
+slow lane gets fewer items before any layout changes. A lane takes the items that it was dealt of one
+micro-batch in one pass: they are its groups, in the order in which they are needed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from itertools import chain
+from math import lcm
+from typing import NamedTuple
+
+from elasticd_planner.spec.batch import BatchPlan, ids_of
+from elasticd_planner.spec.plan import Place, Plan
+from elasticd_planner.value import Value, refuse
+
+#: The slowdown of a normal lane [64ths].
+_NORMAL = 64
+
+
+class SampleItem(NamedTuple):
+    """An item of a sample: an image, a clip."""
+
+    sample: int  # its id
+    number: int  # of the item in it; -1: all items of the sample, whose count is not known
+
+
+class ItemGroup(NamedTuple):
+    """Items that a lane of a module of items takes in one pass, all of one micro-batch."""
+
+    items: tuple[SampleItem, ...]  # in the order of need
+    pipeline: int  # of the module with the loss: the one that needs them
+    lane: int  # of that pipeline
+    micro_batch: int  # an index in that lane
+    rows: int = 0  # [tokens] of all its items; 0: not known
+
+
+class GroupId(NamedTuple):
+    """Names a group of a step: the lane that takes it, and its number there."""
+
+    module: str
+    pipeline: int
+    lane: int
+    number: int
+
+
+#: A micro-batch of the module with the loss: pipeline, lane, index in the lane.
+Need = tuple[int, int, int]
+
+
+class ItemBatch(Value, frozen=True, kw_only=True, dict=True):
+    """The items of one module in one step under one plan."""
+
+    step: int
+    plan: int  # its number
+    module: str
+    pipelines: tuple[tuple[tuple[ItemGroup, ...], ...], ...]  # by pipeline and lane of the module of items
+
+    def of(self, place: Place) -> tuple[ItemGroup, ...]:
+        """The groups of the lane that a device is in."""
+        return self.pipelines[place.pipeline][place.lane]
+
+    def walk(self) -> Iterator[tuple[GroupId, ItemGroup]]:
+        """All groups, by pipeline and lane."""
+        for pipeline, lanes in enumerate(self.pipelines):
+            for lane, groups in enumerate(lanes):
+                for number, group in enumerate(groups):
+                    yield GroupId(self.module, pipeline, lane, number), group
+
+    @cached_property
+    def needs(self) -> dict[Need, tuple[GroupId, ...]]:
+        """By micro-batch of the module with the loss the groups that it needs, by pipeline and lane. One that
+        needs no items is left out."""
+        found: dict[Need, list[GroupId]] = defaultdict(list)
+        for name, group in self.walk():
+            found[group.pipeline, group.lane, group.micro_batch].append(name)
+        return {need: tuple(names) for need, names in found.items()}
+
+    @cached_property
+    def digest(self) -> int:
+        """A 64-bit hash of all groups and their places; never 0."""
+        digest = hashlib.blake2b(struct.pack("<qq", self.step, self.plan), digest_size=8)
+        digest.update(self.module.encode())
+        for lanes in self.pipelines:
+            for groups in lanes:
+                for items, *need in groups:
+                    listed = chain.from_iterable(items)
+                    digest.update(struct.pack(f"<5q{2 * len(items)}q", len(items), *need, *listed))
+                digest.update(b";")
+            digest.update(b"/")
+        return int.from_bytes(digest.digest(), "little") or 1
+
+
+class _Item(NamedTuple):
+    """An item that is dealt. Of two that cost alike the one that is needed first goes first."""
+
+    cost: int  # negative, so that what costs most goes first
+    micro_batch: int
+    pipeline: int
+    lane: int
+    place: int  # among the items of the micro-batch
+    item: SampleItem
+
+
+def item_batch(
+    plan: Plan,
+    module: str,
+    batch: BatchPlan,
+    counts: Mapping[int, int] | None,
+    rows: Mapping[SampleItem, int] | None = None,
+    slowdown: Sequence[int] = (),
+) -> ItemBatch:
+    """Deals the items of a step to the lanes of a module of items.
+
+    Args:
+        plan: of all modules.
+        module: that takes the items.
+        batch: of the module with the loss.
+        counts: how many items each sample has, by its id. None: that is not known, and the items of a sample go
+            together.
+        rows: what each item costs [tokens]; None: all alike.
+        slowdown: of each lane of the module, over all its pipelines [64ths of a normal lane's time]; empty: all
+            are normal.
+
+    Raises:
+        Invalid: the module takes samples, a sample or an item is not in `counts` or `rows`, or there are not as
+            many slowdowns as lanes.
+    """
+    taker = next((each for each in plan.modules if each.module == module), None)
+    if taker is None or not taker.items:
+        refuse(f"plan {plan.number}: it has no module {module!r} that takes items")
+    lanes = _Lanes(
+        [count for pipeline in taker.pipelines for count in pipeline.micro_batches_by_lane], slowdown, module
+    )
+    windows: dict[int, list[_Item]] = defaultdict(list)
+    for item in _items(batch, counts, rows):
+        windows[item.micro_batch // taker.ahead].append(item)
+    dealt: list[dict[tuple[int, int, int], list[_Item]]] = [defaultdict(list) for _ in lanes.loads]
+    for window in sorted(windows):
+        for item in sorted(windows[window]):
+            dealt[lanes.first_done(-item.cost)][item[1:4]].append(item)
+    known = rows is not None
+    groups = iter([tuple(_group(need, mine[need], known=known) for need in sorted(mine)) for mine in dealt])
+    pipelines = tuple(tuple(next(groups) for _ in each.micro_batches_by_lane) for each in taker.pipelines)
+    return ItemBatch(step=batch.step, plan=batch.plan, module=module, pipelines=pipelines)
+
+
+class _Lanes:
+    """What each lane of a module of items has been dealt."""
+
+    def __init__(self, weights: Sequence[int], slowdown: Sequence[int], module: str) -> None:
+        if slowdown and (len(slowdown) != len(weights) or min(slowdown) < 1):
+            refuse(
+                f"module {module}: {len(weights)} lanes need as many slowdowns of at least 1, not {slowdown}"
+            )
+        whole = lcm(*weights)
+        slow = slowdown or [_NORMAL] * len(weights)
+        self._factors = [whole // weight * each for weight, each in zip(weights, slow, strict=True)]
+        self.loads = [0] * len(weights)
+
+    def first_done(self, cost: int) -> int:
+        """The lane that would be done first with an item more, which it gets."""
+        done = [(load + cost) * factor for load, factor in zip(self.loads, self._factors, strict=True)]
+        lane = done.index(min(done))
+        self.loads[lane] += cost
+        return lane
+
+
+def _items(
+    batch: BatchPlan, counts: Mapping[int, int] | None, rows: Mapping[SampleItem, int] | None
+) -> Iterator[_Item]:
+    """The items of all micro-batches."""
+    for pipeline, listed in enumerate(batch.pipelines):
+        for index, row in enumerate(listed):
+            for lane, pieces in enumerate(row.lanes):
+                place = 0
+                for sample in ids_of(pieces):
+                    for item in _items_of(sample, counts):
+                        yield _Item(-_cost(item, rows), index, pipeline, lane, place, item)
+                        place += 1
+
+
+def _items_of(sample: int, counts: Mapping[int, int] | None) -> Sequence[SampleItem]:
+    if counts is None:
+        return (SampleItem(sample, -1),)
+    if (count := counts.get(sample)) is None or count < 0:
+        refuse(f"sample {sample}: its number of items must be known, and at least 0, not {count}")
+    return [SampleItem(sample, number) for number in range(count)]
+
+
+def _cost(item: SampleItem, rows: Mapping[SampleItem, int] | None) -> int:
+    if rows is None:
+        return 1
+    if (cost := rows.get(item)) is None or cost < 1:
+        refuse(f"item {item.number} of sample {item.sample}: its rows must be at least 1, not {cost}")
+    return cost
+
+
+def _group(need: tuple[int, int, int], listed: Sequence[_Item], *, known: bool) -> ItemGroup:
+    micro_batch, pipeline, lane = need
+    in_order = sorted(listed, key=lambda each: each.place)
+    cost = -sum(each.cost for each in listed) if known else 0
+    return ItemGroup(tuple(each.item for each in in_order), pipeline, lane, micro_batch, cost)

@@ -1,0 +1,221 @@
+"""Steps of plans of two or three modules, drawn at random, and what each device launches in such a step."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Literal, NamedTuple
+
+import msgspec
+from elasticd_planner.cost.schedule import passes
+from elasticd_planner.layout.activations import whole
+from elasticd_planner.layout.flows import flow
+from elasticd_planner.layout.gradient_buckets import Bucket, buckets
+from elasticd_planner.layout.gradient_reduction import reductions
+from elasticd_planner.layout.launch_order import Join, Launch, Operation
+from elasticd_planner.layout.layouts import Layouts
+from elasticd_planner.layout.module_order import ModuleAct, module_order, sections_done, sums_after
+from elasticd_planner.spec.batch import BatchPlan, batch_plan, short_batch_plan
+from elasticd_planner.spec.item_batch import ItemBatch, SampleItem, item_batch
+from elasticd_planner.spec.model import ModelSpec
+from elasticd_planner.spec.plan import Edge, ModulePlan, Plan, Stage, Strategy
+
+from tests.planner.drawn_plans import SPEC, drawn_plan
+
+DEVICES = tuple(f"n{node}/{local}" for node in range(4) for local in range(4))
+#: Blocks of the module with the loss, and of modules of items.
+LAYERS, LAYERS_OF_ITEMS = 8, 4
+LOSS = "language"
+
+
+class ModuleStep(NamedTuple):
+    """A plan of several modules, and the batches of a step by module."""
+
+    plan: Plan
+    batches: Mapping[str, BatchPlan | ItemBatch]
+
+    def order(self, *, backward: bool = True) -> tuple[ModuleAct, ...]:
+        return module_order(self.plan, self.batches, passes, backward=backward)
+
+    def spec(self, module: str) -> ModelSpec:
+        return msgspec.structs.replace(SPEC, layers=(0,) * self.plan.view(module).pipelines[0].layers)
+
+    def devices(self, act: ModuleAct) -> tuple[str, ...]:
+        """Those of the TP group that an act is of."""
+        pipeline = self.plan.view(act.module).pipelines[act.pipeline]
+        return pipeline.by_lane[act.lane].stages[act.stage].devices
+
+
+def drawn_step(seed: int, *, short: bool = False) -> ModuleStep:
+    """TP groups of unlike widths, lanes, pipelines of any depth, interleaved or not; modules that share all
+    devices, some, or none; slow stages; micro-batches without items, samples whose items are not counted.
+
+    Args:
+        seed: of the step.
+        short: it has fewer samples than the plan takes, so that lanes may have none.
+    """
+    rng = random.Random(f"modules {seed}")
+    free = rng.sample(DEVICES, rng.randint(3, len(DEVICES)))
+    loss = drawn_plan(seed, layers=LAYERS, devices=free[: rng.randint(3, len(free))], carriers=False)
+    listed = [_module(rng, loss.module, LOSS, times=rng.random() < 0.9)]
+    for name in ("vision", "audio")[: rng.randint(1, 2)]:
+        pool = rng.choice([loss.members, free, [each for each in free if each not in loss.members] or free])
+        own = rng.sample(pool, rng.randint(1, len(pool)))
+        if len(own) < 3:
+            made = Plan.from_json(_single(own))
+        else:
+            made = drawn_plan(rng.randint(0, 10**9), layers=LAYERS_OF_ITEMS, devices=own, carriers=False)
+        module = _module(rng, made.module, name, times=rng.random() < 0.9)
+        ahead = rng.choice([1, 1, 2, 3, 9])
+        listed.append(
+            msgspec.structs.replace(
+                module,
+                items=f"{name} clips",
+                ahead=ahead,
+                lead=rng.randint(0, ahead),
+                trainable=rng.random() < 0.8,
+            )
+        )
+    micro_batch = rng.randint(1, 2)
+    rng.shuffle(listed)
+    edges = tuple(Edge(source=module.module, target=LOSS) for module in listed if module.items)
+    plan = Plan(
+        number=1,
+        strategies=(Strategy(modules=tuple(listed), edges=edges),),
+        micro_batch=micro_batch,
+        global_batch=loss.global_batch * micro_batch,
+    )
+    view = plan.view(LOSS)
+    if short:
+        batch = short_batch_plan(view, 0, range(rng.randint(1, plan.global_batch)))
+    else:
+        batch = batch_plan(view, 0, range(plan.global_batch))
+    batches: dict[str, BatchPlan | ItemBatch] = {LOSS: batch}
+    for module in listed:
+        if module.items:
+            batches[module.module] = _items(rng, plan, module, batch)
+    return ModuleStep(plan, batches)
+
+
+def _single(devices: Sequence[str]) -> bytes:
+    """One pipeline of one stage."""
+    stage = Stage(start=0, stop=LAYERS_OF_ITEMS, devices=tuple(devices), shares=(1,) * len(devices))
+    pipelines = [{"stages": [msgspec.to_builtins(stage)], "micro_batches": 1}]
+    strategies = [{"modules": [{"module": "model", "pipelines": pipelines}]}]
+    plan = {"number": 1, "strategies": strategies, "micro_batch": 1, "global_batch": 1, "type": "plan"}
+    return msgspec.json.encode(plan)
+
+
+def _module(rng: random.Random, module: ModulePlan, name: str, *, times: bool) -> ModulePlan:
+    """The module with another name, and times of its passes, of which some are far slower."""
+
+    def timed(stage: Stage) -> Stage:
+        forward = rng.randint(20, 1500) * rng.choice([1, 1, 1, 3])
+        return msgspec.structs.replace(stage, microseconds=(forward, rng.randint(1, 3) * forward))
+
+    pipelines = tuple(
+        msgspec.structs.replace(pipeline, stages=tuple(map(timed, pipeline.stages))) if times else pipeline
+        for pipeline in module.pipelines
+    )
+    return msgspec.structs.replace(module, module=name, pipelines=pipelines)
+
+
+def _items(rng: random.Random, plan: Plan, module: ModulePlan, batch: BatchPlan) -> ItemBatch:
+    lanes = sum(len(pipeline.micro_batches_by_lane) for pipeline in module.pipelines)
+    slowdown = [rng.choice([64, 64, 64, 192]) for _ in range(lanes)]
+    if rng.random() < 0.2:
+        return item_batch(plan, module.module, batch, None, None, slowdown)
+    some = rng.choice([0.0, 0.6, 1.0])
+    counts = {sample: rng.randint(0, 5) if rng.random() < some else 0 for sample in batch.samples()}
+    rows = {
+        SampleItem(sample, number): rng.randint(1, 2000)
+        for sample, count in counts.items()
+        for number in range(count)
+    }
+    return item_batch(plan, module.module, batch, counts, rows if rng.random() < 0.8 else None, slowdown)
+
+
+#: When a rank launches the sum of a bucket: at its place in the order, or after its own passes.
+Sums = Literal["placed", "own"]
+
+
+def logs(step: ModuleStep, order: Sequence[ModuleAct], sums: Sums = "placed") -> dict[str, list[Launch | Join]]:
+    """What each device launches by this order: a collective in each pass of several devices, messages of what
+    the receiving devices lack, and sums of gradients. Two modules share communicators of the same members."""
+    made: dict[str, list[Launch | Join]] = {device: [] for device in step.plan.members}
+    waiting: dict[tuple[str, ModuleAct], list[str]] = defaultdict(list)  # messages that a pass needs
+    after = _sums(step, order, sums)
+    summed = []
+    for index, act in enumerate(order):
+        devices = step.devices(act)
+        if act.act.what == "receive":
+            sender = order[index - 1]
+            _message(made, waiting, step, sender, act)
+        elif act.act.what == "pass":
+            for device in devices:
+                made[device] += [Join(name) for name in waiting[device, act]]
+            if len(devices) > 1:
+                name = f"inside {act}"
+                for device in devices:
+                    made[device] += [Launch(f"tensor {devices}", (Operation(name, devices),)), Join(name)]
+        for name, bucket, who in after[index]:
+            for device in who:
+                made[device].append(Launch(f"reduce {bucket.devices}", (Operation(name, bucket.devices),)))
+                summed.append((device, name))
+    for device, name in summed:
+        made[device].append(Join(name))
+    return made
+
+
+def _message(
+    made: dict[str, list[Launch | Join]],
+    waiting: dict[tuple[str, ModuleAct], list[str]],
+    step: ModuleStep,
+    sender: ModuleAct,
+    receiver: ModuleAct,
+) -> None:
+    use = "activation" if sender.act.kind == "forward" else "gradient"
+    own: dict[str, list[Operation]] = defaultdict(list)
+    for message in flow(whole(step.devices(sender)), whole(step.devices(receiver))).forth:
+        for to in message.destinations:
+            operation = Operation(f"{sender} to {receiver}: {message.source} {to}", (message.source, to))
+            waiting[to, receiver._replace(act=receiver.act._replace(what="pass"), group=None)].append(
+                operation.name
+            )
+            if receiver.group is None:
+                for device in operation.members:
+                    made[device].append(Launch(f"{use} {operation.members}", (operation,)))
+            else:
+                for device in operation.members:
+                    own[device].append(operation)
+    for device, operations in own.items():  # a round of the mesh of an edge
+        assert receiver.group is not None
+        made[device].append(Launch(f"items of {receiver.group.module}", tuple(operations)))
+
+
+def _sums(
+    step: ModuleStep, order: Sequence[ModuleAct], sums: Sums
+) -> dict[int, list[tuple[str, Bucket, Sequence[str]]]]:
+    """By place in the order the sums that are launched after it, and by which devices."""
+    found: dict[int, list[tuple[str, Bucket, Sequence[str]]]] = defaultdict(list)
+    for module in step.plan.modules:
+        view, spec = step.plan.view(module.module), step.spec(module.module)
+        if not module.trainable:
+            continue
+        layouts = Layouts(spec, view)
+        listed = buckets(layouts, reductions(layouts), most=1 << 12)
+        places = sums_after(sections_done(order, view, spec), listed, spec)
+        assert list(places) == sorted(places)
+        last: dict[str, int] = {}  # of each device the place of its last pass of the module
+        for index, act in enumerate(order):
+            if act.module == module.module and act.act.what == "pass":
+                last |= dict.fromkeys(step.devices(act), index)
+        for number, (bucket, place) in enumerate(zip(listed, places, strict=True)):
+            name = f"sum {number} of {module.module}"
+            if sums == "placed":
+                found[place].append((name, bucket, bucket.devices))
+                continue
+            for device in bucket.devices:
+                found[last.get(device, len(order) - 1)].append((name, bucket, (device,)))
+    return found

@@ -1,0 +1,187 @@
+"""The items of a step: each goes to one lane, by need, cost and speed, the same on every rank."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+from elasticd_planner.spec.batch import BatchPlan, batch_plan
+from elasticd_planner.spec.item_batch import GroupId, ItemBatch, ItemGroup, SampleItem, item_batch
+from elasticd_planner.spec.plan import Edge, ModulePlan, Pipeline, Place, Plan, Stage, Strategy
+from elasticd_planner.value import Invalid
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.planner.drawn_modules import LOSS, drawn_step
+
+
+def pipeline(device: str, micro_batches: int) -> Pipeline:
+    return Pipeline(
+        stages=(Stage(start=0, stop=1, devices=(device,), shares=(1,)),), micro_batches=micro_batches
+    )
+
+
+def planned(weights: tuple[int, ...], micro_batches: tuple[int, ...] = (4,), **vision: Any) -> Plan:
+    """A lane of the encoder with each of these weights, pipelines of the language model with so many
+    micro-batches of one sample."""
+    language = tuple(pipeline(f"b/{i}", count) for i, count in enumerate(micro_batches))
+    encoders = tuple(pipeline(f"a/{i}", weight) for i, weight in enumerate(weights))
+    strategy = Strategy(
+        modules=(
+            ModulePlan(module="language", pipelines=language),
+            ModulePlan(module="vision", pipelines=encoders, items="images", **vision),
+        ),
+        edges=(Edge(source="vision", target="language"),),
+    )
+    return Plan(number=7, strategies=(strategy,), micro_batch=1, global_batch=sum(micro_batches))
+
+
+def batch_of(plan: Plan) -> BatchPlan:
+    return batch_plan(plan.view("language"), 3, range(plan.global_batch))
+
+
+def loads(batch: ItemBatch) -> list[int]:
+    """The items of each lane, or their rows where these are known."""
+    return [
+        sum(group.rows or len(group.items) for group in groups) for lanes in batch.pipelines for groups in lanes
+    ]
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_every_item_is_dealt_once_and_groups_are_in_the_order_of_need(seed: int) -> None:
+    step = drawn_step(seed)
+    for batch in step.batches.values():
+        if not isinstance(batch, ItemBatch):
+            continue
+        listed = [group for _, group in batch.walk()]
+        assert all(group.items for group in listed)
+        loss = step.batches[LOSS]
+        assert isinstance(loss, BatchPlan)
+        for lanes in batch.pipelines:
+            for groups in lanes:
+                needs = [(group.micro_batch, group.pipeline, group.lane) for group in groups]
+                assert needs == sorted({*needs})
+        dealt = Counter(item for group in listed for item in group.items)
+        assert not dealt or max(dealt.values()) == 1
+        for group in listed:
+            micro = loss.pipelines[group.pipeline][group.micro_batch].lanes[group.lane]
+            order = [piece.sample for piece in micro]
+            places = [(order.index(item.sample), item.number) for item in group.items]
+            assert places == sorted(places)
+        by_sample: dict[int, set[int]] = {}
+        for item in dealt:
+            by_sample.setdefault(item.sample, set()).add(item.number)
+        for numbers in by_sample.values():
+            assert numbers in ({-1}, {*range(len(numbers))})
+        named = dict(batch.walk())
+        for need, names in batch.needs.items():
+            assert all(
+                (named[name].pipeline, named[name].lane, named[name].micro_batch) == need for name in names
+            )
+        assert sum(map(len, batch.needs.values())) == len(listed)
+
+
+def test_items_go_to_the_lane_that_is_done_first_and_costly_ones_go_first() -> None:
+    plan = planned((1, 1), ahead=4)
+    counts = {0: 1, 1: 0, 2: 2, 3: 1}
+    rows = {SampleItem(0, 0): 10, SampleItem(2, 0): 30, SampleItem(2, 1): 20, SampleItem(3, 0): 25}
+    batch = item_batch(plan, "vision", batch_of(plan), counts, rows)
+    assert batch.pipelines == (
+        ((ItemGroup((SampleItem(0, 0),), 0, 0, 0, 10), ItemGroup((SampleItem(2, 0),), 0, 0, 2, 30)),),
+        ((ItemGroup((SampleItem(2, 1),), 0, 0, 2, 20), ItemGroup((SampleItem(3, 0),), 0, 0, 3, 25)),),
+    )
+    assert batch.of(Place(1, 0, 0)) == batch.pipelines[1][0]
+    assert batch.needs == {
+        (0, 0, 0): (GroupId("vision", 0, 0, 0),),
+        (0, 0, 2): (GroupId("vision", 0, 0, 1), GroupId("vision", 1, 0, 0)),
+        (0, 0, 3): (GroupId("vision", 1, 0, 1),),
+    }
+
+
+def test_a_window_is_dealt_before_the_next_one() -> None:
+    """With `ahead` of 1 the costliest item of the last micro-batch comes last."""
+    plan = planned((1, 1), micro_batches=(2,), ahead=1)
+    rows = {SampleItem(0, 0): 1, SampleItem(0, 1): 2, SampleItem(1, 0): 100}
+    batch = item_batch(plan, "vision", batch_of(plan), {0: 2, 1: 1}, rows)
+    assert [group.items for group in batch.pipelines[0][0]] == [(SampleItem(0, 1),)]
+    assert [group.items for group in batch.pipelines[1][0]] == [(SampleItem(0, 0),), (SampleItem(1, 0),)]
+    wide = item_batch(
+        planned((1, 1), micro_batches=(2,), ahead=2), "vision", batch_of(plan), {0: 2, 1: 1}, rows
+    )
+    assert [group.items for group in wide.pipelines[0][0]] == [(SampleItem(1, 0),)]
+
+
+@given(st.integers(1, 9), st.integers(1, 9), st.integers(16, 640), st.integers(1, 12))
+def test_a_lane_gets_items_by_its_weight_and_its_speed(a: int, b: int, slowdown: int, ahead: int) -> None:
+    plan = planned((a, b), micro_batches=(12,), ahead=ahead)
+    counts = dict.fromkeys(range(12), 9)
+    batch = item_batch(plan, "vision", batch_of(plan), counts, None, (64, slowdown))
+    first, second = loads(batch)
+    assert first + second == 108
+    speeds = a / 64, b / slowdown
+    assert first == pytest.approx(108 * speeds[0] / sum(speeds), abs=1)
+
+
+def test_one_lane_of_three_times_the_time_gets_a_third_and_none_is_idle() -> None:
+    """Half of the samples without images, 1 to 8 in others."""
+    plan = planned((1,) * 8, micro_batches=(32, 32), ahead=8)
+    counts = {sample: (sample * 5) % 8 + 1 if sample % 2 else 0 for sample in range(64)}
+    slow = [64] * 7 + [192]
+    found = loads(item_batch(plan, "vision", batch_of(plan), counts, None, slow))
+    times = [load * each / 64 for load, each in zip(found, slow, strict=True)]
+    assert max(times) <= sum(counts.values()) / (7 + 1 / 3) + 3
+
+
+def test_items_that_are_not_counted_go_together() -> None:
+    plan = planned((1, 1), micro_batches=(3,))
+    batch = item_batch(plan, "vision", batch_of(plan), None)
+    assert [group.items for _, group in batch.walk()] == [
+        (SampleItem(0, -1),),
+        (SampleItem(2, -1),),
+        (SampleItem(1, -1),),
+    ]
+
+
+def test_a_step_without_items_has_no_groups_and_a_digest() -> None:
+    plan = planned((1, 1))
+    batch = item_batch(plan, "vision", batch_of(plan), dict.fromkeys(range(4), 0))
+    assert batch.pipelines == (((),), ((),))
+    assert batch.needs == {}
+    assert batch.digest != 0
+
+
+def test_the_digest_is_of_every_item_and_its_place() -> None:
+    plan = planned((1, 1))
+    counts = dict.fromkeys(range(4), 2)
+    batch = item_batch(plan, "vision", batch_of(plan), counts)
+    assert batch.digest == item_batch(plan, "vision", batch_of(plan), counts).digest
+    others = [
+        item_batch(plan, "vision", batch_of(plan), counts | {3: 1}),
+        item_batch(plan, "vision", batch_of(plan), counts, None, (64, 128)),
+        ItemBatch(step=4, plan=7, module="vision", pipelines=batch.pipelines),
+        ItemBatch(step=3, plan=7, module="audio", pipelines=batch.pipelines),
+        ItemBatch(step=3, plan=7, module="vision", pipelines=(batch.pipelines[1], batch.pipelines[0])),
+        ItemBatch(step=3, plan=7, module="vision", pipelines=((*batch.pipelines[0], *batch.pipelines[1]),)),
+    ]
+    assert len({batch.digest, *(other.digest for other in others)}) == 1 + len(others)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        ({"module": "audio"}, "plan 7: it has no module 'audio' that takes items"),
+        ({"module": "language"}, "plan 7: it has no module 'language' that takes items"),
+        ({"counts": {0: 1}}, "sample 1: its number of items must be known, and at least 0, not None"),
+        ({"counts": dict.fromkeys(range(4), -1)}, "sample 0: .* at least 0, not -1"),
+        ({"rows": {SampleItem(0, 0): 3}}, "item 0 of sample 1: its rows must be at least 1, not None"),
+        ({"rows": {SampleItem(0, 0): 0}}, "item 0 of sample 0: its rows must be at least 1, not 0"),
+        ({"slowdown": (64,)}, r"module vision: 2 lanes need as many slowdowns of at least 1, not \(64,\)"),
+        ({"slowdown": (64, 0)}, "2 lanes need as many slowdowns of at least 1"),
+    ],
+)
+def test_bad_input_is_refused_by_name(call: dict[str, Any], message: str) -> None:
+    plan = planned((1, 1))
+    arguments = {"module": "vision", "counts": dict.fromkeys(range(4), 1)} | call
+    with pytest.raises(Invalid, match=message):
+        item_batch(plan, batch=batch_of(plan), **arguments)

@@ -1,0 +1,258 @@
+"""The order of the passes of several modules: all are in it, each behind what it needs, and no rank waits for
+ever, whatever the plan."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import msgspec
+import pytest
+from elasticd_planner.cost.schedule import passes
+from elasticd_planner.layout.launch_order import deadlock, in_one_queue
+from elasticd_planner.layout.module_order import ModuleAct, module_order, module_pass_times
+from elasticd_planner.layout.pass_order import AHEAD, Act
+from elasticd_planner.spec.batch import batch_plan
+from elasticd_planner.spec.item_batch import GroupId, ItemBatch, SampleItem, item_batch
+from elasticd_planner.spec.plan import Edge, ModulePlan, Pipeline, Plan, Stage, Strategy
+from elasticd_planner.value import Invalid
+
+from tests.planner.drawn_modules import LOSS, ModuleStep, drawn_step, logs
+from tests.sizes import number
+
+#: Drawn plans in blocks, so that workers share them.
+BLOCKS, BLOCK = 10, number(100, 30)
+
+
+def pass_of(act: ModuleAct) -> ModuleAct:
+    """The pass that a message is of, at the end of this act."""
+    return act._replace(act=act.act._replace(what="pass"), group=None)
+
+
+def expected(step: ModuleStep, *, backward: bool = True) -> dict[ModuleAct, set[ModuleAct]]:
+    """Every pass of a step, and the passes that it needs."""
+    needs: dict[ModuleAct, set[ModuleAct]] = {}
+    kinds = ("forward", "backward") if backward else ("forward",)
+    for module in step.plan.modules:
+        batch = step.batches[module.module]
+        for p, pipeline in enumerate(module.pipelines):
+            for j, lane in enumerate(pipeline.by_lane):
+                stages, places = len(lane.stages), len(lane.stages) * lane.chunks
+                if isinstance(batch, ItemBatch):
+                    groups = batch.pipelines[p][j]
+                    count = len(groups)
+                else:
+                    groups, count = (), sum(bool(row.lanes[j]) for row in batch.pipelines[p])
+
+                def at(kind: str, place: int, index: int) -> ModuleAct:
+                    act = Act("pass", kind, index, place // stages)  # noqa: B023
+                    return ModuleAct(module.module, p, j, place % stages, act)  # noqa: B023
+
+                for kind in kinds:
+                    if kind == "backward" and not module.trainable and module.items:
+                        continue
+                    for index in range(count):
+                        for place in range(places):
+                            one = at(kind, place, index)
+                            needs.setdefault(one, set())
+                            before = place - 1 if kind == "forward" else place + 1
+                            if 0 <= before < places:
+                                needs[one].add(at(kind, before, index))
+                            elif kind == "backward" and not groups:
+                                needs[one].add(at("forward", place, index))
+                for index, group in enumerate(groups):
+                    taking = Act("pass", "forward", group.micro_batch, 0)
+                    taker = ModuleAct(LOSS, group.pipeline, group.lane, 0, taking)
+                    needs.setdefault(taker, set()).add(at("forward", places - 1, index))
+                    if backward and module.trainable:
+                        back = taker._replace(act=taker.act._replace(kind="backward"))
+                        needs[at("backward", places - 1, index)].add(back)
+    return needs
+
+
+def check(step: ModuleStep, order: Sequence[ModuleAct], *, backward: bool = True) -> None:
+    """All passes once, each behind what it needs; a message for each need that is of another TP group, sent and
+    received at one place, close before the pass that needs it."""
+    needs = expected(step, backward=backward)
+    where = {act: index for index, act in enumerate(order) if act.act.what == "pass"}
+    assert where.keys() == needs.keys()
+    assert len(order) == len({*order})
+    number: dict[ModuleAct, int] = {}  # of a pass among those of its TP group
+    counts: dict[tuple[object, ...], int] = defaultdict(int)
+    for act in order:
+        if act.act.what == "pass":
+            number[act] = counts[act[:4]]
+            counts[act[:4]] += 1
+    messages = {(needed, one) for one, of in needs.items() for needed in of if needed[:4] != one[:4]}
+    for one, of in needs.items():
+        assert all(where[needed] < where[one] for needed in of)
+    for index, (sent, received) in enumerate(pairwise(order)):
+        if sent.act.what != "send":
+            continue
+        sender, receiver = pass_of(sent), pass_of(received)
+        assert received.act.what == "receive"
+        assert sent.group == received.group
+        if sent.module != received.module:
+            assert sent.group is not None
+            items = sent if sent.act.kind == "forward" else received
+            assert sent.group == GroupId(items.module, items.pipeline, items.lane, items.act.micro_batch)
+        else:
+            assert sent.group is None
+        messages.remove((sender, receiver))
+        assert where[sender] < index < where[receiver]
+        passed = [act for act in order[index : where[receiver]] if act.act.what == "pass"]
+        between = [act for act in passed if act[:4] == receiver[:4]]
+        assert len(between) <= (AHEAD if sent.act.kind == "backward" else 0)
+    assert not messages
+    for group in {act[:4] for act in needs if act.module == LOSS}:
+        own = [act.act[1:] for act in order if act[:4] == group and act.act.what == "pass"]
+        lane = step.plan.view(LOSS).pipelines[group[1]].by_lane[group[2]]
+        count = len({index for _, index, _ in own})
+        scheduled = passes(len(lane.stages), group[3], count, lane.chunks)
+        assert own == [tuple(each) for each in scheduled if backward or each.kind == "forward"]
+
+
+def check_ahead(step: ModuleStep, order: Sequence[ModuleAct]) -> None:
+    """No first pass of items stands more than `ahead` micro-batches before its taker."""
+    ahead = {module.module: module.ahead for module in step.plan.modules}
+    started: dict[tuple[int, int], int] = defaultdict(int)
+    for act in order:
+        if (act.act.what, act.act.kind, act.stage, act.act.chunk) != ("pass", "forward", 0, 0):
+            continue
+        if act.module == LOSS:
+            started[act.pipeline, act.lane] += 1
+            continue
+        items = step.batches[act.module]
+        assert isinstance(items, ItemBatch)
+        group = items.pipelines[act.pipeline][act.lane][act.act.micro_batch]
+        assert group.micro_batch < started[group.pipeline, group.lane] + ahead[act.module]
+
+
+@pytest.mark.parametrize("block", range(BLOCKS))
+def test_orders_of_drawn_plans_are_complete_and_no_rank_waits_for_ever(block: int) -> None:
+    for seed in range(block * BLOCK, (block + 1) * BLOCK):
+        step = drawn_step(seed)
+        order = step.order()
+        check(step, order)
+        check_ahead(step, order)
+        assert deadlock(in_one_queue(logs(step, order))) is None, seed
+
+
+@pytest.mark.parametrize("block", range(2))
+def test_so_are_those_of_an_evaluation_of_fewer_samples(block: int) -> None:
+    for seed in range(block * BLOCK, (block + 1) * BLOCK):
+        step = drawn_step(seed, short=True)
+        order = step.order(backward=False)
+        assert all(act.act.kind == "forward" for act in order)
+        check(step, order, backward=False)
+        check_ahead(step, order)
+        assert deadlock(in_one_queue(logs(step, order))) is None, seed
+
+
+def test_with_sums_after_a_rank_s_own_passes_most_plans_wait_for_ever() -> None:
+    """Why sums have a place in the order."""
+    steps = [drawn_step(seed) for seed in range(40)]
+    stuck = [deadlock(in_one_queue(logs(step, step.order(), "own"))) is not None for step in steps]
+    assert sum(stuck) > len(steps) // 4
+
+
+# -- by hand ---------------------------------------------------------------------------------------------------
+
+
+def colocated(depth: int, micro_batches: int, **vision: Any) -> ModuleStep:
+    """A language model of so many stages of one device, and an encoder on each of these: a micro-batch
+    has an image of 1,024 rows for each, and all of them take as long as a stage does."""
+    devices = [f"n/{i}" for i in range(depth)]
+    stages = [
+        Stage(start=at, stop=at + 1, devices=(device,), shares=(1,), microseconds=(1000, 2000))
+        for at, device in enumerate(devices)
+    ]
+    language = ModulePlan(
+        module="language", pipelines=(Pipeline(stages=tuple(stages), micro_batches=micro_batches),)
+    )
+    encoders = tuple(
+        Pipeline(stages=(msgspec.structs.replace(stage, start=0, stop=1),), micro_batches=1) for stage in stages
+    )
+    module = ModulePlan(module="vision", pipelines=encoders, items="images", **vision)
+    edges = (Edge(source="vision", target="language"),)
+    plan = Plan(
+        number=1,
+        strategies=(Strategy(modules=(module, language), edges=edges),),
+        micro_batch=1,
+        global_batch=micro_batches,
+    )
+    batch = batch_plan(plan.view("language"), 0, range(micro_batches))
+    counts = dict.fromkeys(range(micro_batches), depth)
+    rows = {SampleItem(sample, number): 1024 // depth for sample in counts for number in range(depth)}
+    items = item_batch(plan, "vision", batch, counts, rows)
+    return ModuleStep(plan, {"language": batch, "vision": items})
+
+
+def seconds(step: ModuleStep) -> float:
+    return max(each.stop for each in module_pass_times(step.plan, step.batches, passes)) / 1e6
+
+
+def most_kept(step: ModuleStep) -> int:
+    """The most groups of items of a lane between forward and backward passes."""
+    kept: dict[tuple[object, ...], int] = defaultdict(int)
+    most = 0
+    for act in step.order():
+        if act.module == "vision" and act.act.what == "pass":
+            kept[act[:4]] += 1 if act.act.kind == "forward" else -1
+            most = max(most, kept[act[:4]])
+    return most
+
+
+@pytest.mark.parametrize(
+    ("depth", "micro_batches", "ahead", "over", "kept"),
+    [
+        (4, 8, 1, 0.955, 5),
+        (4, 8, 4, 0.936, 8),
+        (4, 8, 8, 0.878, 8),
+        (8, 16, 1, 0.975, 9),
+        (8, 16, 4, 0.968, 12),
+        (8, 16, 16, 0.928, 16),
+        (8, 64, 1, 0.992, 9),
+        (8, 64, 64, 0.937, 64),
+    ],
+)
+def test_passes_of_items_fill_the_bubbles_of_the_pipeline(
+    depth: int, micro_batches: int, ahead: int, over: float, kept: int
+) -> None:
+    """In the time of three phases, which keep all outputs of items: the forward passes of all items, the
+    pipeline, the backward passes of all items."""
+    three_phases = 3e-3 * (micro_batches + depth - 1) + 3e-3 * micro_batches / depth
+    steps = [colocated(depth, micro_batches, ahead=ahead, lead=lead) for lead in range(min(2, ahead) + 1)]
+    best = min(steps, key=seconds)
+    assert seconds(best) / three_phases == pytest.approx(over, abs=0.002)
+    assert most_kept(best) <= kept
+
+
+def test_a_frozen_encoder_has_no_backward_passes_and_gets_no_gradient() -> None:
+    order = colocated(2, 3, trainable=False, ahead=2).order()
+    assert {act.act.kind for act in order if act.module == "vision"} == {"forward"}
+    assert all(act.act.kind == "forward" for act in order if act.group is not None)
+    assert any(act.act.kind == "backward" for act in order if act.module == "language")
+
+
+def test_a_plan_of_one_module_has_the_passes_of_its_schedule_and_no_items() -> None:
+    step = colocated(3, 5)
+    view = step.plan.view("language")
+    order = module_order(view, {"language": step.batches["language"]}, passes)
+    check(ModuleStep(view, {"language": step.batches["language"]}), order)
+
+
+def test_batches_of_the_wrong_kind_are_refused() -> None:
+    step = colocated(2, 3)
+    with pytest.raises(Invalid, match="module vision takes images, and needs a batch of them"):
+        module_order(step.plan, {"language": step.batches["language"]}, passes)
+    with pytest.raises(Invalid, match="module language takes samples, and needs a batch plan"):
+        module_order(step.plan, {**step.batches, "language": step.batches["vision"]}, passes)
+
+
+def test_the_order_is_the_same_on_every_rank() -> None:
+    """It follows from the plan and the batch alone."""
+    for seed in range(5):
+        assert drawn_step(seed).order() == drawn_step(seed).order()
