@@ -28,7 +28,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from elasticd_planner.layout.gradient_buckets import Bucket
 from elasticd_planner.layout.pass_order import AHEAD, Act, Schedule
@@ -95,28 +95,26 @@ def module_pass_times(
     return tuple(ModulePassTime(_act(one, "pass"), one.begin, one.end) for one in run.order)
 
 
-def _act(one: _Pass, what: Literal["receive", "pass", "send"], name: GroupId | None = None) -> ModuleAct:
-    return ModuleAct(*one.group.key, Act(what, one.kind, one.index, one.chunk), name)
+def _act(one: _Pass, what: str, name: GroupId | None = None) -> ModuleAct:
+    new = tuple.__new__  # in few instructions: an order is made each step
+    return new(ModuleAct, (*one.group.key, new(Act, (what, one.kind, one.index, one.chunk)), name))
 
 
 def _acts(order: Sequence[_Pass]) -> Iterator[ModuleAct]:
     """The passes in this order, with messages before those that receive them."""
     begins = [one.begin for one in order]
-    messages: list[list[tuple[_Pass, _Pass, GroupId | None]]] = [[] for _ in order]
-    numbers: dict[int, int] = defaultdict(int)  # passes of a TP group so far
+    messages: dict[int, list[ModuleAct]] = {}  # by the place of the pass that comes after
     for one in order:
-        number = numbers[id(one.group)]
-        numbers[id(one.group)] = number + 1
         for sender, name in one.receives:
             time = one.begin
             if one.kind == "backward":
-                earliest = one.group.passes[number - AHEAD].begin if number >= AHEAD else 0
+                earliest = one.group.passes[one.number - AHEAD].begin if one.number >= AHEAD else 0
                 time = min(time, max(earliest, sender.end))
-            messages[bisect_left(begins, time)].append((sender, one, name))
-    for one, before in zip(order, messages, strict=True):
-        for sender, receiver, name in before:
-            yield _act(sender, "send", name)
-            yield _act(receiver, "receive", name)
+            before = messages.setdefault(bisect_left(begins, time), [])
+            before.append(_act(sender, "send", name))
+            before.append(_act(one, "receive", name))
+    for place, one in enumerate(order):
+        yield from messages.get(place, ())
         yield _act(one, "pass")
 
 
@@ -192,6 +190,7 @@ class _Pass:
     came: int = 0  #: when the last of its inputs is there, as far as they have begun
     begin: int = 0
     end: int = 0
+    number: int = 0  #: among the passes of its TP group, as they begin
     users: list[_Pass] = field(default_factory=list)  #: passes that need it
     receives: list[tuple[_Pass, GroupId | None]] = field(default_factory=list)  #: from other TP groups
 
@@ -420,7 +419,11 @@ class _ModuleRun:
         one = group.passes[group.begun]
         if one.missing:
             return _FAR
-        return max(one.came, *(self._free[device] for device in group.devices))
+        begin = one.came
+        for device in group.devices:
+            if self._free[device] > begin:
+                begin = self._free[device]
+        return begin
 
     def _filler(self, group: _TpGroup, now: int) -> _Pass | None:
         """The pass of items that is to begin now on the devices of a TP group, all of them free."""
@@ -438,7 +441,7 @@ class _ModuleRun:
                 head.taker.waiting.append(group)
         if ahead is not None and ahead.taker is not None and ahead.due < ahead.taker.started + group.lead:
             return ahead
-        until = min((self._next_begin(each) for each in group.beside), default=_FAR)
+        until = min(map(self._next_begin, group.beside), default=_FAR)
         if ahead is not None and 4 * (until - now) >= 3 * ahead.time:
             return ahead
         if back is not None and 2 * (until - now) >= back.time:
@@ -449,6 +452,7 @@ class _ModuleRun:
         group = one.group
         one.begin, one.end = now, now + one.time
         self.order.append(one)
+        one.number = group.begun
         group.begun += 1
         if group.ahead:
             self._leave(group, one)
@@ -463,7 +467,8 @@ class _ModuleRun:
             self._push(one.end, device)
         for user in one.users:
             user.missing -= 1
-            user.came = max(user.came, one.end)
+            if one.end > user.came:
+                user.came = one.end
             if not user.missing:
                 self._push(user.came, user.group.devices[0], user if user.group.ahead else None)
 
