@@ -187,8 +187,8 @@ def their_name(model: Model, name: str) -> str:
     return name_in_model(model.sections.items(), name)
 
 
-def refuse_at_sight(model: Any) -> None:
-    """Raises ModelError for what no small copy would show."""
+def refuse_at_sight(model: Any, *, images: bool = False) -> None:
+    """Raises ModelError for what no small copy would show. images: the model may take images, too."""
     if hasattr(model, "_orig_mod"):
         raise ModelError(
             "the model went through torch.compile: give the model itself, and "
@@ -204,7 +204,7 @@ def refuse_at_sight(model: Any) -> None:
         )
     if not isinstance(getattr(model.get_input_embeddings(), "weight", None), Tensor):
         raise ModelError(f"{kind} has no embedding that takes one stream of tokens: {REMEDY}")
-    if beside := _of_other_modalities(model):
+    if not images and (beside := _of_other_modalities(model)):
         raise ModelError(
             f"{kind} takes {', '.join(beside)} beside tokens, and would be trained as text alone: give its "
             f"text model by itself, a ...ForCausalLM, or {REMEDY}"

@@ -66,14 +66,18 @@ def hidden_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     return args[0] if args else kwargs.get("hidden_states")
 
 
-def layers_path(model: Any) -> str:
+def layers_path(model: Any, within: str = "") -> str:
     """Of the lists of modules in a model that are in no other list: the one with the most parameters, of those
-    that are as long as the language model has layers where there are such."""
+    that are as long as the language model has layers where there are such. within: the path of the module that
+    has it."""
     count = getattr(text_of(model.config), "num_hidden_layers", None)
     found: list[tuple[bool, int, str]] = []
     for path, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and not any(
-            isinstance(model.get_submodule(outer), nn.ModuleList) for outer in _outer(path)
+        inside = path.startswith(f"{within}.") or not within
+        if (
+            inside
+            and isinstance(module, nn.ModuleList)
+            and not any(isinstance(model.get_submodule(outer), nn.ModuleList) for outer in _outer(path))
         ):
             size = sum(parameter.numel() for parameter in module.parameters())
             found.append((len(module) == count, size, path))
@@ -111,9 +115,21 @@ class Watched:
     inputs: list[Tensor]  # the activation that each layer was called with
     others: list[dict[str, Any]]  # by name: what else each layer was called with
 
-    def __init__(self, model: Any, ids: Tensor) -> None:
-        """Runs the model's own forward on `ids`. Raises ModelError for what no stage could do."""
-        self._name, self._layers = type(model).__name__, layers_path(model)
+    def __init__(
+        self, model: Any, ids: Tensor, *, within: str = "", beside: Mapping[str, Any] | None = None
+    ) -> None:
+        """Runs the model's own forward on `ids`.
+
+        Args:
+            model: a small copy.
+            ids: of tokens [samples, tokens].
+            within: the path of the module that has the layers.
+            beside: what else the forward is called with, by name.
+
+        Raises:
+            ModelError: it does what no stage could do.
+        """
+        self._name, self._layers = type(model).__name__, layers_path(model, within)
         self._list = list(model.get_submodule(self._layers).children())
         self._parts = parts(model, self._layers)
         self._inside = 0
@@ -131,7 +147,7 @@ class Watched:
             for module in part.modules():
                 hooks.append(module.register_forward_pre_hook(partial(self._call, path)))
         try:
-            self.logits = logits_of(model(input_ids=ids, **arguments(model)))
+            self.logits = logits_of(model(input_ids=ids, **arguments(model), **(beside or {})))
         finally:
             for hook in hooks:
                 hook.remove()

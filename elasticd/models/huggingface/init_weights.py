@@ -31,7 +31,7 @@ def with_buffers(model: Any) -> Any:
             setattr(module, name, torch.full(buffer.shape, blank, dtype=buffer.dtype, device="cpu"))
         if names:
             with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.no_grad():
-                made._init_weights(module)
+                _initialised_by(made, path)._init_weights(module)
         for name in names:
             value = getattr(module, name)
             if bool(value.isnan().any() if value.is_floating_point() else (value == 0).all()):
@@ -54,7 +54,7 @@ def own_init(model: Any, theirs: Callable[[str], str]) -> Init:
             if value is not None:
                 return value
             owner = copy.deepcopy(model.get_submodule(path)).to_empty(device="cpu")
-            model._init_weights(owner)
+            _initialised_by(model, path)._init_weights(owner)
             _around(model, path, owner)
         return getattr(owner, leaf).detach()
 
@@ -69,7 +69,17 @@ def _around(model: Any, path: str, owner: nn.Module) -> None:
     around = copy.copy(model.get_submodule(outer))
     around._modules = dict(around._modules) | {name: owner}
     if not any(True for _ in around.parameters(recurse=False)):
-        model._init_weights(around)
+        _initialised_by(model, outer)._init_weights(around)
+
+
+def _initialised_by(model: Any, path: str) -> Any:
+    """The innermost model of transformers around a module: an encoder has first values of its own."""
+    while path:
+        module = model.get_submodule(path)
+        if hasattr(module, "_init_weights"):
+            return module
+        path = path.rpartition(".")[0]
+    return model
 
 
 def _missing(module: nn.Module) -> Iterator[str]:

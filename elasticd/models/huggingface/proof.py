@@ -112,7 +112,7 @@ class ModelMaker:
 def prove(model: Any, adapters: Adapters | None = None) -> Proof:
     """Tries a model's sections on small copies. Raises ModelError where they are not the model."""
     kind, config = ModelMaker(type(model), adapters), model.config
-    with _on_the_side():
+    with on_the_side():
         copy = _small(model, kind)
         refuse_other_outputs(copy)
         refuse_draws_and_state(copy)
@@ -247,7 +247,7 @@ def _outputs(copy: SmallModel, sections: Sections, watched: Watched) -> tuple[Te
                 x = module(x)
             except Exception as error:
                 raise ModelError(
-                    f"{section} of {copy.name} cannot run by itself ({_said(error)}): {REMEDY}"
+                    f"{section} of {copy.name} cannot run by itself ({first_failure(error)}): {REMEDY}"
                 ) from error
             apart = 0.0 if wanted is None else difference(x.detach(), wanted.detach())
             exact = exact and apart == 0
@@ -367,7 +367,7 @@ def shifts_labels(copy: SmallModel) -> bool | None:
 def counts_from_zero(copy: SmallModel) -> bool:
     """Whether the copy gives with positions 0, 1, 2, ... what it gives without positions."""
     places = torch.arange(copy.ids.shape[1]).expand(copy.ids.shape)
-    if "position_ids" not in _takes(copy.model):
+    if "position_ids" not in takes(copy.model):
         return True
     try:
         with torch.no_grad():
@@ -401,10 +401,10 @@ def lacking_layer_inputs(copy: SmallModel, anatomy: Anatomy) -> dict[str, str]:
 
 
 def _why_not_taken(copy: SmallModel, anatomy: Anatomy, name: str, given: Mapping[str, Tensor]) -> str:
-    if name not in _takes(copy.model):
+    if name not in takes(copy.model):
         return f"the forward of {copy.name} takes no {name}"
     # Positions come with the mask where the model takes both.
-    names = [each for each in FOR_LAYERS if each == name or each in _takes(copy.model)]
+    names = [each for each in FOR_LAYERS if each == name or each in takes(copy.model)]
     for beside in ({name: given[name]}, {each: given[each] for each in names}):
         try:
             with torch.no_grad():
@@ -413,14 +413,15 @@ def _why_not_taken(copy: SmallModel, anatomy: Anatomy, name: str, given: Mapping
                 for _, section in sections_of(copy.model, anatomy):
                     x = section(x)
         except Exception as error:
-            return f"{copy.name} fails with it on a small copy ({_said(error)})"
+            return f"{copy.name} fails with it on a small copy ({first_failure(error)})"
         seen = beside.get("attention_mask", torch.ones_like(copy.ids)).bool()
         if not difference(x[seen], own[seen]) <= copy.near:
             return f"the stages of {copy.name} give something else with it"
     return ""
 
 
-def _takes(model: Any) -> frozenset[str]:
+def takes(model: Any) -> frozenset[str]:
+    """The arguments of a model's forward."""
     return frozenset(inspect.signature(type(model).forward).parameters)
 
 
@@ -472,7 +473,7 @@ def _small(model: Any, kind: Any) -> SmallModel:
     except Exception as error:
         raise ModelError(
             f"no small copy of {kind.__name__} can be made to compare it with its stages "
-            f"({_said(error)}): {REMEDY}"
+            f"({first_failure(error)}): {REMEDY}"
         ) from error
 
 
@@ -527,13 +528,14 @@ def _gradients(model: nn.Module, logits: Tensor, weights: Tensor) -> dict[str, T
     return {name: grad for name, grad in zip(named, found, strict=True) if grad is not None}
 
 
-def _said(error: Exception) -> str:
+def first_failure(error: Exception) -> str:
+    """The first line of an error, for a message."""
     return shortened(first_line(error), 240)
 
 
 @contextmanager
-def _on_the_side() -> Iterator[None]:
-    """On the CPU, whatever the default device is, and without a trace in the generator or in the log."""
+def on_the_side() -> Iterator[None]:
+    """Runs on the CPU, whatever the default device is, and without a trace in the generator or in the log."""
     library = logging.getLogger("transformers")
     level = library.level
     library.setLevel(logging.ERROR)  # what it warns of is the small copy

@@ -64,7 +64,7 @@ _STATE_HOOKS = (
 )
 
 
-class _Reached(BaseException):
+class Reached(BaseException):
     """The forward came to where its section ends. No Exception, so that no forward catches it."""
 
     def __init__(self, value: Any) -> None:
@@ -93,7 +93,7 @@ class _End:
     """The layer, or the module after the layers, that the forward of a section's shell ends at."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        raise _Reached(hidden_of(args, kwargs))
+        raise Reached(hidden_of(args, kwargs))
 
 
 class _Begin:
@@ -121,7 +121,7 @@ class _Call:
         else:
             output = self._layer(**kwargs | {"hidden_states": self.x})
         if self._ends:
-            raise _Reached(output[0] if isinstance(output, tuple) else output)
+            raise Reached(output[0] if isinstance(output, tuple) else output)
         return output
 
 
@@ -239,7 +239,11 @@ class Section(nn.Module):
                 made._modules[name] = standing[full]
         return made
 
-    def run(self, ids: Tensor | None, x: Tensor | None, beside: Mapping[str, Tensor]) -> Any:
+    @property
+    def _shell(self) -> nn.Module:
+        return self._hidden[0]
+
+    def run(self, ids: Tensor | None, x: Tensor | None, beside: Mapping[str, Any]) -> Any:
         """The model's forward in the shell, to where the section ends.
 
         Args:
@@ -259,7 +263,7 @@ class Section(nn.Module):
             zeros.like = x.new_zeros((samples, tokens, *width))
         try:
             output = self._called(shell, ids, beside)
-        except _Reached as reached:
+        except Reached as reached:
             return reached.value
         else:
             if self.ends:
@@ -268,7 +272,7 @@ class Section(nn.Module):
         finally:
             zeros.like = None
 
-    def _called(self, shell: nn.Module, ids: Tensor | None, beside: Mapping[str, Tensor]) -> Any:
+    def _called(self, shell: nn.Module, ids: Tensor | None, beside: Mapping[str, Any]) -> Any:
         assert ids is not None
         if current_row(ids.device) is None:
             return shell(input_ids=ids, **self._arguments, **beside)
@@ -400,7 +404,7 @@ def name_in_model(sections: Iterable[tuple[str, nn.Module]], name: str) -> str:
     """
     for section, module in sections:
         for child, path in getattr(module, "paths", {}).items():
-            if name.startswith(f"{section}.{child}."):
+            if f"{name}.".startswith(f"{section}.{child}."):
                 return f"{path}{name.removeprefix(f'{section}.{child}')}"
     raise KeyError(name)
 
@@ -408,15 +412,20 @@ def name_in_model(sections: Iterable[tuple[str, nn.Module]], name: str) -> str:
 def sections_of(model: Any, anatomy: Anatomy) -> Sections:
     """The sections of a model, which share its modules."""
     _refuse_outer(model, anatomy)
-    layers = list(model.get_submodule(anatomy.layers).children())
-    husks = [_husk(layer, anatomy.returns.get(type(layer), 0)) for layer in layers]
+    husks = husks_of(model, anatomy)
     sections = Sections(
         embed=HfEmbed(model, anatomy, husks),
-        blocks=[HfBlock(model, anatomy, husks, index) for index in range(len(layers))],
+        blocks=[HfBlock(model, anatomy, husks, index) for index in range(len(husks))],
         head=HfHead(model, anatomy, husks),
     )
     _refuse_two_names(model, sections)
     return sections
+
+
+def husks_of(model: Any, anatomy: Anatomy) -> list[nn.Module]:
+    """The layers of a model without their parameters; each gives what it is given."""
+    layers = model.get_submodule(anatomy.layers).children()
+    return [_husk(layer, anatomy.returns.get(type(layer), 0)) for layer in layers]
 
 
 def bare(module: Any) -> Any:

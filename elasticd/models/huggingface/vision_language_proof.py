@@ -1,0 +1,330 @@
+"""Whether the two modules of a vision-language model compute what the model computes, tried on a small copy.
+
+Samples with two images, without one, with one and with three go through the model itself, and through the
+sections of its modules, each cut off from the others in the autograd graph as on other devices. Logits and
+gradients are compared. What no image and no token reaches is found, too: such parameters are frozen.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from elasticd.models.huggingface.adapters import Adapters
+from elasticd.models.huggingface.anatomy import REMEDY, Anatomy, Watched, arguments, logits_of
+from elasticd.models.huggingface.proof import ModelMaker, fill, first_failure, on_the_side, takes
+from elasticd.models.huggingface.small_images import IMAGE_TOKEN, TEXT, images_of, small_config
+from elasticd.models.huggingface.vision_language import (
+    IMAGES,
+    LANGUAGE,
+    TOKEN_TYPES,
+    VISION,
+    HfModule,
+    Seam,
+    constants,
+    modules_of,
+    seam_of,
+)
+from elasticd.runtime.model import bundle as bundles
+from elasticd.runtime.model.validation import ModelError
+from elasticd.runtime.reference.comparison import difference
+
+#: How many images the samples of a small copy have.
+COUNTS = (2, 0, 1, 3)
+#: Layers of the encoders of the two small copies.
+DEPTHS = (3, 4)
+#: How far logits and gradients may be apart. transformers' norms and rotary tables are in single precision.
+NEAR = 1e-5
+#: The deviation of outputs of a matrix whose inputs have one of 1.
+_GAIN = 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageSample:
+    """A sample of a small copy."""
+
+    ids: Tensor  #: [1, tokens]
+    images: tuple[dict[str, Tensor], ...]  #: what the encoder takes of each
+    beside: Mapping[str, Tensor]  #: what the whole model's forward takes beside them
+
+    def whole(self) -> dict[str, Tensor]:
+        """What the whole model's forward is called with."""
+        pixels = [each["pixel_values"] for each in self.images]
+        joined = {"pixel_values": torch.cat(pixels)} if pixels else {}
+        return {"input_ids": self.ids, **self.beside, **joined}
+
+
+@dataclass(frozen=True, kw_only=True)
+class VisionLanguageProof:
+    """What was found of a vision-language model."""
+
+    anatomy: Anatomy
+    seam: Seam
+    unused: frozenset[str]  #: the parameters that nothing reaches, by their names in the model
+    apart: float  #: the furthest logit or gradient, in units of the largest
+    model: str
+
+    def __str__(self) -> str:
+        said = f"the model's own forward: {self.model}, as vision and language, on a small copy with 0 to 3 "
+        said += f"images a sample within {self.apart:.0e}"
+        places = dict.fromkeys(_LAYER.sub(r".\1.*\n", name).partition("\n")[0] for name in sorted(self.unused))
+        return said + (f"; never used, and frozen: {', '.join(places)}" if places else "")
+
+
+def prove_modules(model: Any, adapters: Adapters | None = None) -> VisionLanguageProof:
+    """Tries the modules of a vision-language model on small copies.
+
+    Raises:
+        ModelError: they are not the model, or no small copy with images can be made.
+    """
+    kind, every = ModelMaker(type(model), adapters), [name for name, _ in model.named_parameters()]
+    with on_the_side():
+        copy_, (samples, seam, anatomy) = _small_with_samples(kind, model.config, DEPTHS[0])
+        apart, unused = compared_modules(copy_, samples, seam, anatomy)
+        found = [(unused, [name for name, _ in copy_.named_parameters()])]
+        copy_, (samples, _, _) = _small_with_samples(kind, model.config, DEPTHS[1])
+        found.append((_unreached(copy_, samples), [name for name, _ in copy_.named_parameters()]))
+    return VisionLanguageProof(
+        anatomy=anatomy,
+        seam=seam,
+        unused=frozenset(_unused_at_any_depth(found, every)),
+        apart=apart,
+        model=kind.__name__,
+    )
+
+
+def _small_with_samples(
+    kind: Any, config: Any, depth: int
+) -> tuple[Any, tuple[list[ImageSample], Seam, Anatomy]]:
+    try:
+        model = small_model(kind, config, depth)
+        return model, samples_of(model)
+    except ModelError:
+        raise
+    except Exception as error:
+        raise ModelError(
+            f"no small copy of {kind.__name__} with images can be made to compare it with its modules "
+            f"({first_failure(error)}): {REMEDY}"
+        ) from error
+
+
+def _unreached(model: Any, samples: list[ImageSample]) -> list[str]:
+    """The trained parameters of a copy that no sample reaches."""
+    sample = max(samples, key=lambda each: len(each.images))
+    logits_of(model(**sample.whole(), **arguments(model))).sum().backward()
+    return [name for name, each in model.named_parameters() if each.requires_grad and each.grad is None]
+
+
+def small_model(kind: Any, config: Any, depth: int = DEPTHS[0]) -> Any:
+    """A small copy with random weights, in double precision."""
+    model = kind(small_config(config, depth)).to(torch.float64).train()
+    fill(model, _GAIN)
+    return model
+
+
+def samples_of(model: Any) -> tuple[list[ImageSample], Seam, Anatomy]:
+    """Samples for a small copy, where it is cut, and what its language model is made of."""
+    base, language = seam_of(model)
+    inner, pool = model.get_submodule(base), images_of(model.get_submodule(base), model.config)
+    with torch.no_grad():
+        output = inner.get_image_features(**next(pool)[0], return_dict=True)
+    pooled, deep = output.pooler_output, getattr(output, "deepstack_features", None) or ()
+    listed = not isinstance(pooled, Tensor)
+    seam = Seam(
+        base=base,
+        language=language,
+        listed=listed,
+        dims=(pooled[0] if listed else pooled).dim(),
+        deep=len(deep),
+    )
+    with torch.no_grad():
+        samples = [_sample(model, inner, count, list(islice(pool, count))) for count in COUNTS]
+    text = samples[COUNTS.index(0)]
+    anatomy = Watched(model, text.ids, within=language, beside=text.beside).anatomy
+    caught: list[dict[str, Any]] = []
+    hook = model.get_submodule(language).register_forward_pre_hook(
+        lambda _, args, kwargs: caught.append(constants(kwargs)), with_kwargs=True
+    )
+    try:
+        with torch.no_grad():
+            for sample in samples:
+                model(**sample.whole(), **arguments(model))
+    finally:
+        hook.remove()
+    if any(each != caught[0] for each in caught):
+        raise ModelError(
+            f"the language model of {type(model).__name__} is called with other arguments for other samples, "
+            f"{caught[0]} say: {REMEDY}"
+        )
+    return samples, replace(seam, constants=caught[0]), anatomy
+
+
+def _sample(model: Any, inner: Any, count: int, images: list[Any]) -> ImageSample:
+    """A sample of tokens, with so many images at their places in it."""
+    seeds = torch.Generator().manual_seed(count)
+    ids, taken = torch.randint(2, TEXT, (1, 6), generator=seeds), []
+    for item, _ in images:
+        output = inner.get_image_features(**item, return_dict=True).pooler_output
+        rows = output if isinstance(output, Tensor) else torch.cat(list(output))
+        place = torch.full((1, rows.flatten(0, -2).shape[0]), IMAGE_TOKEN)
+        ids = torch.cat((ids[:, :3], place, torch.full((1, 1), 7), ids[:, 3:]), 1)  # text between two images
+        taken.append(item)
+    known = {*takes(model), *takes(inner)}
+    types = {name: (ids == IMAGE_TOKEN).long() for name in TOKEN_TYPES if name in known}
+    joined = {
+        name: torch.cat([beside[name] for _, beside in images]) for name in (images[0][1] if images else {})
+    }
+    return ImageSample(ids=ids, images=tuple(taken), beside=types | joined)
+
+
+def compared_modules(
+    model: Any,
+    samples: list[ImageSample],
+    seam: Seam,
+    anatomy: Anatomy,
+    modules: Mapping[str, HfModule] | None = None,
+) -> tuple[float, list[str]]:
+    """A copy's own forward and backward pass beside those of its modules.
+
+    Returns:
+        The furthest that a logit or a gradient is off, in units of the largest; and the parameters that nothing
+        reaches, by their names in the model.
+
+    Raises:
+        ModelError: they are further apart than rounding explains.
+    """
+    whole, name = copy.deepcopy(model), type(model).__name__
+    modules = modules or modules_of(model, anatomy, seam)
+    furthest = 0.0
+    for number, sample in enumerate(samples):
+        own = logits_of(whole(**sample.whole(), **arguments(whole)))
+        weights = torch.randn(own.shape, generator=torch.Generator().manual_seed(number), dtype=own.dtype)
+        (own * weights).sum().backward()
+        try:
+            logits = forward_and_backward(modules, sample, weights)
+        except ModelError:
+            raise
+        except Exception as error:
+            raise ModelError(
+                f"the modules of {name} cannot run by themselves ({first_failure(error)}): {REMEDY}"
+            ) from error
+        apart = difference(logits, own.detach())
+        furthest = max(furthest, apart)
+        if not apart <= NEAR:
+            raise ModelError(
+                f"the logits of {name} with {len(sample.images)} images are {apart:.0e} off in its modules: "
+                f"{REMEDY}"
+            )
+    unused, theirs = [], dict(whole.named_parameters())
+    largest = max(float(p.grad.abs().max()) for p in theirs.values() if p.grad is not None)
+    for full, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        apart = _gradient_apart(parameter.grad, theirs[full].grad, largest)
+        furthest = max(furthest, apart)
+        if not apart <= NEAR:
+            raise ModelError(f"the gradient of {full} of {name} is {apart:.0e} off in its module: {REMEDY}")
+        if theirs[full].grad is None:
+            unused.append(full)
+    return furthest, unused
+
+
+def _gradient_apart(found: Tensor | None, own: Tensor | None, largest: float) -> float:
+    """How far a gradient is off, in units of its largest element; or of a thousandth of the largest of all
+    gradients, where it is less: that of a bias of keys is zero but for rounding."""
+    if found is None or own is None:
+        return 0.0 if found is own else float("inf")
+    return float((found - own).abs().max()) / max(float(own.abs().max()), largest / 1000)
+
+
+def forward_and_backward(modules: Mapping[str, HfModule], sample: ImageSample, weights: Tensor) -> Tensor:
+    """The logits of a sample, and the gradients of their weighted sum, section by section, each of which begins
+    with new leaves of the autograd graph. The images go one by one."""
+    items = [Chain(modules[VISION], image) for image in sample.images]
+    entered = [bundles.entering(item.output) for item in items]
+    joined = _joined([each for each in entered if isinstance(each, Mapping)])
+    language = Chain(modules[LANGUAGE], {"input_ids": sample.ids, IMAGES: joined, **sample.beside})
+    language.backward(weights)
+    for item, leaves in zip(items, entered, strict=True):
+        item.backward(bundles.gradients(leaves))
+    assert isinstance(language.output, Tensor)
+    return language.output.detach()
+
+
+def _joined(items: list[Mapping[str, Tensor]]) -> dict[str, Tensor] | None:
+    return {name: torch.cat([item[name] for item in items]) for name in items[0]} if items else None
+
+
+class Chain:
+    """The sections of a module on one input, one after the other."""
+
+    def __init__(self, module: HfModule, given: Any) -> None:
+        self._outputs: list[tuple[Any, Any]] = []
+        x = given
+        for index, (_, section) in enumerate(module):
+            x = x if index == 0 else bundles.entering(x)
+            output = section(x)
+            if isinstance(output, Mapping) and (why := bundles.unfit(output)):
+                raise ModelError(f"a section gave {why}")
+            self._outputs.append((x, output))
+            x = output
+        self.output = x
+
+    def backward(self, gradients: Any) -> None:
+        """The backward passes of the sections, from the gradients of the last one's output."""
+        for x, output in reversed(self._outputs):
+            bundles.backward(output, gradients)
+            gradients = bundles.gradients(x) if x is not self._outputs[0][0] else None
+
+
+_LAYER = re.compile(r"\.(\d+)\..*")
+#: The layers of a list that have a parameter: the list's path and the parameter's in a layer, and its indices.
+_Layers = dict[tuple[str, str], set[int]]
+
+
+def _unused_at_any_depth(
+    found: Sequence[tuple[Iterable[str], Sequence[str]]], real: Sequence[str]
+) -> Iterator[str]:
+    """The parameters of a model that nothing reaches.
+
+    Args:
+        found: of two copies, whose encoders are of unlike depths, the parameters that nothing reaches, and all.
+        real: all parameters of the model.
+
+    Raises:
+        ModelError: the unused layers are neither all nor the same ones counted from either end.
+    """
+    idle, every, layers = [_layers(u) for u, _ in found], [_layers(all_) for _, all_ in found], _layers(real)
+    for key in dict.fromkeys(key for each in idle for key in each):
+        indices = [each.get(key, set()) for each in idle]
+        counts = [len(each[key]) for each in every]
+        ends = [{count - 1 - i for i in each} for count, each in zip(counts, indices, strict=True)]
+        if all(len(each) == count for each, count in zip(indices, counts, strict=True)):
+            chosen = layers.get(key, set())
+        elif ends[0] == ends[1]:
+            chosen = {len(layers[key]) - 1 - i for i in ends[0]}
+        elif indices[0] == indices[1]:
+            chosen = indices[0]
+        else:
+            raise ModelError(
+                f"layers of {key[0]} are never used, and which ones depends on how many there are: {REMEDY}"
+            )
+        yield from (f"{key[0]}.{index}.{key[1]}" for index in chosen)
+    plain = [{name for name in unused if not _LAYER.search(name)} for unused, _ in found]
+    yield from plain[0] & plain[1]
+
+
+def _layers(names: Iterable[str]) -> _Layers:
+    made: _Layers = {}
+    for name in names:
+        if match := _LAYER.search(name):
+            rest = name[match.end(1) + 1 :]
+            made.setdefault((name[: match.start()], rest), set()).add(int(match[1]))
+    return made

@@ -1,0 +1,175 @@
+"""Vision-language models of transformers, split in two modules, give what they give in one piece."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from elasticd.models.huggingface.split import split_model
+from elasticd.models.huggingface.vision_language import (
+    IMAGES,
+    HfModule,
+    Seam,
+    flat,
+    modules_of,
+    nested,
+    parameters_of,
+)
+from elasticd.models.huggingface.vision_language_proof import ImageSample, compared_modules, samples_of
+from elasticd.runtime.model.model import ModelError
+from tests import sizes
+from tests.models.double import DoubleThroughout
+
+transformers = pytest.importorskip("transformers")
+vision_language = pytest.importorskip("tests.models.vision_language")
+made = vision_language.made
+
+
+def copied(modules: dict[str, HfModule]) -> dict[str, HfModule]:
+    """The modules as devices have them: copies of the sections, with the parameters of the model."""
+    memo = {id(parameter): parameter for _, parameter in parameters_of(modules)}
+    return {
+        name: dataclasses.replace(
+            module,
+            embed=copy.deepcopy(module.embed, memo),
+            blocks=[copy.deepcopy(block, memo) for block in module.blocks],
+            head=copy.deepcopy(module.head, memo),
+        )
+        for name, module in modules.items()
+    }
+
+
+@pytest.mark.parametrize("name", sizes.beside(vision_language.MODELS[:-1], vision_language.MODELS))
+def test_logits_and_gradients_are_those_of_the_whole_model(name: str) -> None:
+    """Of samples with two images, none, one and three."""
+    model = made(name)
+    with DoubleThroughout():
+        samples, seam, anatomy = samples_of(model)
+        assert [len(sample.images) for sample in samples] == [2, 0, 1, 3]
+        apart, _ = compared_modules(model, samples, seam, anatomy, copied(modules_of(model, anatomy, seam)))
+    assert apart < 1e-12
+
+
+@pytest.mark.parametrize("name", sizes.beside(["Qwen3VL"], vision_language.MODELS))
+def test_every_parameter_is_in_one_module_and_has_its_name_in_the_model(name: str) -> None:
+    model = made(name)
+    split = split_model(model)
+    named = dict(model.named_parameters(remove_duplicate=False))
+    theirs = [split.their_name(full) for full, _ in parameters_of(split.modules)]
+    assert sorted(theirs) == sorted(named)
+    assert all(named[split.their_name(full)] is each for full, each in parameters_of(split.modules))
+    assert (split.modules["vision"].items, split.modules["language"].takes) == (IMAGES, {IMAGES: "vision"})
+
+
+def test_layers_that_no_image_reaches_are_frozen_by_name() -> None:
+    """LLaVA takes the output of the encoder's last layer but one."""
+    model = made("Llava", depth=6)
+    split = split_model(model)
+    names = {split.their_name(name).removeprefix("model.vision_tower.") for name in split.frozen}
+    assert {name for name in names if not name.startswith("encoder.layers.5.")} == {
+        "post_layernorm.weight",
+        "post_layernorm.bias",
+    }
+    assert len(names) == 18
+    assert "never used, and frozen: model.vision_tower.encoder.layers.5.*" in split.proved
+    assert not model.model.vision_tower.encoder.layers[5].mlp.fc1.weight.requires_grad
+
+
+def test_parameters_are_frozen_by_patterns() -> None:
+    split = split_model(made("Qwen3VL"), frozen=["vision.*", "language.embed.*"])
+    trained = {name for name, parameter in parameters_of(split.modules) if parameter.requires_grad}
+    assert not [name for name in trained if not name.startswith(("language.blocks.", "language.head."))]
+    assert "language.head.norm.weight" in trained
+    with pytest.raises(
+        ModelError, match=r"frozen = 'visual\.\*' names no parameter: .* vision\. or language\."
+    ):
+        split_model(made("Qwen3VL"), frozen=["visual.*"])
+    with pytest.raises(ModelError, match=r"all parameters of Qwen3VL.* are frozen"):
+        split_model(made("Qwen3VL"), frozen=["*"])
+
+
+def test_the_proof_holds_with_the_models_own_islands_of_single_precision() -> None:
+    assert "0 to 3 images a sample within" in split_model(made("Gemma3")).proved
+
+
+def test_what_is_added_between_layers_would_be_missed() -> None:
+    """The comparison sees it where DeepStack's rows are lost."""
+    model = made("Qwen3VL")
+    samples, seam, anatomy = samples_of(model)
+    assert seam.deep == 2
+    modules = modules_of(model, anatomy, seam)
+    modules["language"].embed.register_forward_hook(
+        lambda module, args, output: {n: x * 0.99 if "deepstack" in n else x for n, x in output.items()}
+    )
+    with pytest.raises(ModelError, match=r"logits of Qwen3VL.* with 2 images are .* off in its modules"):
+        compared_modules(model, samples, seam, anatomy, modules)
+
+
+def test_images_without_as_many_tokens_are_the_models_own_error() -> None:
+    model = made("Llava")
+    samples, seam, anatomy = samples_of(model)
+    modules, sample = modules_of(model, anatomy, seam), samples[0]
+    rows = modules["vision"].blocks[0](sample.images[0])  # one of two
+    with pytest.raises(Exception, match="Image features and image tokens do not match"):
+        modules["language"].embed({"input_ids": sample.ids, IMAGES: rows})
+
+
+def test_grids_of_padded_samples_are_those_of_the_images() -> None:
+    """A collator pads `image_grid_thw` [samples, images, 3] where samples have unlike numbers of images."""
+    model = made("Qwen2_5_VL")
+    samples, seam, anatomy = samples_of(model)
+    modules, (two, one) = modules_of(model, anatomy, seam), (samples[0], samples[2])
+    tokens = max(two.ids.shape[1], one.ids.shape[1])
+    ids = torch.cat([torch.nn.functional.pad(each.ids, (0, tokens - each.ids.shape[1])) for each in (two, one)])
+    grids = torch.zeros(2, 2, 3, dtype=torch.long)
+    grids[0], grids[1, :1] = two.beside["image_grid_thw"], one.beside["image_grid_thw"]
+    images = [modules["vision"].blocks[0](image) for image in (*two.images, *one.images)]
+    rows = {"rows": torch.cat([each["rows"] for each in images])}
+    found = modules["language"].embed({"input_ids": ids, IMAGES: rows, "image_grid_thw": grids})
+    alone = [_embedded(modules, sample) for sample in (two, one)]
+    for index, each in enumerate(alone):
+        width = each["position_ids"].shape[-1]
+        assert torch.equal(found["position_ids"][:, index, :width], each["position_ids"][:, 0])
+        assert torch.equal(found["hidden"][index, :width], each["hidden"][0])
+
+
+def _embedded(modules: dict[str, HfModule], sample: ImageSample) -> Any:
+    rows = torch.cat([modules["vision"].blocks[0](image)["rows"] for image in sample.images])
+    return modules["language"].embed({"input_ids": sample.ids, IMAGES: rows, **sample.beside})
+
+
+def test_a_model_without_the_seam_is_refused() -> None:
+    with torch.device("meta"):
+        model = transformers.Blip2ForConditionalGeneration(transformers.Blip2Config())
+    with pytest.raises(
+        ModelError, match=r"Blip2ForConditionalGeneration has no model inside that takes its enc"
+    ):
+        split_model(model)
+
+
+def test_a_model_on_the_meta_device_begins_by_its_own_init() -> None:
+    with torch.device("meta"):
+        model = transformers.LlavaForConditionalGeneration(made("Llava").config)
+    split = split_model(model)
+    init = split.init["vision"]
+    assert init is not None
+    name = "blocks.0.vision_tower.encoder.layers.0.mlp.fc1.weight"
+    shape = dict(split.modules["vision"].blocks[0].named_parameters())[name.removeprefix("blocks.0.")].shape
+    assert 0 < float(init(name, tuple(shape), torch.Generator().manual_seed(1)).std()) < 1
+
+
+def test_arguments_are_put_together_as_they_were() -> None:
+    x, y, z = (torch.tensor(float(i)) for i in range(3))
+    given = {"a": x, "masks": {"full": y, "sliding": z}, "deep": [y, z], "cache": False, "none": None}
+    assert nested(dict(flat(given))) == {name: given[name] for name in ("a", "masks", "deep")}
+
+
+def test_the_seam_is_found_where_the_model_has_it() -> None:
+    _, seam, anatomy = samples_of(made("Qwen3VL"))
+    assert isinstance(seam, Seam)
+    assert (seam.base, seam.language, seam.listed) == ("model", "model.language_model", True)
+    assert anatomy.end == "model.language_model.norm"
