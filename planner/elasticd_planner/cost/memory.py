@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
+import numpy as np
 
 from elasticd_planner.cost.model import CostModel
 from elasticd_planner.cost.schedule import most_alive
@@ -153,3 +154,40 @@ def least_need(cost: CostModel, widest: int, in_flight: Iterable[int]) -> tuple[
     ]
     layer = min((each * width for width, _, each in needs), default=math.inf)
     return layer, min((none for _, none, _ in needs), default=math.inf)
+
+
+def fewest_devices(
+    cost: CostModel, layers: int, devices: int, widths: Iterable[int], memory: int, micro_batches: int
+) -> float:
+    """The fewest devices of this memory that hold one pipeline, wherever its TP groups are.
+
+    Args:
+        layers: of the model.
+        devices: that there are at most.
+        widths: sizes of TP groups.
+        memory: of a device [bytes].
+        micro_batches: of the pipeline. Of these a stage keeps as many as stages follow it, and one more.
+
+    Returns:
+        The number of devices; inf where more than `devices` are needed.
+    """
+    shares = {width: cost.shares((1.0,) * width)[0] for width in widths if width <= devices}
+    fewest = math.inf
+    held = np.full(devices + 1, -math.inf)  # the most layers of the last stages, by the devices of these
+    held[0] = 0
+    for place in range(min(layers, devices)):
+        if place + 1 >= fewest:
+            break  # a deeper pipeline has more devices
+        more = np.full(devices + 1, -math.inf)
+        for width, parts in shares.items():
+            for first in (True, False):
+                edges = {"first": first, "last": place == 0, "in_flight": min(place + 1, micro_batches)}
+                room = most_layers(cost, parts, (memory,) * width, layers, **edges)
+                reached = held[: devices + 1 - width] + (room if room else -math.inf)
+                if first:
+                    enough = np.flatnonzero(reached >= layers)
+                    fewest = min(fewest, int(enough[0]) + width) if enough.size else fewest
+                else:
+                    np.maximum(more[width:], reached, out=more[width:])
+        held = more
+    return fewest

@@ -9,7 +9,7 @@ of them, so that all sequences of a step together count as their tokens. A lane 
   pipelines  The costliest sequence first, each to the pipeline that ends first with it, of those that hold it.
   lanes      Where sequences may be cut, all lanes of a pipeline end together: work over the sum of their
              speeds. A piece has a least size, and the keys that it lacks are fetched beside its attention: what
-             attention does not hide is added. Where they stay whole, lanes are dealt them as pipelines are.
+             attention does not hide is added. Where all stay whole, lanes are dealt them as pipelines are.
   rows       As few as memory allows; of several stages as many as take the least time, with a row's fixed time
              against the fill, and none of less work than the longest sequence:
 
@@ -257,18 +257,18 @@ class PackedCost:
 
     def _shared(self, lanes: Sequence[_Lane], capacity: Sequence[int], dealt: _Dealt) -> tuple[float, int]:
         """Seconds of a pipeline, and its rows."""
-        if len(lanes) > 1 and not self.packed.cut:
-            speeds = [1 / lane.token for lane in lanes]
-            parts = self._dealt(dealt, speeds, capacity)
-            found = [
-                self._rows([lane], [room], part)
-                for lane, room, part in zip(lanes, capacity, parts, strict=True)
-            ]
-            return max(seconds for seconds, _ in found), max(rows for _, rows in found)
-        seconds, rows = self._rows(lanes, capacity, dealt)
-        if len(lanes) > 1:
-            seconds += self._exposed(lanes, capacity, dealt, seconds, rows)
-        return seconds, rows
+        if len(lanes) == 1:
+            return self._rows(lanes, capacity, dealt)
+        if self.packed.cut:
+            seconds, rows = self._rows(lanes, capacity, dealt)
+            exposed = self._exposed(lanes, capacity, dealt, seconds, rows)
+            if exposed is not None:
+                return seconds + exposed, rows
+        parts = self._dealt(dealt, [1 / lane.token for lane in lanes], capacity)
+        found = [
+            self._rows([lane], [room], part) for lane, room, part in zip(lanes, capacity, parts, strict=True)
+        ]
+        return max(seconds for seconds, _ in found), max(rows for _, rows in found)
 
     def _rows(self, lanes: Sequence[_Lane], capacity: Sequence[int], dealt: _Dealt) -> tuple[float, int]:
         speed = sum(1 / lane.token for lane in lanes)
@@ -301,14 +301,14 @@ class PackedCost:
 
     def _exposed(
         self, lanes: Sequence[_Lane], capacity: Sequence[int], dealt: _Dealt, seconds: float, rows: int
-    ) -> float:
-        """Seconds in which lanes wait for keys, in the mean over lanes."""
+    ) -> float | None:
+        """Seconds in which lanes wait for keys, in the mean over lanes; None where no sequence is cut."""
         count, token = len(lanes), sum(lane.token for lane in lanes) / len(lanes)
         together = seconds if lanes[0].stages == 1 else seconds / rows
         works = self._work(dealt.costly)
         cut = (dealt.costly > max(capacity)) | (works * token > together)
         if not cut.any():
-            return 0.0
+            return None
         lengths, works = dealt.costly[cut].astype(np.float64), works[cut]
         mean = sum(capacity) / count
         degree = np.ceil(np.maximum(lengths / mean, works * token / together))

@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import cached_property
 
 from elasticd_planner.cost.group_bound import Paces, least
-from elasticd_planner.cost.memory import least_need
+from elasticd_planner.cost.memory import fewest_devices, least_need
 from elasticd_planner.cost.table_cost import TableCost
 from elasticd_planner.grouping.group_types import Columns, Limits, Rules
 from elasticd_planner.grouping.node_partitions import Division, divider, kinds
@@ -166,7 +166,7 @@ class LargeSearch:
         task = self.task
         if task.fixed_dp is not None:
             return [task.fixed_dp]
-        most = min(self._most_pipelines(), task.micro_batches)
+        most = min(self._most_pipelines, task.micro_batches)
         if every or most <= FEW_NUMBERS:
             return list(range(1, most + 1))
         nodes = sum(len(kind.nodes) for kind in self.kinds)
@@ -178,8 +178,10 @@ class LargeSearch:
             found |= {whole * k for k in range(2, widest + 1)}
         return sorted(d for d in found if 1 <= d <= most)
 
+    @cached_property
     def _most_pipelines(self) -> int:
-        """By memory: one pipeline holds all layers, each at no less than its least bytes in any stage."""
+        """By memory: one pipeline holds all layers, each at no less than its least bytes in any stage; and it
+        has no fewer devices than hold one whose stages keep a micro-batch each."""
         task = self.task
         deepest = min(task.layers, self.devices, DEEPEST)
         widest = max((kind.devices for kind in self.kinds), default=0)
@@ -192,6 +194,23 @@ class LargeSearch:
         if layer <= 0:
             return self.devices
         return max(1, min(self.devices, math.floor(room / (layer * task.layers))))
+
+    def _fit(self) -> bool:
+        """Whether the pinned number of pipelines, or one, may fit, each stage with all the micro-batches that
+        its place in a pipeline asks for."""
+        task, pinned = self.task, self.task.fixed_tp
+        normal = all(kind.normal for kind in self.kinds)
+        widths = task.cost.widths(max((kind.devices for kind in self.kinds), default=0))
+        memory = max((memory for kind in self.kinds for _, memory, _ in kind.classes), default=0)
+        fewest = fewest_devices(
+            task.cost,
+            task.layers,
+            self.devices // (task.fixed_dp or 1),
+            [width for width in widths if not normal or pinned in (None, width)],
+            memory,
+            task.micro_batches,
+        )
+        return math.isfinite(fewest)
 
     # The search.
 
@@ -207,6 +226,8 @@ class LargeSearch:
         number of pipelines and the size of groups of a plan known to be good; where some plan is like it, no
         others are tried. `brief`: nothing is tried thoroughly."""
         self._brief = brief
+        if not self._fit():
+            return None
         fixed = self.task.fixed_dp, self.task.fixed_tp
         self._try(
             [(0.0, d, w) for d, w in forms if fixed[0] in (None, d) and fixed[1] in (None, w)], BUDGET_ALONE

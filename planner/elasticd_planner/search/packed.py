@@ -24,8 +24,11 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import msgspec
+import numpy as np
 
+from elasticd_planner.cost.memory import fewest_devices
 from elasticd_planner.cost.packed_cost import PackedCost
+from elasticd_planner.cost.profile_cost import ProfileCost
 from elasticd_planner.layout.optimizer_sharding import with_carriers
 from elasticd_planner.numeric import EQUAL
 from elasticd_planner.placement.state_movement import bytes_to_move, strategy
@@ -48,6 +51,8 @@ Regular = Callable[[Problem], Sequence[Plan]]
 _SIZES = 8
 #: Tokens of the rows by which what each token takes is told from the state.
 _FEW = 1024.0
+#: How much more tokens a row has than the one before, of those by which it is told what lanes may hold.
+_STEP = 1.1
 #: Where all memory holds less than so many times the longest sequence, what may hold it is tried first.
 _TIGHT = 2
 
@@ -60,7 +65,7 @@ def answer(problem: Problem, search: Search, regular: Regular, number: int, tole
         search: the dense search, for the problem's views.
         regular: the regular layouts of a view.
         number: of the plan.
-        tolerance: plans within this fraction of the best count as equal to it.
+        tolerance: plans within this fraction of the best count as equal to it if there is a running plan.
     """
     assert problem.packed is not None
     planning = _PackedSearch(
@@ -163,15 +168,19 @@ class _PackedSearch:
         if 1 < (room := self._room()) < self.packed.longest:
             self._rooms.append(room)
             return Answer(plan=None, refusal=self._too_long(), current_seconds=now, candidates=1)
-        if tight := room < _TIGHT * self.packed.longest:  # few plans hold it, if any: these come first
-            for part in (1, 2, 4):  # of what holds a part it is known how much that is
-                options += self._widest(self.packed.longest // part)
-                if options or any(most > 1 for most in self._rooms):
-                    break
-            if not options and any(most > 1 for most in self._rooms):
-                return Answer(plan=None, refusal=self._too_long(), current_seconds=now, candidates=1)
+        tight = room < _TIGHT * self.packed.longest  # few plans hold it, if any: these come first
+        beyond = tight and not options and room > 1 and self._beyond_memory()
+        for part in (1, 2, 4) if tight else ():  # of what holds a part it is known how much that is
+            length = self.packed.longest // part
+            options += self._all_widest_regular(length) if beyond else self._widest(length)
+            if options or any(most > 1 for most in self._rooms):
+                break
+        if beyond or (tight and not options and any(most > 1 for most in self._rooms)):
+            return Answer(plan=None, refusal=self._too_long(), current_seconds=now, candidates=1)
         layouts = self._layouts(tight=tight)
         options += layouts.options
+        if not options and not tight and any(most > 1 for most in self._rooms) and self._beyond_memory():
+            return Answer(plan=None, refusal=self._too_long(), current_seconds=now, candidates=1)
         for size in self._searched(layouts):
             found = self.search(self._normal(size), layouts.forms.get(size))
             tried += found.candidates
@@ -184,7 +193,8 @@ class _PackedSearch:
         if not options:
             return Answer(plan=None, refusal=self._refusal(refusals), current_seconds=now, candidates=tried)
         options = self._likely(options, room)
-        limit = min(option.seconds for option in options) * (1 + tolerance) * (1 + EQUAL)
+        slack = tolerance if current is not None else 0.0
+        limit = min(option.seconds for option in options) * (1 + slack) * (1 + EQUAL)
         near = [option for option in options if option.seconds <= limit]
         chosen = min(near, key=lambda option: option.preference(current)).plan
         if current is not None and now is not None and _shape(chosen) == _shape(current):
@@ -316,8 +326,11 @@ class _PackedSearch:
     def _widest(self, longest: int) -> list[_Option]:
         """Plans of one pipeline of k lanes that holds a sequence of this length: regular layouts with TP groups
         of each size, of the least k that does. Where there are none, what the dense search finds."""
-        regular = [option for width in self._tp_sizes() for option in self._widest_regular(longest, width)]
-        return regular or self._widest_dense(longest)
+        return self._all_widest_regular(longest) or self._widest_dense(longest)
+
+    def _all_widest_regular(self, longest: int) -> list[_Option]:
+        """Those that are regular layouts, with TP groups of each size."""
+        return [option for width in self._tp_sizes() for option in self._widest_regular(longest, width)]
 
     def _widest_dense(self, longest: int) -> list[_Option]:
         """Those that the dense search finds."""
@@ -451,26 +464,59 @@ class _PackedSearch:
         whole = 1 if self.problem.search_space.states[0].zero else copies
         return int(min(limit, (self._memory - whole * state) / max(token, 1e-9) * (1 + EQUAL)))
 
+    def _beyond_memory(self) -> bool:
+        """Whether the lanes of no pipeline hold the longest sequence, even if every device had the largest
+        memory, and TP groups could be anywhere."""
+        longest = self.packed.longest
+        count, layers = len(alive(self.problem)), self.problem.profile.layers
+        memory = max(self.problem.cluster.memory[device.name] for device in alive(self.problem))
+        widths = self.cost.cost.widths(max(len(node.devices) for node in self.problem.cluster.nodes))
+        most = np.zeros(count + 1, dtype=np.int64)  # tokens of a lane's row, by its devices
+        tokens = 1
+        while tokens < longest:
+            fewest = min(
+                fewest_devices(cost.sized(tokens), layers, count, widths, memory, layers)
+                for cost in self._leanest
+            )
+            if not math.isfinite(fewest):
+                break
+            tokens = min(longest, max(tokens + 1, int(tokens * _STEP)))
+            most[int(fewest) :] = tokens
+        together = np.zeros(count + 1, dtype=np.int64)  # of all lanes of a pipeline, by their devices
+        for devices in range(1, count + 1):
+            together[devices] = (together[:devices] + most[devices:0:-1]).max()
+        return bool((together if self.packed.cut else most)[count] < longest)
+
+    @cached_property
+    def _leanest(self) -> list[ProfileCost]:
+        """The costs of rows that may ask the least memory of a device."""
+        space, cost, count = self.problem.search_space, self.cost.cost, len(alive(self.problem))
+        if cost.state.zero:
+            cost = replace(cost, pipelines=count, members=count)
+        return [
+            replace(cost, recompute=again, sequence_parallel=sliced)
+            for again in {space.recompute == "always", bool(space.recompute)}
+            for sliced in {space.sequence_parallel == "always", bool(space.sequence_parallel)}
+        ]
+
     @cached_property
     def _least(self) -> tuple[float, float]:
         """The fewest bytes of a copy of the state, and of a token of a row, on all its devices together."""
-        space, profile, devices = self.problem.search_space, self.problem.profile, alive(self.problem)
+        profile, devices = self.problem.profile, alive(self.problem)
         states, tokens = list[float](), list[float]()
-        for again in {space.recompute == "always", bool(space.recompute)}:
-            for sliced in {space.sequence_parallel == "always", bool(space.sequence_parallel)}:
-                cost = replace(self.cost.cost, recompute=again, sequence_parallel=sliced)
-                for width in cost.widths(len(devices)):
-                    few, more = (
-                        sum(
-                            cost.sized(size).memory(
-                                profile.layers, (1,) * width, position, first=True, last=True, in_flight=1
-                            )
-                            for position in range(width)
+        for cost in self._leanest:
+            for width in cost.widths(len(devices)):
+                few, more = (
+                    sum(
+                        cost.sized(size).memory(
+                            profile.layers, (1,) * width, position, first=True, last=True, in_flight=1
                         )
-                        for size in (_FEW, 2 * _FEW)
+                        for position in range(width)
                     )
-                    states.append(2 * few - more)
-                    tokens.append((more - few) / _FEW)
+                    for size in (_FEW, 2 * _FEW)
+                )
+                states.append(2 * few - more)
+                tokens.append((more - few) / _FEW)
         return min(states, default=0.0), min(tokens, default=0.0)
 
     def lacking(self, plan: Plan) -> str:
