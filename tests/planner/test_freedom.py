@@ -58,11 +58,12 @@ def test_no_restriction_of_a_drawn_large_job_makes_its_plan_quicker(seed: int) -
             job("OLMo-2-7B", (8,) * 8, batch=16, tokens=1024, recompute=False, links={"between": 1.0}),
             {"tp": (2,), "dp": (1,)},
         ),
+        (job("Qwen2.5-0.5B", (8, 4), batch=64, links={"between": 5.0}), {"tp": (None,), "dp": (1, 2)}),
     ],
-    ids=["more-pipelines-need-zero", "slow-network"],
+    ids=["more-pipelines-need-zero", "slow-network", "head-of-many-layers"],
 )
 def test_nothing_pinned_is_no_slower_than_a_pinned_size_and_number(
-    problem: Problem, pins: dict[str, Sequence[int]]
+    problem: Problem, pins: dict[str, Sequence[int | None]]
 ) -> None:
     space = problem.search_space
     others = [

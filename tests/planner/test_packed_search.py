@@ -492,6 +492,20 @@ def test_a_search_that_is_free_to_choose_tp_sizes_is_as_good_as_with_any_pinned(
         assert free <= seconds_of(packed_jobs.pinned(job, width)) * (1 + EQUAL), (job.name, width)
 
 
+@pytest.mark.parametrize(("seed", "number"), beside([(599667, 13)], [(599667, 12), (599667, 13), (599667, 25)]))
+def test_a_sequence_that_memory_proves_too_long_is_refused_without_a_dense_search(
+    seed: int, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def dense(view: Problem, *args: object, **options: object) -> Answer:
+        raise AssertionError(f"searched rows of {view.profile.tokens:g} tokens")
+
+    monkeypatch.setattr(planner, "_plain", dense)
+    *_, job = packed_jobs.drawn(seed, number + 1)
+    answer = search(job.problem)
+    assert answer.plan is None
+    assert "the lanes of no pipeline hold more than" in answer.refusal
+
+
 def seconds_of(given: Problem) -> float:
     found = search(given).plan
     return math.inf if found is None or found.prediction is None else found.prediction.step_seconds

@@ -181,8 +181,9 @@ def fewest_devices(
         more = np.full(devices + 1, -math.inf)
         for width, parts in shares.items():
             for first in (True, False):
-                edges = {"first": first, "last": place == 0, "in_flight": min(place + 1, micro_batches)}
-                room = most_layers(cost, parts, (memory,) * width, layers, **edges)
+                kept, last = min(place + 1, micro_batches), place == 0
+                own = (memory,) * width
+                room = most_layers(cost, parts, own, layers, first=first, last=last, in_flight=kept)
                 reached = held[: devices + 1 - width] + (room if room else -math.inf)
                 if first:
                     enough = np.flatnonzero(reached >= layers)

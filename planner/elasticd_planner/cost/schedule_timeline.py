@@ -156,8 +156,11 @@ class _Rounds:
         most = min(done - self.stages, longest if done % longest == 0 else 1)
         if most < 1:
             return 0
-        last, earlier = states[-1], np.stack(states[-1 - most : -1]) if most > 1 else states[-2][None]
-        moved = last - earlier  # [periods, ..., times], the longest first
+        last = states[-1]
+        if most == 1:
+            moved = last - states[-2]
+            return int((moved.max(-1) - moved.min(-1)).max() <= ALIKE * last.max())
+        moved = last - np.stack(states[-1 - most : -1])  # [periods, ..., times], the longest first
         differ = (moved.max(-1) - moved.min(-1)).reshape(most, -1).max(-1)
         found = np.flatnonzero(differ[::-1] <= ALIKE * float(last.max()))
         return int(found[0]) + 1 if len(found) else 0
@@ -172,18 +175,24 @@ class _Rounds:
 
     def _forward(self) -> None:
         """One micro-batch through all stages and boundaries: a running maximum along the chain."""
-        ready = np.empty(self._until.shape)
-        ready[..., 0::2], ready[..., 1::2] = self.free, self.ahead
-        ends = self._until + np.maximum.accumulate(ready - self._before, axis=-1)
+        ends = np.empty(self._until.shape)
+        ends[..., 0::2], ends[..., 1::2] = self.free, self.ahead
+        ends -= self._before
+        np.maximum.accumulate(ends, axis=-1, out=ends)
+        ends += self._until
         self.free, self.ahead = ends[..., 0::2], ends[..., 1::2]
 
     def _backward(self, index: Ints | int, micro_batches: Ints | int) -> None:
         """Round `index`: on each stage the backward pass that is due, if there is one."""
+        ready = self.free.copy()
+        np.maximum(ready[..., :-1], self.back, out=ready[..., :-1])
+        ready += self.backward
+        if isinstance(index, int) and self.stages - 1 <= index < micro_batches:  # each stage has one
+            self.free, self.back = ready, np.maximum(ready[..., 1:], self.back) + self.boundary
+            return
         micro = index - self.behind
         due = (micro >= 0) & (micro < micro_batches)
-        begin = self.free.copy()
-        begin[..., :-1] = np.maximum(begin[..., :-1], self.back)
-        self.free = np.where(due, begin + self.backward, self.free)
+        self.free = np.where(due, ready, self.free)
         sent = np.maximum(self.free[..., 1:], self.back) + self.boundary
         self.back = np.where(due[..., 1:], sent, self.back)
 

@@ -32,6 +32,7 @@ from elasticd_planner.numeric import EQUAL
 from elasticd_planner.problem import Answer, Problem, SearchSpace
 from elasticd_planner.search.infeasible import explain_infeasible, shortage
 from elasticd_planner.search.large import DEEPEST, LargeSearch
+from elasticd_planner.search.refine import Refiner
 from elasticd_planner.search.regular import RegularLayout, regular_layouts
 from elasticd_planner.search.task import Task, UnitProblem, alive
 from elasticd_planner.spec.cluster import NORMAL, rate_of
@@ -198,16 +199,23 @@ class Settings:
         self.listed = tuple(listed(problem))
         self._searches: dict[Way, LargeSearch] = {}
         self._bounds: dict[Setting, float] = {}
+        self._refiners: dict[Setting, Refiner] = {}
         self.slow = any(rate_of(problem.rates, device.name) > NORMAL for device in alive(problem))
 
     @cached_property
     def regular(self) -> dict[Setting, list[RegularLayout]]:
         """The best regular layouts by setting, the setting of the quickest first."""
-        tasks = [task_of(setting.problem(self.problem), steady=self.steady) for setting in self.listed]
         layouts: dict[Setting, list[RegularLayout]] = {}
-        for layout in regular_layouts(tasks, [setting.way for setting in self.listed]):
+        refiners = [self.refiner(setting) for setting in self.listed]
+        for layout in regular_layouts(refiners, [setting.way for setting in self.listed]):
             layouts.setdefault(self.listed[layout.setting], []).append(layout)
         return layouts
+
+    def refiner(self, setting: Setting) -> Refiner:
+        """The refiner of a setting's pipelines, with the results of all its searches."""
+        if setting not in self._refiners:
+            self._refiners[setting] = Refiner(task_of(setting.problem(self.problem), steady=self.steady))
+        return self._refiners[setting]
 
     def bound(self, setting: Setting) -> float:
         """Seconds that no plan of a setting can beat; inf where its pipelines cannot hold the model at all."""

@@ -121,7 +121,11 @@ def _regular(problem: Problem) -> list[Plan]:
     return [
         plan
         for setting, layouts in settings.regular.items()
-        for plan in Planner(problem=setting.problem(problem), regular=tuple(layouts)).regular_plans
+        for plan in Planner(
+            problem=setting.problem(problem),
+            regular=tuple(layouts),
+            refiners={None: settings.refiner(setting)},
+        ).regular_plans
     ]
 
 
@@ -180,7 +184,7 @@ def _plain(
             known=_least(made),
             left=left,
             regular=tuple(settings.regular.get(setting, ())),
-            refiners=refiners.setdefault(setting, {}),
+            refiners=refiners.setdefault(setting, {None: settings.refiner(setting)}),
         )
         planning, answer = planning.fitting()
         if answer.plan is None or answer.plan.prediction is None:

@@ -218,14 +218,20 @@ class Refiner:
         return list(dict.fromkeys(found))
 
     def lined(self, chained: Chained, order: tuple[int, ...]) -> Ordered:
-        terms = self._terms(chained, order)
+        """A pipeline's groups in this order of stages."""
+        return self.ordered(order, self.terms(chained, order))
+
+    def ordered(self, order: tuple[int, ...], terms: tuple[Terms, ...]) -> Ordered:
+        """Stages of these terms, with their lines."""
         caps, given = fill(terms, self.task.layers, len(order))
         caps, sums = pareto(caps, given @ np.array([t.block for t in terms]) + sum(t.charged for t in terms))
         least = len(order) if self.task.deep else 1
         return Ordered(order=order, terms=terms, line=Line(caps=caps, sums=sums, least=least))
 
-    def _terms(self, chained: Chained, order: tuple[int, ...]) -> tuple[Terms, ...]:
+    def terms(self, chained: Chained, order: tuple[int, ...]) -> tuple[Terms, ...]:
+        """The terms of a pipeline's groups in this order of stages."""
         task, depth = self.task, len(order)
+        room = max(0, task.layers - depth + 1)  # every stage has a layer
         terms = []
         for position, index in enumerate(order):
             group = chained.groups[index]
@@ -233,7 +239,7 @@ class Refiner:
             first, last = position == 0, position == depth - 1
             hop = 0.0 if last else task.hop(group, chained.groups[order[position + 1]])
             most = self.most_layers(kind, first=first, in_flight=depth - position)
-            terms.append(Terms.of(kind.cost, (most,) * depth, first=first, last=last, hop=hop))
+            terms.append(Terms.of(kind.cost, (min(most, room),) * depth, first=first, last=last, hop=hop))
         return tuple(terms)
 
     def most_layers(self, kind: GroupType, *, first: bool, in_flight: int) -> int:

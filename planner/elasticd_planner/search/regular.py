@@ -1,5 +1,8 @@
 """Regular layouts: pipelines of equal TP groups on the quickest nodes, for every setting at once.
 
+Where a head takes as long as many layers, a pipeline of narrow groups waits for its last stage: such pipelines
+are listed with a wider last group, too.
+
 On a healthy cluster the best plan is regular or near to it. A regular layout has few numbers: a setting, the
 number of nodes, the size of groups, the number of pipelines, and where a pipeline's stages are: next to each
 other, or each next to the same stage of the other pipelines. All layouts are listed with a bound, and costed
@@ -14,7 +17,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
@@ -24,7 +27,7 @@ from elasticd_planner.cost.model import pipeline_seconds
 from elasticd_planner.cost.pipeline_time import Times, at_least
 from elasticd_planner.grouping.node_partitions import GroupType
 from elasticd_planner.numeric import EQUAL
-from elasticd_planner.search.balance.layer_split import split_layers
+from elasticd_planner.search.balance.layer_split import Terms, split_layers
 from elasticd_planner.search.balance.micro_batch_split import split_by_lines
 from elasticd_planner.search.refine import Ordered, Refiner
 from elasticd_planner.search.task import Chained, DeviceGroup, Task, alive, pipeline_signature
@@ -34,8 +37,11 @@ from elasticd_planner.spec.cluster import Device, Link, node_of, rate_of
 EVERY = 16
 
 #: Layouts that slow boundaries keep from being the best are costed once more with the best order and layers:
-#: so many, of so many stages at most.
+#: so many with groups of one size and so many others, of so many stages at most.
 POLISHED, POLISHED_STAGES = 16, 16
+
+#: Pipelines as groups in the order of their stages.
+Arranged = Sequence[Sequence[DeviceGroup]]
 
 #: Layouts within this fraction of the best are kept, so many at most; so many candidates are costed.
 NEAR, KEPT, COSTED = 0.05, 24, 400
@@ -60,6 +66,11 @@ class RegularLayout:
         """The stages of a pipeline."""
         return len(self.chains[0].groups)
 
+    @property
+    def end(self) -> int:
+        """The size of a pipeline's last group."""
+        return len(self.chains[0].groups[-1].devices)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Pool:
@@ -69,7 +80,8 @@ class _Pool:
     groups: tuple[DeviceGroup, ...]
     speed: float  # [layers a second] of all groups together
     block: float  # seconds of a layer on the quickest group
-    edges: float  # seconds of embed and head where they take least
+    embed: float  # seconds where it takes least
+    head: float  # the same of the head
     kinds: frozenset[GroupType]  # of groups that differ in cost or memory
     together: int  # the most groups of one node
     link: Link  # the slowest among all its devices
@@ -77,11 +89,13 @@ class _Pool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Candidate:
-    """So many pipelines of one pool's groups, under one setting."""
+    """So many pipelines of one pool's groups, under one setting. end: the quickest groups of another size, if
+    each pipeline's last group has that size."""
 
     setting: int
     pool: _Pool
     pipelines: int
+    end: _Pool | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,29 +114,29 @@ class _KnownTimes:
         return cls(hops=(inside, min(map(task.cost.boundary, links))), after={})
 
 
-def regular_layouts(tasks: Sequence[Task], ways: Sequence[object]) -> list[RegularLayout]:
+def regular_layouts(refiners: Sequence[Refiner], ways: Sequence[object]) -> list[RegularLayout]:
     """The best regular layouts of some settings, the quickest first.
 
     Args:
-        tasks: the task of each setting; all are of one cluster at the same rates.
+        refiners: of the task of each setting; all are of one cluster at the same rates.
         ways: a key for each setting, equal where TP groups take the same time.
 
     Returns:
         Layouts within `NEAR` of the best; empty where none fits.
     """
-    return _Regular(tasks, ways).run()
+    return _Regular(refiners, ways).run()
 
 
 class _Regular:
     """One enumeration of regular layouts."""
 
-    def __init__(self, tasks: Sequence[Task], ways: Sequence[object]) -> None:
-        self._tasks, self._ways = tasks, ways
-        self._refiners: dict[int, Refiner] = {}
+    def __init__(self, refiners: Sequence[Refiner], ways: Sequence[object]) -> None:
+        self._refiners, self._ways = refiners, ways
+        self._costs = _Costs()
         self._best_seconds = math.inf
         self._held: dict[tuple[int, frozenset[GroupType], int], bool] = {}
-        #: The quickest layout by setting, form and depth.
-        self._layouts: dict[tuple[int, tuple[int, int], int], RegularLayout] = {}
+        #: The quickest layout by setting, form, depth and size of the last group.
+        self._layouts: dict[tuple[int, tuple[int, int], int, int], RegularLayout] = {}
 
     def run(self) -> list[RegularLayout]:
         """Costs candidates from the least bound on; then those whose boundaries alone are slow, once more."""
@@ -136,36 +150,34 @@ class _Regular:
                 break
             if self._holds(candidate):
                 costed += 1
-                for layout in _layouts(self._refiner(candidate.setting), candidate, limit):
-                    self._keep(layout)
+                refiner = self._refiners[candidate.setting]
+                for pipelines in self._costs.arranged(refiner, candidate):
+                    layout = self._costs.layout(refiner, candidate.setting, pipelines, limit)
+                    if layout is not None:
+                        self._keep(layout)
         for layout in self._slowed():
             if layout.free_seconds < self._best_seconds:
-                self._keep(_polished(self._refiner(layout.setting), layout))
+                self._keep(_polished(self._refiners[layout.setting], layout))
         limit = self._best_seconds * (1 + NEAR)
         near = [layout for layout in self._layouts.values() if layout.seconds <= limit]
         return sorted(near, key=lambda layout: (layout.seconds, layout.setting))[:KEPT]
 
-    def _refiner(self, setting: int) -> Refiner:
-        if setting not in self._refiners:
-            self._refiners[setting] = Refiner(self._tasks[setting])
-        return self._refiners[setting]
-
     def _holds(self, candidate: _Candidate) -> bool:
         """Returns whether pipelines of such groups may hold the layers."""
-        task, kinds = self._tasks[candidate.setting], candidate.pool.kinds
+        refiner, kinds = self._refiners[candidate.setting], candidate.pool.kinds
         most = -(-len(candidate.pool.groups) // candidate.pipelines)
         key = candidate.setting, kinds, most
         if key not in self._held:
-            refiner, depth = self._refiner(candidate.setting), min(most, task.layers)
+            depth = min(most, refiner.task.layers)
             layers = [
                 max(refiner.most_layers(kind, first=place == 0, in_flight=depth - place) for kind in kinds)
                 for place in range(depth)
             ]
-            self._held[key] = sum(layers) >= task.layers
+            self._held[key] = sum(layers) >= refiner.task.layers
         return self._held[key]
 
     def _keep(self, layout: RegularLayout) -> None:
-        key = layout.setting, layout.form, layout.depth
+        key = layout.setting, layout.form, layout.depth, layout.end
         if key not in self._layouts or layout.seconds < self._layouts[key].seconds:
             self._layouts[key] = layout
         self._best_seconds = min(self._best_seconds, layout.seconds)
@@ -173,14 +185,16 @@ class _Regular:
     def _candidates(self) -> Iterator[tuple[float, _Candidate]]:
         """Every candidate with its bound."""
         pools: dict[object, list[_Pool]] = {}
-        for setting, (task, way) in enumerate(zip(self._tasks, self._ways, strict=True)):
+        for setting, (refiner, way) in enumerate(zip(self._refiners, self._ways, strict=True)):
+            task = refiner.task
             if way not in pools:
-                pools[way] = list(_pools(task))
+                pools[way] = list(_pools(refiner))
             known = _KnownTimes.of(task)
             for pool in pools[way]:
                 for pipelines in _numbers(task, len(pool.groups)):
-                    candidate = _Candidate(setting=setting, pool=pool, pipelines=pipelines)
-                    yield _bound(task, candidate, known), candidate
+                    for end in (None, *_ends(task, pool, pipelines, pools[way])):
+                        candidate = _Candidate(setting=setting, pool=pool, pipelines=pipelines, end=end)
+                        yield _bound(task, candidate, known), candidate
 
     def _slowed(self) -> list[RegularLayout]:
         """Layouts that would be the best if boundaries took no time."""
@@ -189,23 +203,24 @@ class _Regular:
             for layout in self._layouts.values()
             if layout.free_seconds < self._best_seconds < layout.seconds and layout.depth <= POLISHED_STAGES
         ]
-        return sorted(slowed, key=lambda layout: layout.seconds)[:POLISHED]
+        slowed.sort(key=lambda layout: layout.seconds)
+        alike = [layout for layout in slowed if layout.end == layout.form[1]]
+        return alike[:POLISHED] + [layout for layout in slowed if layout not in alike][:POLISHED]
 
 
-def _pools(task: Task) -> Iterator[_Pool]:
+def _pools(refiner: Refiner) -> Iterator[_Pool]:
     """Groups of each size on the quickest nodes, of each number of nodes; and once without groups with a slow
     member, which hold up a regular pipeline."""
-    devices: dict[str, list[Device]] = {}
+    task, devices = refiner.task, dict[str, list[Device]]()
     for device in alive(task):
         devices.setdefault(device.node, []).append(device)
     order = [node.name for node in task.cluster.joined if node.name in devices]
     speeds = {name: sum(1 / rate_of(task.rates, d.name) for d in devices[name]) for name in order}
     quickest = sorted(order, key=lambda name: (-round(speeds[name], 9), order.index(name)))
-    refiner = Refiner(task)
     for width in task.cost.widths(max(map(len, devices.values()), default=0)):
         if task.fixed_tp not in (None, width):
             continue
-        groups_of = {name: _cut(task, refiner, devices[name], width) for name in order}
+        groups_of = {name: _cut(refiner, (d.name for d in devices[name]), width) for name in order}
         lists = []
         for count in few(len(quickest)):
             chosen = {*quickest[:count]}
@@ -226,23 +241,40 @@ def _pool(refiner: Refiner, width: int, groups: tuple[DeviceGroup, ...]) -> _Poo
         groups=groups,
         speed=sum(1 / cost.block for cost in costs),
         block=min(cost.block for cost in costs),
-        edges=min(cost.embed for cost in costs) + min(cost.head for cost in costs),
+        embed=min(cost.embed for cost in costs),
+        head=min(cost.head for cost in costs),
         kinds=frozenset(kinds),
         together=max(Counter(node_of(group.devices[0]) for group in groups).values()),
         link=refiner.task.cluster.reach(name for group in groups for name in group.devices),
     )
 
 
-def _cut(task: Task, refiner: Refiner, devices: Sequence[Device], width: int) -> list[DeviceGroup]:
+def _cut(refiner: Refiner, names: Iterable[str], width: int) -> list[DeviceGroup]:
     """Groups of this size of one node's devices, alike ones together, with the shares that are quickest."""
-    ranked = sorted(devices, key=lambda device: (rate_of(task.rates, device.name), -device.memory))
+    task = refiner.task
+    ranked = sorted(names, key=lambda name: (rate_of(task.rates, name), -task.cluster.memory[name]))
     groups = []
     for start in range(0, len(ranked) - width + 1, width):
-        names = tuple(device.name for device in ranked[start : start + width])
-        options = task.cost.shares([rate_of(task.rates, name) for name in names])
-        ways = [DeviceGroup(devices=names, shares=shares) for shares in options]
+        devices = tuple(ranked[start : start + width])
+        options = task.cost.shares([rate_of(task.rates, name) for name in devices])
+        ways = [DeviceGroup(devices=devices, shares=shares) for shares in options]
         groups.append(min(ways, key=lambda group: refiner.type_of(group).block))
     return groups
+
+
+def _ends(task: Task, pool: _Pool, pipelines: int, pools: Sequence[_Pool]) -> Iterator[_Pool]:
+    """Of each larger size the quickest groups, where so many pipelines of the pool's groups would wait for the
+    head: their last stages with one layer, and the head, take longer than all stages do on average."""
+    depth = len(pool.groups) // pipelines
+    if pool.block + pool.head <= (task.layers * pool.block + pool.embed + pool.head) / depth:
+        return
+    quickest: dict[int, _Pool] = {}
+    for other in pools:
+        best = quickest.get(other.width, pool)
+        if other.width > pool.width and other.block + other.head < best.block + best.head:
+            quickest[other.width] = other
+    narrow = len(pool.groups) * pool.width
+    yield from (end for end in quickest.values() if narrow - pipelines * end.width >= pipelines * pool.width)
 
 
 def few(most: int) -> list[int]:
@@ -263,15 +295,20 @@ def _bound(task: Task, candidate: _Candidate, known: _KnownTimes) -> float:
     """Seconds that the candidate cannot beat, by the first inequality of `pipeline_time`: a micro-batch's way
     through the quickest groups and over the boundaries, and the others' work on the slowest stage, less the
     forward passes that the schedule hides."""
-    pool, pipelines = candidate.pool, candidate.pipelines
-    even, rest = divmod(len(pool.groups), pipelines)
-    depth = min(even, task.layers)
-    deepest = min(even + bool(rest), task.layers)
+    pool, pipelines, last = candidate.pool, candidate.pipelines, candidate.end or candidate.pool
+    groups, speed, own = len(pool.groups), pool.speed, 0
+    if candidate.end is not None:
+        groups, own = groups - -(-pipelines * last.width // pool.width), 1
+        speed = groups / pool.block + pipelines / last.block
+    even, rest = divmod(groups, pipelines)
+    depth = min(even + own, task.layers)
+    deepest = min(even + bool(rest) + own, task.layers)
     count = -(-task.micro_batches // pipelines)
-    work = task.layers * pool.block + pool.edges
-    slowest = task.layers * pipelines / pool.speed
+    block = min(pool.block, last.block)
+    work = task.layers * block + pool.embed + last.head
+    slowest = task.layers * pipelines / speed
     if len(pool.kinds) == 1:
-        slowest = max(work / deepest, -(-task.layers // deepest) * pool.block)
+        slowest = _slowest(task.layers, deepest, pool, last)
     inside, between = known.hops
     crossed = -(-depth // pool.together) - 1
     way = work + crossed * between + (depth - 1 - crossed) * inside
@@ -283,59 +320,165 @@ def _bound(task: Task, candidate: _Candidate, known: _KnownTimes) -> float:
     return seconds + known.after[key]
 
 
-def _layouts(refiner: Refiner, candidate: _Candidate, limit: float) -> Iterator[RegularLayout]:
-    """The candidate with a pipeline's stages next to each other; with each stage of all pipelines so; and with
-    all groups, where these do not divide evenly. None that cannot end within the limit."""
-    groups, pipelines, layers = candidate.pool.groups, candidate.pipelines, refiner.task.layers
+def _slowest(layers: int, depth: int, pool: _Pool, last: _Pool) -> float:
+    """The least seconds of one micro-batch on the slowest of so many stages with whole layers, on equal groups
+    of the pool; the last on one of `last`."""
+    if depth == 1:
+        return layers * last.block + pool.embed + last.head
+    first, between, end = (pool.block, pool.embed), (pool.block, 0.0), (last.block, last.head)
+    stages = [(1, *first), (depth - 2, *between), (1, *end)]
+    limit = max(block + edge for count, block, edge in stages if count)
+    speed = sum(count / block for count, block, _ in stages)
+    limit = max(limit, (layers + sum(count * edge / block for count, block, edge in stages)) / speed)
+    while True:
+        held = [math.floor((limit - edge) / block * (1 + EQUAL)) for _, block, edge in stages]
+        if sum(count * n for (count, _, _), n in zip(stages, held, strict=True)) >= layers:
+            return limit
+        limit = min(
+            (n + 1) * block + edge for (count, block, edge), n in zip(stages, held, strict=True) if count
+        )
+
+
+def _shared(groups: Sequence[DeviceGroup], pipelines: int) -> list[Sequence[DeviceGroup]]:
+    """All these groups, next to each other, over so many pipelines."""
+    even, rest = divmod(len(groups), pipelines)
+    ends = accumulate(even + (i < rest) for i in range(pipelines))
+    return [groups[start:end] for start, end in pairwise([0, *ends])]
+
+
+def _with_ends(refiner: Refiner, candidate: _Candidate, size: int) -> list[Arranged]:
+    """The candidate's devices as pipelines whose last group has this size; none where a node has too few."""
+    pool, pipelines = candidate.pool, candidate.pipelines
+    names = [name for group in pool.groups for name in group.devices]
+    nodes: dict[str, list[str]] = {}
+    for name in names:
+        nodes.setdefault(node_of(name), []).append(name)
+    ends = Counter(node_of(names[len(names) * (i + 1) // pipelines - 1]) for i in range(pipelines))
+    groups, last = list[DeviceGroup](), list[DeviceGroup]()
+    for node, own in nodes.items():
+        rest = len(own) - ends[node] * size
+        if rest < 0:
+            return []
+        groups += _cut(refiner, own[:rest], pool.width)
+        last += _cut(refiner, own[rest:], size)
+    if len(groups) < pipelines:
+        return []
+    most = refiner.task.layers - 1
+    return [[(*own[:most], end) for own, end in zip(_shared(groups, pipelines), last, strict=True)]]
+
+
+class _Costs:
+    """What settings share whose TP groups take the same time: arrangements of groups, and the seconds of
+    pipelines that look alike."""
+
+    def __init__(self) -> None:
+        self._arranged: dict[tuple[tuple[DeviceGroup, ...], int, int], list[Arranged]] = {}
+        self._ordered: dict[tuple[Terms, ...], Ordered] = {}
+        #: By a pipeline's terms and micro-batches: seconds of its stages, the least that it may take, and what
+        #: it takes.
+        self._played: dict[tuple[tuple[Terms, ...], int], tuple[Times, float, tuple[float, float] | None]] = {}
+
+    def arranged(self, refiner: Refiner, candidate: _Candidate) -> list[Arranged]:
+        """The candidate with a pipeline's stages next to each other; with each stage of all pipelines so; and
+        with all groups, where these do not divide evenly."""
+        end = candidate.end.width if candidate.end is not None else 0
+        key = candidate.pool.groups, candidate.pipelines, end
+        if key not in self._arranged:
+            self._arranged[key] = (
+                _with_ends(refiner, candidate, end) if end else _even(candidate, refiner.task.layers)
+            )
+        return self._arranged[key]
+
+    def layout(self, refiner: Refiner, setting: int, pipelines: Arranged, limit: float) -> RegularLayout | None:
+        """The layout of these pipelines, with the order of stages that they have; None where it does not fit,
+        or cannot end within the limit."""
+        task = refiner.task
+        ordered_of: dict[tuple[object, ...], Ordered] = {}
+        ordered = []
+        for groups in pipelines:
+            hops = tuple(task.cluster.reach((a.devices[0], b.devices[0])) for a, b in pairwise(groups))
+            key = tuple(map(refiner.type_of, groups)), hops
+            if key not in ordered_of:
+                ordered_of[key] = self._lined(refiner, groups)
+            ordered.append(ordered_of[key])
+        if not all(len(one.line.caps) for one in ordered):
+            return None
+        counts = split_by_lines([one.line for one in ordered], task.micro_batches, steady=task.steady)
+        if counts is None:
+            return None
+        after = _after(task, pipelines)
+        slowest = free = 0.0
+        different = {(id(one), count): one for one, count in zip(ordered, counts, strict=True)}
+        for (_, count), one in different.items():
+            seconds = self._seconds(task, one, count, limit - after)
+            if seconds is None:
+                return None
+            slowest, free = max(slowest, seconds[0]), max(free, seconds[1])
+        chains = tuple(
+            Chained(groups=tuple(groups), micro_batches=count)
+            for groups, count in zip(pipelines, counts, strict=True)
+        )
+        return RegularLayout(setting=setting, seconds=slowest + after, free_seconds=free + after, chains=chains)
+
+    def _lined(self, refiner: Refiner, groups: Sequence[DeviceGroup]) -> Ordered:
+        """These groups as the stages of a pipeline."""
+        order = tuple(range(len(groups)))
+        terms = refiner.terms(Chained(groups=tuple(groups), micro_batches=1), order)
+        if terms not in self._ordered:
+            self._ordered[terms] = refiner.ordered(order, terms)
+        return self._ordered[terms]
+
+    def _seconds(
+        self, task: Task, one: Ordered, micro_batches: int, limit: float
+    ) -> tuple[float, float] | None:
+        """Seconds of a pipeline, and the same if boundaries took no time: of the schedule, with the better of
+        the layers that the formula finds best with boundaries and without. None where neither is within the
+        limit."""
+        if task.steady or not task.cost.timing.hidden:
+            seconds = one.line.seconds(micro_batches, steady=task.steady)
+            return seconds, seconds
+        key = one.terms, micro_batches
+        if key not in self._played:
+            times = _times(one.terms, task.layers, micro_batches)
+            self._played[key] = times, float(at_least(times, micro_batches).min()), None
+        times, least, played = self._played[key]
+        if least > limit:
+            return None
+        if played is None:
+            with_hops, without = task.cost.timing.seconds(times, micro_batches).min(axis=1)
+            played = float(with_hops), float(without)
+            self._played[key] = times, least, played
+        return played
+
+
+def _even(candidate: _Candidate, layers: int) -> list[Arranged]:
+    """The arrangements of pipelines whose groups all have one size."""
+    groups, pipelines = candidate.pool.groups, candidate.pipelines
     even, rest = divmod(len(groups), pipelines)
     depth = min(even, layers)
-    ways = [[groups[i * depth : (i + 1) * depth] for i in range(pipelines)]]
+    ways: list[Arranged] = [[groups[i * depth : (i + 1) * depth] for i in range(pipelines)]]
     if depth > 1 and pipelines > 1:
         ways.append([groups[i : depth * pipelines : pipelines] for i in range(pipelines)])
     if rest and even < layers:
-        ends = list(accumulate(even + (i < rest) for i in range(pipelines)))
-        ways.append([groups[start:end] for start, end in pairwise([0, *ends])])
-    for way in ways:
-        layout = _costed(refiner, candidate, way, limit)
-        if layout is not None:
-            yield layout
+        ways.append(_shared(groups, pipelines))
+    return ways
 
 
-def _costed(
-    refiner: Refiner, candidate: _Candidate, pipelines: Sequence[Sequence[DeviceGroup]], limit: float
-) -> RegularLayout | None:
-    """The layout of these pipelines, with the order of stages that they have; None where it does not fit, or
-    cannot end within the limit."""
-    task = refiner.task
-    ordered_of: dict[tuple[object, ...], Ordered] = {}
-    ordered = []
-    for groups in pipelines:
-        hops = tuple(task.cluster.reach((a.devices[0], b.devices[0])) for a, b in pairwise(groups))
-        key = tuple(map(refiner.type_of, groups)), hops
-        if key not in ordered_of:
-            chained = Chained(groups=tuple(groups), micro_batches=1)
-            ordered_of[key] = refiner.lined(chained, tuple(range(len(groups))))
-        ordered.append(ordered_of[key])
-    if not all(len(one.line.caps) for one in ordered):
-        return None
-    counts = split_by_lines([one.line for one in ordered], task.micro_batches, steady=task.steady)
-    if counts is None:
-        return None
-    different = {(id(one), count): (one, count) for one, count in zip(ordered, counts, strict=True)}
-    after = _after(task, pipelines)
-    seconds = []
-    for one, count in different.values():
-        times = _seconds(task, one, count, limit - after)
-        if times is None:
-            return None
-        seconds.append(times)
-    slowest, free = (max(times) for times in zip(*seconds, strict=True))
-    chains = tuple(
-        Chained(groups=tuple(groups), micro_batches=count)
-        for groups, count in zip(pipelines, counts, strict=True)
+def _times(terms: tuple[Terms, ...], layers: int, micro_batches: int) -> Times:
+    """Seconds of a pipeline's stages: [with boundaries or without, layers that are the formula's best with
+    boundaries or without, stage]."""
+    free = tuple(replace(term, hop=0.0) for term in terms)
+    count = max(micro_batches, len(free))
+    given = np.array([split_layers(some, layers, count) for some in (terms, free)])
+    block, fixed, hop, forward = (
+        np.array([getattr(term, name) for term in terms]) for name in ("block", "fixed", "hop", "forward")
     )
-    return RegularLayout(
-        setting=candidate.setting, seconds=slowest + after, free_seconds=free + after, chains=chains
+    work = np.stack([block * given + fixed] * 2)
+    boundary = np.stack([hop[:-1] / 2, np.zeros(len(hop) - 1)])[:, None]
+    return Times(
+        forward=work * forward,
+        backward=work * (1 - forward),
+        boundary=np.broadcast_to(boundary, (*work.shape[:-1], len(hop) - 1)),
     )
 
 
@@ -359,28 +502,3 @@ def _polished(refiner: Refiner, layout: RegularLayout) -> RegularLayout:
         [group for group in chained.groups if isinstance(group, DeviceGroup)] for chained in layout.chains
     ]
     return replace(layout, seconds=min(layout.seconds, slowest + _after(task, groups)))
-
-
-def _seconds(task: Task, one: Ordered, micro_batches: int, limit: float) -> tuple[float, float] | None:
-    """Seconds of a pipeline, and the same if boundaries took no time: of the schedule, with the better of the
-    layers that the formula finds best with boundaries and without. None where neither is within the limit."""
-    if task.steady or not task.cost.timing.hidden:
-        seconds = one.line.seconds(micro_batches, steady=task.steady)
-        return seconds, seconds
-    free = tuple(replace(term, hop=0.0) for term in one.terms)
-    count = max(micro_batches, len(free))
-    layers = np.array([split_layers(terms, task.layers, count) for terms in (one.terms, free)])
-    block, fixed, hop, forward = (
-        np.array([getattr(term, name) for term in one.terms]) for name in ("block", "fixed", "hop", "forward")
-    )
-    work = np.stack([block * layers + fixed] * 2)  # [with boundaries or without, layers, stage]
-    boundary = np.stack([hop[:-1] / 2, np.zeros(len(hop) - 1)])[:, None]
-    times = Times(
-        forward=work * forward,
-        backward=work * (1 - forward),
-        boundary=np.broadcast_to(boundary, (*work.shape[:-1], len(hop) - 1)),
-    )
-    if at_least(times, micro_batches).min() > limit:
-        return None
-    with_hops, without = task.cost.timing.seconds(times, micro_batches).min(axis=1)
-    return float(with_hops), float(without)
