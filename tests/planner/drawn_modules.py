@@ -5,7 +5,9 @@ from __future__ import annotations
 import random
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Literal, NamedTuple
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
 
 import msgspec
 from elasticd_planner.cost.schedule import passes
@@ -29,7 +31,8 @@ LAYERS, LAYERS_OF_ITEMS = 8, 4
 LOSS = "language"
 
 
-class ModuleStep(NamedTuple):
+@dataclass(frozen=True)
+class ModuleStep:
     """A plan of several modules, and the batches of a step by module."""
 
     plan: Plan
@@ -43,8 +46,17 @@ class ModuleStep(NamedTuple):
 
     def devices(self, act: ModuleAct) -> tuple[str, ...]:
         """Those of the TP group that an act is of."""
-        pipeline = self.plan.view(act.module).pipelines[act.pipeline]
-        return pipeline.by_lane[act.lane].stages[act.stage].devices
+        return self._devices[act[:4]]
+
+    @cached_property
+    def _devices(self) -> dict[tuple[object, ...], tuple[str, ...]]:
+        return {
+            (module.module, p, j, s): stage.devices
+            for module in self.plan.modules
+            for p, pipeline in enumerate(module.pipelines)
+            for j, lane in enumerate(pipeline.by_lane)
+            for s, stage in enumerate(lane.stages)
+        }
 
 
 def drawn_step(seed: int, *, short: bool = False) -> ModuleStep:

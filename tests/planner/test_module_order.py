@@ -6,20 +6,17 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
 
-import msgspec
 import pytest
 from elasticd_planner.cost.schedule import passes
 from elasticd_planner.layout.launch_order import deadlock, in_one_queue
-from elasticd_planner.layout.module_order import ModuleAct, module_order, module_pass_times
+from elasticd_planner.layout.module_order import ModuleAct, module_order
 from elasticd_planner.layout.pass_order import AHEAD, Act
-from elasticd_planner.spec.batch import batch_plan
-from elasticd_planner.spec.item_batch import GroupId, ItemBatch, SampleItem, item_batch
-from elasticd_planner.spec.plan import Edge, ModulePlan, Pipeline, Plan, Stage, Strategy
+from elasticd_planner.spec.item_batch import GroupId, ItemBatch
 from elasticd_planner.value import Invalid
 
 from tests.planner.drawn_modules import LOSS, ModuleStep, drawn_step, logs
+from tests.planner.played_modules import best_lead, colocated, microseconds, most_kept, three_phases
 from tests.sizes import number
 
 #: Drawn plans in blocks, so that workers share them.
@@ -161,50 +158,6 @@ def test_with_sums_after_a_rank_s_own_passes_most_plans_wait_for_ever() -> None:
 # -- by hand ---------------------------------------------------------------------------------------------------
 
 
-def colocated(depth: int, micro_batches: int, **vision: Any) -> ModuleStep:
-    """A language model of so many stages of one device, and an encoder on each of these: a micro-batch
-    has an image of 1,024 rows for each, and all of them take as long as a stage does."""
-    devices = [f"n/{i}" for i in range(depth)]
-    stages = [
-        Stage(start=at, stop=at + 1, devices=(device,), shares=(1,), microseconds=(1000, 2000))
-        for at, device in enumerate(devices)
-    ]
-    language = ModulePlan(
-        module="language", pipelines=(Pipeline(stages=tuple(stages), micro_batches=micro_batches),)
-    )
-    encoders = tuple(
-        Pipeline(stages=(msgspec.structs.replace(stage, start=0, stop=1),), micro_batches=1) for stage in stages
-    )
-    module = ModulePlan(module="vision", pipelines=encoders, items="images", **vision)
-    edges = (Edge(source="vision", target="language"),)
-    plan = Plan(
-        number=1,
-        strategies=(Strategy(modules=(module, language), edges=edges),),
-        micro_batch=1,
-        global_batch=micro_batches,
-    )
-    batch = batch_plan(plan.view("language"), 0, range(micro_batches))
-    counts = dict.fromkeys(range(micro_batches), depth)
-    rows = {SampleItem(sample, number): 1024 // depth for sample in counts for number in range(depth)}
-    items = item_batch(plan, "vision", batch, counts, rows)
-    return ModuleStep(plan, {"language": batch, "vision": items})
-
-
-def seconds(step: ModuleStep) -> float:
-    return max(each.stop for each in module_pass_times(step.plan, step.batches, passes)) / 1e6
-
-
-def most_kept(step: ModuleStep) -> int:
-    """The most groups of items of a lane between forward and backward passes."""
-    kept: dict[tuple[object, ...], int] = defaultdict(int)
-    most = 0
-    for act in step.order():
-        if act.module == "vision" and act.act.what == "pass":
-            kept[act[:4]] += 1 if act.act.kind == "forward" else -1
-            most = max(most, kept[act[:4]])
-    return most
-
-
 @pytest.mark.parametrize(
     ("depth", "micro_batches", "ahead", "over", "kept"),
     [
@@ -223,11 +176,9 @@ def test_passes_of_items_fill_the_bubbles_of_the_pipeline(
 ) -> None:
     """In the time of three phases, which keep all outputs of items: the forward passes of all items, the
     pipeline, the backward passes of all items."""
-    three_phases = 3e-3 * (micro_batches + depth - 1) + 3e-3 * micro_batches / depth
-    steps = [colocated(depth, micro_batches, ahead=ahead, lead=lead) for lead in range(min(2, ahead) + 1)]
-    best = min(steps, key=seconds)
-    assert seconds(best) / three_phases == pytest.approx(over, abs=0.002)
-    assert most_kept(best) <= kept
+    best = best_lead(colocated(depth, micro_batches, ahead=ahead))
+    assert microseconds(best) / three_phases(best) == pytest.approx(over, abs=0.002)
+    assert most_kept(best) == kept
 
 
 def test_a_frozen_encoder_has_no_backward_passes_and_gets_no_gradient() -> None:
