@@ -102,9 +102,10 @@ def best_lead(step: ModuleStep, leads: Iterable[int] = (0, 1, 2)) -> ModuleStep:
     return min((with_lead(step, lead) for lead in leads), key=microseconds)
 
 
-def microseconds(step: ModuleStep) -> int:
+def microseconds(step: ModuleStep, *, one_queue: bool = False) -> int:
     """The time of the step by its order."""
-    return max(each.stop for each in module_pass_times(step.plan, step.batches, passes))
+    times = module_pass_times(step.plan, step.batches, passes, one_queue=one_queue)
+    return max(each.stop for each in times)
 
 
 def most_kept(step: ModuleStep) -> int:

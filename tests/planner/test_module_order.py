@@ -10,8 +10,8 @@ from itertools import pairwise
 import pytest
 from elasticd_planner.cost.schedule import passes
 from elasticd_planner.layout.launch_order import deadlock, in_one_queue
-from elasticd_planner.layout.module_order import ModuleAct, module_order
-from elasticd_planner.layout.pass_order import AHEAD, Act
+from elasticd_planner.layout.module_order import EARLY, ModuleAct, module_order, module_pass_times
+from elasticd_planner.layout.pass_order import Act
 from elasticd_planner.spec.item_batch import GroupId, ItemBatch
 from elasticd_planner.value import Invalid
 
@@ -99,9 +99,9 @@ def check(step: ModuleStep, order: Sequence[ModuleAct], *, backward: bool = True
             assert sent.group is None
         messages.remove((sender, receiver))
         assert where[sender] < index < where[receiver]
-        passed = [act for act in order[index : where[receiver]] if act.act.what == "pass"]
-        between = [act for act in passed if act[:4] == receiver[:4]]
-        assert len(between) <= (AHEAD if sent.act.kind == "backward" else 0)
+        for device in step.devices(receiver):
+            passed = [act for act in order[index : where[receiver]] if act.act.what == "pass"]
+            assert sum(device in step.devices(act) for act in passed) <= EARLY
     assert not messages
     for group in {act[:4] for act in needs if act.module == LOSS}:
         own = [act.act[1:] for act in order if act[:4] == group and act.act.what == "pass"]
@@ -179,6 +179,32 @@ def test_passes_of_items_fill_the_bubbles_of_the_pipeline(
     best = best_lead(colocated(depth, micro_batches, ahead=ahead))
     assert microseconds(best) / three_phases(best) == pytest.approx(over, abs=0.002)
     assert most_kept(best) == kept
+
+
+@pytest.mark.parametrize(("depth", "micro_batches", "ahead"), [(4, 8, 1), (4, 8, 8), (8, 16, 1), (8, 16, 16)])
+def test_messages_hold_up_next_to_nothing_in_one_queue(depth: int, micro_batches: int, ahead: int) -> None:
+    step = best_lead(colocated(depth, micro_batches, ahead=ahead))
+    assert microseconds(step) <= microseconds(step, one_queue=True) <= 1.03 * microseconds(step)
+
+
+def test_times_in_one_queue_are_those_of_the_acts_one_after_the_other() -> None:
+    for seed in range(20):
+        step = drawn_step(seed)
+        lengths = {
+            each.act: each.stop - each.start for each in module_pass_times(step.plan, step.batches, passes)
+        }
+        free = dict.fromkeys(step.plan.members, 0)
+        ends = []
+        for act, after in pairwise((*step.order(), None)):
+            if act.act.what == "pass":
+                devices = step.devices(act)
+                ends.append((act, max(free[device] for device in devices) + lengths[act]))
+                free |= dict.fromkeys(devices, ends[-1][1])
+            elif act.act.what == "send" and step.devices(act) != step.devices(after):
+                both = {*step.devices(act), *step.devices(after)}
+                free |= dict.fromkeys(both, max(free[device] for device in both))
+        times = module_pass_times(step.plan, step.batches, passes, one_queue=True)
+        assert [(each.act, each.stop) for each in times] == ends
 
 
 def test_a_frozen_encoder_has_no_backward_passes_and_gets_no_gradient() -> None:

@@ -10,9 +10,10 @@ full. No forward pass begins more than `ahead` micro-batches early, so that a la
 and of those in the pipeline. With `ahead` of all micro-batches the forward passes of items may all come first
 and their backward passes last (the three phases of Megatron-LM's MIMO); with 1 they nest in the pipeline.
 
-*Messages.* A message is sent and received at one place in the order, right before the pass that needs it, since
-only a header says the size of an activation. A gradient may be received up to `pass_order.AHEAD` passes of its
-receiver earlier, once it is there. Passes that begin at one moment stand behind all messages of that moment.
+*Messages.* A message is sent and received at one place in the order. It is where the devices of both ends are
+between two passes, so that none of them waits for the other, and at most `EARLY` passes of its receiver before
+the one that needs it. The first such place is taken: messages travel while their receivers run other passes.
+Where there is none, it is the place where both wait least.
 
 *Why no rank waits for ever.* Each act stands behind those that it needs, and a message has one place at both
 ends. So the first act of the order that is not over can always go on, also on a device that carries out its
@@ -28,10 +29,11 @@ from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
+from itertools import count
 from typing import NamedTuple
 
 from elasticd_planner.layout.gradient_buckets import Bucket
-from elasticd_planner.layout.pass_order import AHEAD, Act, Schedule
+from elasticd_planner.layout.pass_order import Act, Schedule
 from elasticd_planner.spec.batch import BatchPlan
 from elasticd_planner.spec.item_batch import GroupId, ItemBatch, ItemGroup
 from elasticd_planner.spec.model import ModelSpec
@@ -42,6 +44,8 @@ from elasticd_planner.value import refuse
 ROWS = 1024
 #: A pass of a block whose times are not known [us].
 _FORWARD, _BACKWARD = 1000, 2000
+#: A message is received this many passes at most, of any module on its devices, before the one that needs it.
+EARLY = 4
 #: When a pass may begin whose input nobody makes yet.
 _FAR = 1 << 60
 
@@ -88,11 +92,44 @@ def module_order(
 
 
 def module_pass_times(
-    plan: Plan, batches: Mapping[str, BatchPlan | ItemBatch], schedule: Schedule, *, backward: bool = True
+    plan: Plan,
+    batches: Mapping[str, BatchPlan | ItemBatch],
+    schedule: Schedule,
+    *,
+    backward: bool = True,
+    one_queue: bool = False,
 ) -> tuple[ModulePassTime, ...]:
-    """When the passes of that order run, by their begin; messages take no time. Arguments of `module_order`."""
-    run = _ModuleRun(_Graph(plan, batches, schedule, backward=backward))
-    return tuple(ModulePassTime(_act(one, "pass"), one.begin, one.end) for one in run.order)
+    """When the passes of that order run, in the order; messages take no time.
+
+    Args:
+        plan: as for `module_order`; and all below.
+        batches: of the step, by module.
+        schedule: of the module with the loss.
+        backward: whether there are backward passes.
+        one_queue: each device carries out its acts one after the other, so that the ends of a message wait for
+            each other. Else messages go beside the passes.
+    """
+    order = _ModuleRun(_Graph(plan, batches, schedule, backward=backward)).order
+    if one_queue:
+        _in_one_queue(order)
+    return tuple(ModulePassTime(_act(one, "pass"), one.begin, one.end) for one in order)
+
+
+def _in_one_queue(order: Sequence[_Pass]) -> None:
+    """Sets the times of passes to those in one queue."""
+    messages = _messages(order)
+    free: dict[int, int] = defaultdict(int)
+    at = 0
+    for place, one in enumerate(order):
+        while at < len(messages) and messages[at].place == place:
+            sender, receiver = messages[at].sender, messages[at].receiver
+            if sender.group.devices != receiver.group.devices:
+                ends = (*sender.group.devices, *receiver.group.devices)
+                free.update(dict.fromkeys(ends, max(free[device] for device in ends)))
+            at += 1
+        one.begin = max(free[device] for device in one.group.devices)
+        one.end = one.begin + one.time
+        free.update(dict.fromkeys(one.group.devices, one.end))
 
 
 def _act(one: _Pass, what: str, name: GroupId | None = None) -> ModuleAct:
@@ -100,21 +137,34 @@ def _act(one: _Pass, what: str, name: GroupId | None = None) -> ModuleAct:
     return new(ModuleAct, (*one.group.key, new(Act, (what, one.kind, one.index, one.chunk)), name))
 
 
+class _Message(NamedTuple):
+    place: int  #: before which pass of the order
+    time: int
+    number: int  #: of all, so that no two are equal
+    sender: _Pass
+    receiver: _Pass
+    name: GroupId | None
+
+
+def _messages(order: Sequence[_Pass]) -> list[_Message]:
+    """All messages, in their order."""
+    place_of, number = _Timeline(order).place, count()
+    return sorted(
+        _Message(*place_of(sender, one), next(number), sender, one, name)
+        for one in order
+        for sender, name in one.receives
+    )
+
+
 def _acts(order: Sequence[_Pass]) -> Iterator[ModuleAct]:
-    """The passes in this order, with messages before those that receive them."""
-    begins = [one.begin for one in order]
-    messages: dict[int, list[ModuleAct]] = {}  # by the place of the pass that comes after
-    for one in order:
-        for sender, name in one.receives:
-            time = one.begin
-            if one.kind == "backward":
-                earliest = one.group.passes[one.number - AHEAD].begin if one.number >= AHEAD else 0
-                time = min(time, max(earliest, sender.end))
-            before = messages.setdefault(bisect_left(begins, time), [])
-            before.append(_act(sender, "send", name))
-            before.append(_act(one, "receive", name))
+    """The passes in this order, and all messages."""
+    messages, at = _messages(order), 0
     for place, one in enumerate(order):
-        yield from messages.get(place, ())
+        while at < len(messages) and messages[at].place == place:
+            message = messages[at]
+            yield _act(message.sender, "send", message.name)
+            yield _act(message.receiver, "receive", message.name)
+            at += 1
         yield _act(one, "pass")
 
 
@@ -174,25 +224,45 @@ def _sections(done: Mapping[str, int], name: str) -> Iterator[str]:
     return (section for section in done if name.startswith(f"{section}."))
 
 
-@dataclass(eq=False, slots=True)
 class _Pass:
     """A pass of a TP group, and what is known of its time."""
 
-    group: _TpGroup
-    kind: str
-    index: int  #: of its micro-batch, or of its group of items, in the lane
-    chunk: int
-    time: int  #: [us]
-    rank: int = 0  #: of a module of items: those of lower rank are needed first
-    due: int = 0  #: of a module of items: the micro-batch that needs it
-    taker: _TpGroup | None = None  #: of a module of items: the first stage that needs it
-    missing: int = 0  #: passes that it needs, and that have not begun
-    came: int = 0  #: when the last of its inputs is there, as far as they have begun
-    begin: int = 0
-    end: int = 0
-    number: int = 0  #: among the passes of its TP group, as they begin
-    users: list[_Pass] = field(default_factory=list)  #: passes that need it
-    receives: list[tuple[_Pass, GroupId | None]] = field(default_factory=list)  #: from other TP groups
+    __slots__ = (
+        *("group", "kind", "index", "chunk", "time", "rank", "due", "taker", "missing", "came", "begin", "end"),
+        *("place", "numbers", "users", "receives"),
+    )
+    place: int  #: in the order
+    numbers: list[int]  #: by device of its TP group how many passes begin there before it
+
+    def __init__(
+        self,
+        group: _TpGroup,
+        kind: str,
+        index: int,
+        chunk: int,
+        time: int,
+        rank: int = 0,
+        due: int = 0,
+        taker: _TpGroup | None = None,
+    ) -> None:
+        """
+        Args:
+            group: its devices.
+            kind: "forward" or "backward".
+            index: of its micro-batch, or of its group of items, in the lane.
+            chunk: of the stage.
+            time: that it takes [us].
+            rank: of a module of items: those of lower rank are needed first.
+            due: of a module of items: the micro-batch that needs it.
+            taker: of a module of items: the first stage that needs it.
+        """
+        self.group, self.kind, self.index, self.chunk, self.time = group, kind, index, chunk, time
+        self.rank, self.due, self.taker = rank, due, taker
+        self.missing = 0  # passes that it needs, and that have not begun
+        self.came = 0  # when the last of its inputs is there, as far as they have begun
+        self.begin = self.end = 0
+        self.users: list[_Pass] = []  # passes that need it
+        self.receives: list[tuple[_Pass, GroupId | None]] = []  # from other TP groups
 
 
 @dataclass(eq=False, slots=True)
@@ -214,6 +284,89 @@ class _TpGroup:
     backwards: list[tuple[int, _Pass]] = field(default_factory=list)  #: likewise
     kept: int = 0  #: groups of items between their forward and backward passes
     waits: bool = False  #: it is in `waiting` of a taker
+
+
+class _Timeline:
+    """The passes of each device, and the places of messages between them."""
+
+    def __init__(self, order: Sequence[_Pass]) -> None:
+        self._passes: dict[int, list[_Pass]] = defaultdict(list)
+        self._begins: dict[int, list[int]] = defaultdict(list)
+        self._all_begins = [one.begin for one in order]
+        for place, one in enumerate(order):
+            one.place, one.numbers = place, [len(self._passes[device]) for device in one.group.devices]
+            for device in one.group.devices:
+                self._passes[device].append(one)
+                self._begins[device].append(one.begin)
+
+    def place(self, sender: _Pass, receiver: _Pass) -> tuple[int, int]:
+        """Before which pass of the order a message is, and when. Where devices must wait, those of the receiver
+        count twice."""
+        if sender.group.devices == receiver.group.devices:  # nothing is sent
+            return receiver.place, receiver.begin
+        time = sender.end
+        if self._waits(receiver, time):  # and the sender is between two passes
+            return bisect_left(self._all_begins, time), time
+        earliest = sender.place + 1
+        for device, number in zip(receiver.group.devices, receiver.numbers, strict=True):
+            if number > EARLY:
+                earliest = max(earliest, self._passes[device][number - EARLY].place)
+        spots: list[_Spot] = []
+        for device, number in zip(receiver.group.devices, receiver.numbers, strict=True):
+            passes, at = self._passes[device], max(0, number - EARLY)
+            while at < number and (passes[at].begin < time or passes[at].place < earliest):
+                at += 1
+            if at and passes[at - 1].end > time:
+                time = passes[at - 1].end
+            spots.append(_Spot(passes, at, 2))
+        for device, number in zip(sender.group.devices, sender.numbers, strict=True):
+            if device not in receiver.group.devices:
+                passes, at = self._passes[device], max(number + 1, bisect_left(self._begins[device], time) - 1)
+                while at < len(passes) and passes[at].place < earliest:
+                    at += 1
+                spots.append(_Spot(passes, at, 1))
+        for spot in spots:
+            if (end := spot.passes[spot.number - 1].end) > time and spot.number:
+                time = end
+        least, best = _FAR, receiver.place
+        while True:
+            wait, first, late, begin = 0, receiver.place, None, time
+            for spot in spots:
+                if spot.number < len(spot.passes):
+                    one = spot.passes[spot.number]
+                    if one.place < first:
+                        first = one.place
+                    if one.begin < time:
+                        wait += spot.weight * (time - one.begin)
+                        if one.begin < begin or late is None:
+                            late, begin = spot, one.begin
+            if late is None:
+                return first, time
+            if wait <= least:
+                least, best = wait, first
+            one = late.passes[late.number]
+            if one is receiver:
+                return best, receiver.begin
+            late.number += 1
+            if one.end > time:
+                time = one.end
+
+    def _waits(self, receiver: _Pass, time: int) -> bool:
+        """Whether the devices of a pass are between two passes, of the last ones before it."""
+        for device, number in zip(receiver.group.devices, receiver.numbers, strict=True):
+            at = bisect_left(self._begins[device], time)
+            if at < number - EARLY or (at and self._passes[device][at - 1].end > time):
+                return False
+        return True
+
+
+@dataclass(slots=True)
+class _Spot:
+    """Before one of the passes of a device."""
+
+    passes: list[_Pass]
+    number: int
+    weight: int  #: of the time that this pass is late
 
 
 class _Graph:
@@ -452,7 +605,6 @@ class _ModuleRun:
         group = one.group
         one.begin, one.end = now, now + one.time
         self.order.append(one)
-        one.number = group.begun
         group.begun += 1
         if group.ahead:
             self._leave(group, one)
