@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 from elasticd_planner.spec.batch import SequencePiece
@@ -10,6 +15,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from elasticd.runtime.accelerator import CPU
+from elasticd.runtime.exits import ScriptRefusal
+from elasticd.runtime.model import rng
 from elasticd.runtime.model.rng import Drawing, Dropout, DropoutCut, kept
 from elasticd.runtime.parallel.packed_row import PackedRow
 from elasticd.runtime.reference.live_bytes import LiveBytes
@@ -103,6 +110,112 @@ def test_a_pass_of_an_evaluation_says_nothing_of_what_training_draws() -> None:
     first = passed(torch.ones(2, 30))
     assert torch.equal(before, torch.get_rng_state())
     assert torch.equal(first, passed(torch.ones(2, 30)))
+
+
+class Later(nn.Module):
+    """Draws from the host's generators once it is to; gives what it drew beside its input."""
+
+    def __init__(self, draw: Callable[[], float], *, in_place: bool = False) -> None:
+        super().__init__()
+        self.draw, self.draws, self.in_place, self.calls = draw, False, in_place, 0
+
+    def forward(self, bundle: Any) -> Any:
+        self.calls += 1
+        x = bundle if isinstance(bundle, torch.Tensor) else bundle.pop("hidden")
+        if self.in_place:
+            x += 1
+        x = x + self.draw() if self.draws else x * 1
+        return x if isinstance(bundle, torch.Tensor) else {"hidden": x}
+
+
+def keyed_passes(
+    module: Later, draws: list[bool], entered: torch.Tensor, *, repeats: bool = True
+) -> tuple[list[Any], list[int]]:
+    """The outputs of passes of two sections, of which the first draws in some, and its calls in each."""
+    drawing = Drawing()
+    drawing.repeats = repeats
+    drawing.begin(1, 2)
+    passed, after = drawing.around("blocks.0", module), drawing.around("blocks.1", nn.Identity())
+    outputs, calls = [], []
+    with drawing.kept():
+        for sample, module.draws in enumerate(draws):
+            drawing.samples, before = [sample], module.calls
+            x = entered.clone()
+            outputs.append(passed({"hidden": x} if module.draw is random.random else x))
+            after(torch.zeros(1))
+            calls.append(module.calls - before)
+    return outputs, calls
+
+
+HOST_DRAWS: list[Callable[[], float]] = [
+    random.random,
+    lambda: random.gauss(0, 1),  # keeps a second one
+    lambda: float(np.random.standard_normal()),  # likewise
+    lambda: float(np.random.rand(624 * 2).sum()),  # the place of the next word is the same after it
+]
+
+
+@pytest.mark.parametrize("draw", HOST_DRAWS)
+def test_a_section_that_draws_late_by_the_hosts_generators_draws_as_if_it_had_all_seeds_always(
+    draw: Callable[[], float],
+) -> None:
+    when = [False] * 5 + [True, False, True, True]
+    entered = torch.arange(3.0)
+    outputs, calls = keyed_passes(Later(draw), when, entered)
+    expected, once = keyed_passes(Later(draw), when, entered, repeats=False)
+    assert [str(each) for each in outputs] == [str(each) for each in expected]
+    assert calls == [1, 1, 1, 1, 1, 2, 1, 1, 1], "only the first pass that draws is repeated"
+    assert once == [1] * len(when)
+
+
+def test_a_section_that_draws_nothing_by_the_hosts_generators_has_not_their_seeds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seeded: list[int] = []
+    seed_host = rng.seed_host
+    monkeypatch.setattr(rng, "seed_host", lambda seed: (seeded.append(seed), seed_host(seed)))
+    keyed_passes(Later(random.random), [False] * 10, torch.zeros(2))
+    assert len(seeded) == 6, "three passes of each section are watched"
+    keyed_passes(Later(random.random), [False] * 10, torch.zeros(2), repeats=False)
+    assert len(seeded) == 6 + 20
+
+
+def test_a_draw_between_sections_is_none_of_the_next_section() -> None:
+    drawing, module = Drawing(), Later(lambda: random.gauss(0, 1))
+    drawing.repeats = True
+    passed = drawing.around("blocks.0", module)
+    with drawing.kept():
+        for _ in range(4):
+            passed(torch.zeros(1))
+        random.gauss(0, 1)
+        module.draws = True
+        first = passed(torch.zeros(1))
+        assert torch.equal(first, passed(torch.zeros(1)))
+    assert module.calls == 6
+
+
+def test_a_section_that_changes_its_input_in_place_is_never_repeated() -> None:
+    when = [False] * 5 + [True]
+    outputs, calls = keyed_passes(Later(lambda: random.gauss(0, 1), in_place=True), when, torch.zeros(2))
+    expected, _ = keyed_passes(
+        Later(lambda: random.gauss(0, 1), in_place=True), when, torch.zeros(2), repeats=False
+    )
+    assert [str(each) for each in outputs] == [str(each) for each in expected]
+    assert calls == [1] * 6
+
+
+def test_a_pass_that_draws_for_the_first_time_and_changes_its_input_is_refused() -> None:
+    drawing, module = Drawing(), Later(random.random)
+    drawing.repeats = True
+    passed = drawing.around("blocks.0", module)
+    with drawing.kept():
+        for _ in range(4):
+            passed(torch.zeros(1))
+        module.draws = module.in_place = True
+        with pytest.raises(
+            ScriptRefusal, match=r"^blocks.0 draws from Python's or NumPy's .* make a new tensor"
+        ):
+            passed(torch.zeros(1))
 
 
 def ones(*shape: int) -> torch.Tensor:

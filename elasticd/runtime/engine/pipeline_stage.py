@@ -64,6 +64,8 @@ from elasticd.runtime.parallel.sequence_parallel import TokenSlices, single
 from elasticd.runtime.telemetry.step_times import SequenceHere, Telemetry
 from elasticd.wire.main_thread import BACKWARD, FORWARD, LOSS
 
+#: The sections whose input's gradient ends a kind of computation that telemetry measures.
+_TOLD = ("blocks.0", "head")
 #: Steps of a plan whose backward passes are all watched for draws, and how often later ones are.
 _FIRST, _SELDOM = 3, 100
 
@@ -242,6 +244,7 @@ class StageRunner:
         alone = len(stage.devices) == 1
         channel = Channel("tensor", stage.devices)
         self._group = OneDevice(*stage.devices) if alone else peers.communicators.team(channel)
+        self._drawing.repeats = alone and self._context is None
         self.reads = any(chunk.before is None or chunk.after is None for chunk in self._chunks)
         self.most_alive = 0
 
@@ -503,7 +506,8 @@ class StageRunner:
         x = x if entered is None else entered
         for place, (sections, passed) in enumerate(parts):
             section = sections[0]
-            if place > first and not self._border(x, section):
+            within = type(x) is Tensor and x.requires_grad and section not in _TOLD
+            if place > first and not within and not self._border(x, section):
                 state.segments.append(_Segment(parts[first:place], entered, x))
                 entered, first = entering(x), place
                 x = entered
@@ -536,7 +540,7 @@ class StageRunner:
         else:
             several = [tensor for tensor in tensors(x) if tensor.requires_grad]
             needing = several[0] if len(several) == 1 else None
-        if needing is not None and section in ("blocks.0", "head"):
+        if needing is not None and section in _TOLD:
             kind = "head" if section == "head" else "backward"
             needing.register_hook(lambda _: self._telemetry.passed(kind))
         return needing is not None

@@ -73,6 +73,7 @@ def host_states() -> HostStates:
 
 def restore_host_states(states: HostStates) -> None:
     """Has both generators continue from these states."""
+    _seeded.changes, _seeded.known = _seeded.changes + 1, False
     if _python_is_known():
         twister, _PYTHON.gauss_next = states.python
         ctypes.memmove(_python_address(_PYTHON), twister, _TWISTER_BYTES)
@@ -103,6 +104,61 @@ def seed_host(seed: int) -> None:
         random.seed(seed)
     if isinstance(get_bit_generator(), MT19937):  # else the user put another one there
         np.random.seed(seed % (1 << 32))
+    _seeded.note()
+
+
+class _Seeded:
+    """The last time when both were seeded here: a few words of their memory after it, which a draw changes."""
+
+    changes = 0  #: how often they were seeded or restored
+    known = False  #: False: they were restored since, or their memory is not as expected
+    bits: object  #: NumPy's, with its last word and the place of the next one
+    numpy: Any
+    numpy_then: int
+    python: Any  #: the place of the next word, and the first one
+    python_then: int
+
+    def note(self) -> None:
+        """Both were seeded now."""
+        self.changes, bits = self.changes + 1, get_bit_generator()
+        self.known = type(bits) is MT19937 and _python_is_known() and _normal_offset() > 0
+        if self.known:
+            self.bits, self.python, self.numpy = bits, _python_place(), _numpy_place(bits)
+            self.python_then, self.numpy_then = self.python.value, self.numpy.value
+
+
+_seeded = _Seeded()
+
+
+def host_changes() -> int:
+    """How often both generators were seeded or restored here."""
+    return _seeded.changes
+
+
+def undrawn() -> bool:
+    """Returns True if nobody drew from either generator since both were seeded here, as far as that is known.
+
+    A draw after which the script puts the state back is not seen.
+    """
+    now = _seeded
+    return (
+        now.known
+        and now.python.value == now.python_then
+        and now.numpy.value == now.numpy_then
+        and get_bit_generator() is now.bits
+    )
+
+
+@lru_cache(maxsize=1)
+def _python_place() -> ctypes.c_uint64:
+    """The place and the first word of Python's twister."""
+    return ctypes.c_uint64.from_address(_python_address(_PYTHON))
+
+
+@lru_cache(maxsize=4)
+def _numpy_place(bits: MT19937) -> ctypes.c_uint64:
+    """The last word and the place of NumPy's."""
+    return ctypes.c_uint64.from_address(_numpy_address(bits) + _TWISTER_BYTES - 8)
 
 
 def _python_address(generator: random.Random) -> int:

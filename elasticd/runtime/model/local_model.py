@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -191,18 +192,10 @@ def pass_of(section: str, module: nn.Module, drawing: Drawing) -> Callable[..., 
         module: called for a pass.
         drawing: keys the draws.
     """
-    keyed = drawing.around(section, module)
-
-    def passed(*args: Any) -> Any:
-        output = keyed(*args)
-        if not isinstance(output, Tensor):
-            _refuse_others(section, module, args, output)
-        return output
-
-    return passed
+    return drawing.around(section, module, partial(_refuse_others, section, module))
 
 
-def _refuse_others(section: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+def _refuse_others(section: str, module: nn.Module, entered: Any, output: Any) -> None:
     """A section gives one tensor or named tensors; `output` is not a tensor."""
     if not isinstance(output, Mapping):
         what = f"a {type(output).__name__}" + (f" of {len(output)}" if isinstance(output, tuple | list) else "")
@@ -215,7 +208,7 @@ def _refuse_others(section: str, module: nn.Module, args: tuple[Any, ...], outpu
     if not torch.is_grad_enabled() or any(x.requires_grad for x in output.values()):
         return
     trains = any(parameter.requires_grad for parameter in module.parameters())  # the script may freeze them
-    came = args[0].values() if args and isinstance(args[0], Mapping) else args[:1]
+    came = entered.values() if isinstance(entered, Mapping) else (entered,)
     if trains or any(isinstance(x, Tensor) and x.requires_grad for x in came):
         raise ModelError(
             f"{section} gave no tensor that needs a gradient, though parameters "

@@ -25,7 +25,14 @@ from torch import Tensor, nn
 from elasticd.runtime.accelerator import generators, put
 from elasticd.runtime.exits import ScriptRefusal
 from elasticd.runtime.model.graph_breaks import breaks_graphs
-from elasticd.runtime.model.host_generators import HostStates, host_states, restore_host_states, seed_host
+from elasticd.runtime.model.host_generators import (
+    HostStates,
+    host_changes,
+    host_states,
+    restore_host_states,
+    seed_host,
+    undrawn,
+)
 from elasticd.runtime.model.torch_draws import TorchDraws
 
 log = logging.getLogger(__name__)
@@ -63,14 +70,17 @@ class Drawing:
     tokens: tuple[Tensor, Tensor] | None
     #: The places that drew from a generator without a key; None: nobody asks, and it is not looked at.
     drew: set[str] | None
+    #: A forward pass of a section may be repeated: it communicates with nobody.
+    repeats: bool
+    keeps: bool  #: the generators' states are restored at the end of a pass around this one
+    generators: list[torch.Generator]  #: torch's, of which those are
 
     def __init__(self) -> None:
         self._seed = self._step = 0
-        self.tokens, self.drew = None, None
+        self.tokens, self.drew, self.repeats = None, None, False
         self._samples: Sequence[int] | None = None
         self._of_pass: Any = None  # the hash of seed, step and samples; None: not made yet
-        self._keeps = False  # the generators' states are restored at the end of a pass around this one
-        self._generators: list[torch.Generator] = []  # torch's, of which those are
+        self.keeps, self.generators = False, []
         self._passes = 0  # of sections, since `begin`
         self._calls: Counter[str] | None = None  # by site in the pass of a section; None: outside of any
         # By site and mark the number of a call that is not the first in its pass.
@@ -136,34 +146,43 @@ class Drawing:
         sample, position = self.tokens
         return _mixed(put_there[:, sample] + (position + 1) * _GOLDEN)
 
-    def around(self, section: str, module: nn.Module) -> Callable[..., Any]:
+    def around(
+        self,
+        section: str,
+        module: nn.Module,
+        check: Callable[[Any, Any], None] = lambda entered, output: None,
+    ) -> Callable[..., Any]:
         """A section with its draws keyed: called in place of the module for every forward pass, also for those
-        of recomputation. Where no dropout is, a seed is enough."""
+        of recomputation. Where no dropout is, seeds are enough (`SeededSection`).
+
+        Args:
+            section: its name.
+            module: called for a pass.
+            check: called with the input and the output of a pass that gave no tensor.
+        """
         dropouts = [each for each in module.modules() if isinstance(each, Dropout)]
+        if not dropouts:
+            return SeededSection(self, section, module, check).passed
 
-        def keyed(*args: Any) -> Any:
-            if self._keeps and self.drew is None:
-                self._seed_at(section)
-                return module(*args)
-            with self.keyed(section):
-                return module(*args)
-
-        def dropping(*args: Any) -> Any:
+        def dropping(entered: Any) -> Any:
             with self.section(section):
-                self._give_keys(dropouts, args)
+                self._give_keys(dropouts, entered)
                 try:
-                    return module(*args)
+                    output = module(entered)
                 finally:
                     for each in dropouts:
                         each.ready = None
+            if not isinstance(output, Tensor):
+                check(entered, output)
+            return output
 
-        return dropping if dropouts else keyed
+        return dropping
 
-    def _give_keys(self, dropouts: Sequence[Dropout], args: tuple[Any, ...]) -> None:
+    def _give_keys(self, dropouts: Sequence[Dropout], entered: Any) -> None:
         """Gives the dropouts of a section the keys of their first call in a pass: they go to the device in one
         copy, and a graph of torch.compile takes them as it takes the activation."""
         drawing = [each for each in dropouts if each.training and each.p > 0]
-        device = next((x.device for x in _tensors_of(args)), None)
+        device = next((x.device for x in _tensors_of((entered,))), None)
         if self._samples is None or not drawing or device is None:
             return
         keys = [[_key(self._seed, self._step, i, each.site, 1) for i in self._samples] for each in drawing]
@@ -196,21 +215,22 @@ class Drawing:
             place: the section, "loss", "collate" or `DATASET`.
             samples: ids of the samples, of draws that communicate with nobody; None: those of the pass.
         """
-        if samples is None and self._keeps and self.drew is None:
-            self._seed_at(place)
+        if samples is None and self.keeps and self.drew is None:
+            seed_all(self.seed_of(f"{place}/0".encode()), self.generators)
             return nullcontext()
         return self._keyed(place, samples)
 
-    def _seed_at(self, place: str) -> None:
-        seed_all(self._seed_of(place), self._generators)
+    def seed_of(self, place: bytes) -> int:
+        """The seed of a place in the pass, which is `_key` of seed, step, samples and place.
 
-    def _seed_of(self, place: str) -> int:
-        """The seed of a place in the pass: `_key` of seed, step, samples and place."""
+        Args:
+            place: its name, "/", and 0.
+        """
         if self._of_pass is None:
             ids = "all" if self._samples is None else ",".join(map(str, self._samples))
             self._of_pass = hashlib.blake2b(f"{self._seed}/{self._step}/{ids}/".encode(), digest_size=8)
         digest = self._of_pass.copy()
-        digest.update(f"{place}/0".encode())
+        digest.update(place)
         return int.from_bytes(digest.digest(), "little") & _SEEDS
 
     @contextmanager
@@ -218,11 +238,11 @@ class Drawing:
         # What needs no other rank is done by one thread at a time: ranks in threads share the generators.
         alone = nullcontext() if samples is None else STATES
         if samples is None:
-            seed = self._seed_of(place)
+            seed = self.seed_of(f"{place}/0".encode())
         else:
             seed = _key(self._seed, self._step, ",".join(map(str, samples)), place, 0) & _SEEDS
         with self.kept(), alone:
-            seed_all(seed, self._generators)
+            seed_all(seed, self.generators)
             seeded = states() if self.drew is not None and place != DATASET else None
             try:
                 yield
@@ -233,15 +253,90 @@ class Drawing:
     @contextmanager
     def kept(self) -> Iterator[None]:
         """Restores the states of all generators at the end, once for all that is keyed inside."""
-        if self._keeps:
+        if self.keeps:
             yield
             return
-        self._keeps, self._generators = True, generators()
+        self.keeps, self.generators = True, generators()
         try:
             with kept_states():
                 yield
         finally:
-            self._keeps = False
+            self.keeps = False
+
+
+#: Passes of a section that are watched for draws from the host's generators before their seeds are left out.
+_WATCHED = 3
+
+
+class SeededSection:
+    """A section without dropouts: the generators are seeded before each of its forward passes.
+
+    To seed Python's generator and NumPy's takes longer than a small section's own calls, and few sections draw
+    from them. So once some passes did not, a pass begins without those seeds. If it draws from them after all,
+    it is repeated with the seeds, and so each later pass has them from the beginning: what is drawn is the same
+    in any case. A pass that cannot be repeated has them, too: it communicates, or changes its input in place.
+    """
+
+    def __init__(
+        self, drawing: Drawing, section: str, module: nn.Module, check: Callable[[Any, Any], None]
+    ) -> None:
+        """As `Drawing.around`."""
+        self._drawing, self._module, self._check = drawing, module, check
+        self._section, self._place = section, f"{section}/0".encode()
+        self._watched = 0  # passes that were watched; none drew from the host's generators
+        self._always = False  # one did, or changed its input
+
+    def passed(self, entered: Any) -> Any:
+        """A forward pass.
+
+        Raises:
+            ScriptRefusal: it draws from the host's generators for the first time, and has changed its input.
+        """
+        drawing = self._drawing
+        if not drawing.keeps or drawing.drew is not None:
+            with drawing.keyed(self._section):
+                output = self._module(entered)
+        elif self._watched >= _WATCHED and drawing.repeats and undrawn() and type(entered) in (Tensor, dict):
+            seed_all(drawing.seed_of(self._place), drawing.generators, host=False)
+            again = entered if type(entered) is Tensor else dict(entered)
+            versions, changes = _versions(entered), host_changes()
+            output = self._module(entered)
+            if not undrawn() and changes == host_changes():
+                output = self._repeat(again, versions)
+        else:
+            seed_all(drawing.seed_of(self._place), drawing.generators)
+            output = self._module(entered) if self._always else self._watch(entered)
+        if not isinstance(output, Tensor):
+            self._check(entered, output)
+        return output
+
+    def _watch(self, entered: Any) -> Any:
+        """A pass after all seeds, which shows whether it needs those of the host."""
+        again = dict(entered) if type(entered) is dict else entered
+        versions, changes = _versions(again), host_changes()
+        output = self._module(entered)
+        drew = not undrawn() and changes == host_changes()
+        self._always = drew or _versions(again) != versions
+        self._watched = 0 if self._always else self._watched + 1
+        return output
+
+    def _repeat(self, entered: Any, versions: int | list[int]) -> Any:
+        """A pass once more, after all seeds."""
+        self._always, self._watched = True, 0
+        if _versions(entered) != versions:
+            raise ScriptRefusal(
+                f"{self._section} draws from Python's or NumPy's generator for the first time, and changes its "
+                "input in place: make a new tensor of the input"
+            )
+        seed_all(self._drawing.seed_of(self._place), self._drawing.generators)
+        return self._module(entered)
+
+
+def _versions(entered: Any) -> int | list[int]:
+    """How often each tensor was changed in place."""
+    if isinstance(entered, Tensor):
+        return 0 if entered.is_inference() else entered._version
+    return [tensor._version for tensor in _tensors_of((entered,)) if not tensor.is_inference()]
 
 
 #: Bytes of the state of torch's generator on the CPU that have the seed by which it was begun. No draw depends
@@ -273,19 +368,21 @@ _SEEDS = 2**62 - 1
 _changes = _seeded = 0
 
 
-def seed_all(seed: int, torchs: Iterable[torch.Generator] | None = None) -> None:
+def seed_all(seed: int, torchs: Iterable[torch.Generator] | None = None, *, host: bool = True) -> None:
     """Seeds torch's generators, Python's and NumPy's.
 
     Args:
         seed: less than 2^62, so that torch's generator has room for a mark.
         torchs: torch's; None: those of the CPU and of the accelerator in use.
+        host: False: torch's alone.
     """
     global _changes, _seeded
     with STATES:
         _changes, _seeded = _changes + 1, seed
         for generator in generators() if torchs is None else torchs:
             generator.manual_seed(seed)
-        seed_host(seed)
+        if host:
+            seed_host(seed)
 
 
 def states() -> list[object]:
