@@ -64,8 +64,8 @@ from elasticd.runtime.parallel.sequence_parallel import TokenSlices, single
 from elasticd.runtime.telemetry.step_times import SequenceHere, Telemetry
 from elasticd.wire.main_thread import BACKWARD, FORWARD, LOSS
 
-#: The sections whose input's gradient ends a kind of computation that telemetry measures.
-_TOLD = ("blocks.0", "head")
+#: The sections around which more than their pass is to be done.
+_SPECIAL = ("embed", "blocks.0", "head")
 #: Steps of a plan whose backward passes are all watched for draws, and how often later ones are.
 _FIRST, _SELDOM = 3, 100
 
@@ -504,10 +504,13 @@ class StageRunner:
         self._stopwatch.where.at(FORWARD)
         entered, first = (None if parts[0].sections[0] == "embed" else entering(x)), 0
         x = x if entered is None else entered
+        quick = not (self._paced or self._notes)
         for place, (sections, passed) in enumerate(parts):
             section = sections[0]
-            within = type(x) is Tensor and x.requires_grad and section not in _TOLD
-            if place > first and not within and not self._border(x, section):
+            if section not in _SPECIAL and place > first and type(x) is Tensor and x.requires_grad and quick:
+                x = passed(x)
+                continue
+            if place > first and not self._border(x, section):
                 state.segments.append(_Segment(parts[first:place], entered, x))
                 entered, first = entering(x), place
                 x = entered
@@ -522,6 +525,7 @@ class StageRunner:
             if section == "embed":
                 self._telemetry.passed("embed")
                 self._worked(state, micro, chunk, x)
+                quick = not (self._paced or self._notes)
             elif section != "head" and self._paced:
                 self._end_pace("forward", state, communicated)
         state.segments.append(_Segment(parts[first:], entered, x))
@@ -540,7 +544,7 @@ class StageRunner:
         else:
             several = [tensor for tensor in tensors(x) if tensor.requires_grad]
             needing = several[0] if len(several) == 1 else None
-        if needing is not None and section in _TOLD:
+        if needing is not None and section in ("blocks.0", "head"):
             kind = "head" if section == "head" else "backward"
             needing.register_hook(lambda _: self._telemetry.passed(kind))
         return needing is not None

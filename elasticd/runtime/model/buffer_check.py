@@ -69,17 +69,20 @@ class Constants:
 
     def _buffers(self) -> Iterator[tuple[str, Tensor, bool]]:
         """Of each its name, itself, and whether it is in the state dict."""
-        for path, owner in self._owners:
-            if not owner._buffers:  # as most modules
+        for path, owner, buffers in self._owners:
+            if not buffers:  # as most modules have none
                 continue
-            for name, buffer in owner._buffers.items():
+            for name, buffer in buffers.items():
                 if buffer is not None:
                     yield f"{path}.{name}", buffer, name not in owner._non_persistent_buffers_set
 
-    def _all_modules(self) -> list[tuple[str, nn.Module]]:
-        """The modules with their names. To walk their tree takes 12 us a block, which no step should pay."""
+    def _all_modules(self) -> list[tuple[str, nn.Module, Mapping[str, Tensor | None]]]:
+        """The modules with their names and buffers. To walk their tree takes 12 us a block, which no step
+        should pay."""
         return [
-            found for section, module in self._modules.items() for found in module.named_modules(prefix=section)
+            (path, owner, owner._buffers)
+            for section, module in self._modules.items()
+            for path, owner in module.named_modules(prefix=section)
         ]
 
 

@@ -73,7 +73,7 @@ def host_states() -> HostStates:
 
 def restore_host_states(states: HostStates) -> None:
     """Has both generators continue from these states."""
-    _seeded.changes, _seeded.known = _seeded.changes + 1, False
+    host_seeds.restored()
     if _python_is_known():
         twister, _PYTHON.gauss_next = states.python
         ctypes.memmove(_python_address(_PYTHON), twister, _TWISTER_BYTES)
@@ -104,49 +104,45 @@ def seed_host(seed: int) -> None:
         random.seed(seed)
     if isinstance(get_bit_generator(), MT19937):  # else the user put another one there
         np.random.seed(seed % (1 << 32))
-    _seeded.note()
+    host_seeds.seeded()
 
 
-class _Seeded:
-    """The last time when both were seeded here: a few words of their memory after it, which a draw changes."""
+class HostSeeds:
+    """The seeds that both have from here, and a few words of their memory after the last one: a draw changes
+    them."""
 
-    changes = 0  #: how often they were seeded or restored
-    known = False  #: False: they were restored since, or their memory is not as expected
-    bits: object  #: NumPy's, with its last word and the place of the next one
-    numpy: Any
-    numpy_then: int
-    python: Any  #: the place of the next word, and the first one
-    python_then: int
+    def __init__(self) -> None:
+        self.changes = 0  # how often they were seeded or restored
+        self._known = False  # False: they were restored since, or their memory is not as expected
+        self._bits: object = None  # NumPy's
+        self._numpy: Any = None  # its last word, and the place of the next one
+        self._python: Any = None  # the place of Python's next word, and its first one
+        self._then = 0, 0
 
-    def note(self) -> None:
+    def seeded(self) -> None:
         """Both were seeded now."""
         self.changes, bits = self.changes + 1, get_bit_generator()
-        self.known = type(bits) is MT19937 and _python_is_known() and _normal_offset() > 0
-        if self.known:
-            self.bits, self.python, self.numpy = bits, _python_place(), _numpy_place(bits)
-            self.python_then, self.numpy_then = self.python.value, self.numpy.value
+        self._known = type(bits) is MT19937 and _python_is_known() and _normal_offset() > 0
+        if self._known:
+            self._bits, self._python, self._numpy = bits, _python_place(), _numpy_place(bits)
+            self._then = self._python.value, self._numpy.value
+
+    def restored(self) -> None:
+        """Both have other states now."""
+        self.changes, self._known = self.changes + 1, False
+
+    def undrawn(self) -> bool:
+        """Returns True if nobody drew from either generator since both were seeded, as far as that is known.
+
+        A draw after which the script puts the state back is not seen.
+        """
+        if not self._known or get_bit_generator() is not self._bits:
+            return False
+        return (self._python.value, self._numpy.value) == self._then
 
 
-_seeded = _Seeded()
-
-
-def host_changes() -> int:
-    """How often both generators were seeded or restored here."""
-    return _seeded.changes
-
-
-def undrawn() -> bool:
-    """Returns True if nobody drew from either generator since both were seeded here, as far as that is known.
-
-    A draw after which the script puts the state back is not seen.
-    """
-    now = _seeded
-    return (
-        now.known
-        and now.python.value == now.python_then
-        and now.numpy.value == now.numpy_then
-        and get_bit_generator() is now.bits
-    )
+#: Those of this process.
+host_seeds = HostSeeds()
 
 
 @lru_cache(maxsize=1)

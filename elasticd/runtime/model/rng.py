@@ -27,11 +27,10 @@ from elasticd.runtime.exits import ScriptRefusal
 from elasticd.runtime.model.graph_breaks import breaks_graphs
 from elasticd.runtime.model.host_generators import (
     HostStates,
-    host_changes,
+    host_seeds,
     host_states,
     restore_host_states,
     seed_host,
-    undrawn,
 )
 from elasticd.runtime.model.torch_draws import TorchDraws
 
@@ -285,6 +284,7 @@ class SeededSection:
         self._section, self._place = section, f"{section}/0".encode()
         self._watched = 0  # passes that were watched; none drew from the host's generators
         self._always = False  # one did, or changed its input
+        self._unseeded = False  # passes begin without the seeds of the host
 
     def passed(self, entered: Any) -> Any:
         """A forward pass.
@@ -296,12 +296,12 @@ class SeededSection:
         if not drawing.keeps or drawing.drew is not None:
             with drawing.keyed(self._section):
                 output = self._module(entered)
-        elif self._watched >= _WATCHED and drawing.repeats and undrawn() and type(entered) in (Tensor, dict):
-            seed_all(drawing.seed_of(self._place), drawing.generators, host=False)
-            again = entered if type(entered) is Tensor else dict(entered)
-            versions, changes = _versions(entered), host_changes()
+        elif self._unseeded and host_seeds.undrawn():
+            seed_torch(drawing.seed_of(self._place), drawing.generators)
+            again = entered if type(entered) is Tensor else _again(entered)
+            versions, changes = _versions(again), host_seeds.changes
             output = self._module(entered)
-            if not undrawn() and changes == host_changes():
+            if not host_seeds.undrawn() and changes == host_seeds.changes:
                 output = self._repeat(again, versions)
         else:
             seed_all(drawing.seed_of(self._place), drawing.generators)
@@ -312,24 +312,30 @@ class SeededSection:
 
     def _watch(self, entered: Any) -> Any:
         """A pass after all seeds, which shows whether it needs those of the host."""
-        again = dict(entered) if type(entered) is dict else entered
-        versions, changes = _versions(again), host_changes()
+        again = _again(entered)
+        versions, changes = _versions(again), host_seeds.changes
         output = self._module(entered)
-        drew = not undrawn() and changes == host_changes()
-        self._always = drew or _versions(again) != versions
-        self._watched = 0 if self._always else self._watched + 1
+        drew = not host_seeds.undrawn() and changes == host_seeds.changes
+        self._always = drew or again is None or _versions(again) != versions
+        self._watched += 1
+        self._unseeded = self._watched >= _WATCHED and self._drawing.repeats and not self._always
         return output
 
     def _repeat(self, entered: Any, versions: int | list[int]) -> Any:
         """A pass once more, after all seeds."""
-        self._always, self._watched = True, 0
-        if _versions(entered) != versions:
+        self._always, self._unseeded = True, False
+        if entered is None or _versions(entered) != versions:
             raise ScriptRefusal(
                 f"{self._section} draws from Python's or NumPy's generator for the first time, and changes its "
                 "input in place: make a new tensor of the input"
             )
         seed_all(self._drawing.seed_of(self._place), self._drawing.generators)
         return self._module(entered)
+
+
+def _again(entered: Any) -> Any:
+    """What a second pass would be called with; None: it cannot be copied."""
+    return dict(entered) if type(entered) is dict else entered if isinstance(entered, Tensor) else None
 
 
 def _versions(entered: Any) -> int | list[int]:
@@ -368,21 +374,28 @@ _SEEDS = 2**62 - 1
 _changes = _seeded = 0
 
 
-def seed_all(seed: int, torchs: Iterable[torch.Generator] | None = None, *, host: bool = True) -> None:
+def seed_all(seed: int, torchs: Iterable[torch.Generator] | None = None) -> None:
     """Seeds torch's generators, Python's and NumPy's.
 
     Args:
         seed: less than 2^62, so that torch's generator has room for a mark.
         torchs: torch's; None: those of the CPU and of the accelerator in use.
-        host: False: torch's alone.
     """
     global _changes, _seeded
     with STATES:
         _changes, _seeded = _changes + 1, seed
         for generator in generators() if torchs is None else torchs:
             generator.manual_seed(seed)
-        if host:
-            seed_host(seed)
+        seed_host(seed)
+
+
+def seed_torch(seed: int, torchs: Iterable[torch.Generator]) -> None:
+    """Seeds some of torch's generators alone. `seed`: as that of `seed_all`."""
+    global _changes, _seeded
+    with STATES:
+        _changes, _seeded = _changes + 1, seed
+        for generator in torchs:
+            generator.manual_seed(seed)
 
 
 def states() -> list[object]:

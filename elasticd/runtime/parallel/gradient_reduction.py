@@ -84,6 +84,11 @@ class GradientReducer:
         self._device, self._parameters = device, parameters
         self._keep_all, self._stopwatch = keep_all, stopwatch or Stopwatch()
         self._alone, self._queue = tuple(alone), tuple(queue)
+        self._parts = [
+            (piece.name, parameter, None if piece.box == held else piece.box.slices(held))
+            for piece in alone
+            for held, parameter in (parameters[piece.name],)
+        ]
         self._teams = [peers.communicators.team(Channel("reduce", bucket.devices)) for bucket in queue]
         self._passed_on = tuple(map(tuple, passed_on))
         everyone = Channel("state", peers.everyone.members)
@@ -117,7 +122,7 @@ class GradientReducer:
 
     def _begin(self) -> None:
         """Nothing of the step is sent yet."""
-        self._waits_for = {name: len(users) for name, users in self._users.items()}
+        self._waits_for = {name: len(users) for name, users in self._users.items()} if self._queue else {}
         self._missing = [len({piece.name for piece in bucket.pieces}) for bucket in self._queue]
         self._left = Counter(self._pieces)
         self._flying: list[tuple[Tensor, Any]] = []  # of the queue's first buckets
@@ -131,6 +136,8 @@ class GradientReducer:
             section: the one that the last micro-batch's backward pass has left, so that its gradients are all
                 that this device adds.
         """
+        if not self._queue:
+            return
         for name in self._used_by.get(section, ()):
             self._waits_for[name] -= 1
             if self._waits_for[name] == 0:
@@ -163,12 +170,12 @@ class GradientReducer:
 
     def _gradients_alone(self) -> Iterator[Tensor]:
         """The gradients that no other device has a term of; notes which parameters have one."""
-        for piece in self._alone:
-            held, parameter = self._parameters[piece.name]
+        reached = self._reached
+        for name, parameter, part in self._parts:
             gradient = parameter.grad
             if gradient is not None:
-                self._reached.add(piece.name)
-                yield gradient if piece.box == held else gradient[piece.box.slices(held)]
+                reached.add(name)
+                yield gradient if part is None else gradient[part]
 
     def _passed(self) -> Iterator[tuple[Bucket, Tensor]]:
         """The buckets of sets without a communicator, with their sums."""
@@ -308,8 +315,22 @@ def sum_of_squares(gradients: Iterable[Tensor]) -> float | Tensor:
     listed = [gradient.reshape(-1) for gradient in gradients if gradient.numel()]
     if listed and listed[0].device.type != "cpu":
         return torch.stack(torch._foreach_norm(listed, 2, dtype=torch.float64)).square().sum()
-    total = sum(_on_host([_squares(flat, _wide(flat.dtype)) for flat in listed]))
+    total = sum(
+        _on_host(
+            [
+                # Of small ones the calls cost more than the sums.
+                torch.dot(flat, flat)
+                if flat.dtype in _WIDE and flat.numel() <= _CHUNK
+                else _squares(flat, _wide(flat.dtype))
+                for flat in listed
+            ]
+        )
+    )
     return total if math.isfinite(total) else sum(_on_host([_squares(flat, torch.float64) for flat in listed]))
+
+
+#: Types whose squares are added in themselves.
+_WIDE = (torch.float32, torch.float64)
 
 
 @cache
@@ -319,7 +340,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _squares(flat: Tensor, dtype: torch.dtype) -> Tensor:
-    if flat.dtype == dtype and flat.numel() <= _CHUNK:  # of small ones the calls cost more than the sums
+    if flat.dtype == dtype and flat.numel() <= _CHUNK:
         return torch.dot(flat, flat)
     wide = (part.to(dtype) for part in flat.split(_CHUNK))
     return torch.stack([torch.dot(part, part) for part in wide]).double().sum()

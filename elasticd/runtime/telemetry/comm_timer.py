@@ -34,7 +34,9 @@ class Stopwatch:
     @property
     def inside(self) -> float:
         """Seconds since the last `take` that were spent inside of sections, see `INSIDE`."""
-        return sum([self.seconds.get(label, 0.0) for label in INSIDE]) if self.seconds else 0.0
+        if self.seconds.keys().isdisjoint(INSIDE):  # as on a device that communicates in no section
+            return 0.0
+        return sum([self.seconds.get(label, 0.0) for label in INSIDE])
 
     def take(self) -> dict[str, float]:
         """All seconds since the last take."""
