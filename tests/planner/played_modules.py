@@ -9,7 +9,8 @@ from itertools import pairwise
 import msgspec
 from elasticd_planner.cost.schedule import passes
 from elasticd_planner.cost.schedule_timeline import one_f_one_b_seconds
-from elasticd_planner.layout.module_order import ROWS, module_pass_times
+from elasticd_planner.layout.module_order import module_pass_times
+from elasticd_planner.layout.module_passes import ROWS
 from elasticd_planner.spec.batch import batch_plan
 from elasticd_planner.spec.item_batch import ItemBatch, SampleItem, item_batch
 from elasticd_planner.spec.plan import Edge, ModulePlan, Pipeline, Plan, Stage, Strategy

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -121,6 +122,28 @@ def test_a_lane_gets_items_by_its_weight_and_its_speed(a: int, b: int, slowdown:
     assert first + second == 108
     speeds = a / 64, b / slowdown
     assert first == pytest.approx(108 * speeds[0] / sum(speeds), abs=1)
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 3), st.sampled_from([32, 64, 64, 192])), min_size=1, max_size=9),
+    st.lists(st.integers(1, 50), max_size=30),
+)
+def test_each_item_in_turn_goes_to_the_first_of_the_lanes_that_would_be_done_first(
+    lanes: list[tuple[int, int]], costs: list[int]
+) -> None:
+    weights, slowdown = tuple(weight for weight, _ in lanes), tuple(slow for _, slow in lanes)
+    plan = planned(weights, micro_batches=(1,))
+    rows = {SampleItem(0, number): cost for number, cost in enumerate(costs)}
+    batch = item_batch(plan, "vision", batch_of(plan), {0: len(costs)}, rows, slowdown)
+    given_to = {item: name.pipeline for name, group in batch.walk() for item in group.items}
+    had = [0] * len(lanes)
+    for item in sorted(rows, key=lambda item: (-rows[item], item)):
+        done = [
+            Fraction((load + rows[item]) * slow, weight)
+            for load, weight, slow in zip(had, weights, slowdown, strict=True)
+        ]
+        assert given_to[item] == done.index(min(done))
+        had[given_to[item]] += rows[item]
 
 
 def test_one_lane_of_three_times_the_time_gets_a_third_and_none_is_idle() -> None:

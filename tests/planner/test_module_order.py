@@ -10,7 +10,8 @@ from itertools import pairwise
 import pytest
 from elasticd_planner.cost.schedule import passes
 from elasticd_planner.layout.launch_order import deadlock, in_one_queue
-from elasticd_planner.layout.module_order import EARLY, ModuleAct, module_order, module_pass_times
+from elasticd_planner.layout.message_places import EARLY
+from elasticd_planner.layout.module_order import ModuleAct, module_order, module_pass_times
 from elasticd_planner.layout.pass_order import Act
 from elasticd_planner.spec.item_batch import GroupId, ItemBatch
 from elasticd_planner.value import Invalid

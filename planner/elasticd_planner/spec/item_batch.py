@@ -17,6 +17,7 @@ import struct
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
+from heapq import heapreplace
 from itertools import chain
 from math import lcm
 from typing import NamedTuple
@@ -140,13 +141,12 @@ def item_batch(
     taker = next((each for each in plan.modules if each.module == module), None)
     if taker is None or not taker.items:
         refuse(f"plan {plan.number}: it has no module {module!r} that takes items")
-    lanes = _Lanes(
-        [count for pipeline in taker.pipelines for count in pipeline.micro_batches_by_lane], slowdown, module
-    )
+    weights = [count for pipeline in taker.pipelines for count in pipeline.micro_batches_by_lane]
+    lanes = _Lanes(weights, slowdown, module)
     windows: dict[int, list[_Item]] = defaultdict(list)
     for item in _items(batch, counts, rows):
         windows[item.micro_batch // taker.ahead].append(item)
-    dealt: list[dict[tuple[int, int, int], list[_Item]]] = [defaultdict(list) for _ in lanes.loads]
+    dealt: list[dict[tuple[int, int, int], list[_Item]]] = [defaultdict(list) for _ in weights]
     for window in sorted(windows):
         for item in sorted(windows[window]):
             dealt[lanes.first_done(-item.cost)][item[1:4]].append(item)
@@ -166,14 +166,17 @@ class _Lanes:
             )
         whole = lcm(*weights)
         slow = slowdown or [_NORMAL] * len(weights)
-        self._factors = [whole // weight * each for weight, each in zip(weights, slow, strict=True)]
-        self.loads = [0] * len(weights)
+        # By the time of a unit of cost, of which there are few: a heap of (load, lane).
+        self._alike: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        for lane, (weight, each) in enumerate(zip(weights, slow, strict=True)):
+            self._alike[whole // weight * each].append((0, lane))
 
     def first_done(self, cost: int) -> int:
         """The lane that would be done first with an item more, which it gets."""
-        done = [(load + cost) * factor for load, factor in zip(self.loads, self._factors, strict=True)]
-        lane = done.index(min(done))
-        self.loads[lane] += cost
+        found = min((factor * (heap[0][0] + cost), heap[0][1], factor) for factor, heap in self._alike.items())
+        _, lane, factor = found
+        load, _ = self._alike[factor][0]
+        heapreplace(self._alike[factor], (load + cost, lane))
         return lane
 
 

@@ -1,0 +1,235 @@
+"""The passes of all modules of a step: how long they take, and which of them needs which.
+
+Those of a module of items are ranked by need: when the first stage of the module with the loss would take their
+micro-batch if each micro-batch of that lane took as long as at its slowest stage.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from elasticd_planner.layout.pass_order import Schedule
+from elasticd_planner.spec.batch import BatchPlan
+from elasticd_planner.spec.item_batch import GroupId, ItemBatch, ItemGroup
+from elasticd_planner.spec.plan import NO_TIMES, ModulePlan, Pipeline, Plan, Stage
+from elasticd_planner.value import refuse
+
+#: Rows that `Stage.microseconds` of a module of items is of; an item of unknown size counts as so many.
+ROWS = 1024
+#: A pass of a block whose times are not known [us].
+_FORWARD, _BACKWARD = 1000, 2000
+
+
+class ModulePass:
+    """A pass of a TP group, and what is known of its time."""
+
+    __slots__ = (
+        *("group", "kind", "index", "chunk", "time", "rank", "due", "taker", "missing", "came", "begin", "end"),
+        *("place", "numbers", "users", "receives"),
+    )
+    place: int  #: in the order
+    numbers: list[int]  #: by device of its TP group how many passes begin there before it
+
+    def __init__(
+        self,
+        group: PassGroup,
+        kind: str,
+        index: int,
+        chunk: int,
+        time: int,
+        rank: int = 0,
+        due: int = 0,
+        taker: PassGroup | None = None,
+    ) -> None:
+        """
+        Args:
+            group: its devices.
+            kind: "forward" or "backward".
+            index: of its micro-batch, or of its group of items, in the lane.
+            chunk: of the stage.
+            time: that it takes [us].
+            rank: of a module of items: those of lower rank are needed first.
+            due: of a module of items: the micro-batch that needs it.
+            taker: of a module of items: the first stage that needs it.
+        """
+        self.group, self.kind, self.index, self.chunk, self.time = group, kind, index, chunk, time
+        self.rank, self.due, self.taker = rank, due, taker
+        self.missing = 0  # passes that it needs, and that have not begun
+        self.came = 0  # when the last of its inputs is there, as far as they have begun
+        self.begin = self.end = 0
+        self.users: list[ModulePass] = []  # passes that need it
+        self.receives: list[tuple[ModulePass, GroupId | None]] = []  # from other TP groups
+
+
+@dataclass(eq=False, slots=True)
+class PassGroup:
+    """A TP group: the devices of a stage of a lane of a module."""
+
+    key: tuple[str, int, int, int]  #: module, pipeline, lane, stage
+    devices: tuple[int, ...]
+    passes: list[ModulePass] = field(default_factory=list)  #: of the module with the loss all; else those begun
+    begun: int = 0  #: how many of them
+    started: int = 0  #: of the module with the loss: micro-batches that have begun at the first stage
+    waiting: list[PassGroup] = field(default_factory=list)  #: groups that may go on when one more has
+    # Of a module of items:
+    ahead: int = 0
+    lead: int = 0
+    beside: list[PassGroup] = field(default_factory=list)  #: of the module with the loss, that share devices
+    queue: deque[ModulePass] = field(default_factory=deque)  #: forward passes of the first chunk, by rank
+    forwards: list[tuple[int, ModulePass]] = field(default_factory=list)  #: others whose input is there: a heap
+    backwards: list[tuple[int, ModulePass]] = field(default_factory=list)  #: likewise
+    kept: int = 0  #: groups of items between their forward and backward passes
+    waits: bool = False  #: it is in `waiting` of a taker
+
+
+class ModulePasses:
+    """All passes of a step, and which needs which."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        batches: Mapping[str, BatchPlan | ItemBatch],
+        schedule: Schedule,
+        *,
+        backward: bool,
+    ) -> None:
+        self.devices = {device: number for number, device in enumerate(plan.members)}
+        self.own: list[list[PassGroup]] = [[] for _ in self.devices]  # of the module with the loss, by device
+        self.fillers: list[list[PassGroup]] = [[] for _ in self.devices]  # of modules of items
+        self.count = 0  # passes
+        self._backward, self._schedule = backward, schedule
+        loss = plan.loss_module
+        batch = batches.get(loss.module)
+        if not isinstance(batch, BatchPlan):
+            refuse(f"step: module {loss.module} takes samples, and needs a batch plan")
+        # By pipeline and lane the passes at the first stage, by kind and micro-batch.
+        self._first: dict[tuple[int, int], dict[tuple[str, int], ModulePass]] = {}
+        self._period: dict[tuple[int, int], int] = {}  # [us] of a micro-batch at the slowest stage
+        for p, (pipeline, rows) in enumerate(zip(loss.pipelines, batch.pipelines, strict=True)):
+            for j, lane in enumerate(pipeline.by_lane):
+                self._add_lane(loss.module, p, j, lane, sum(bool(row.lanes[j]) for row in rows))
+        for module in plan.modules:
+            if not module.items:
+                continue
+            items = batches.get(module.module)
+            if not isinstance(items, ItemBatch):
+                refuse(f"step: module {module.module} takes {module.items}, and needs a batch of them")
+            self._add_items(module, items)
+
+    def _groups(self, module: str, p: int, j: int, lane: Pipeline) -> list[PassGroup]:
+        return [
+            PassGroup((module, p, j, s), tuple(self.devices[device] for device in stage.devices))
+            for s, stage in enumerate(lane.stages)
+        ]
+
+    def _add_lane(self, module: str, p: int, j: int, lane: Pipeline, count: int) -> None:
+        """The passes of a lane of the module with the loss."""
+        groups, stages = self._groups(module, p, j, lane), len(lane.stages)
+        found: dict[tuple[str, int, int], ModulePass] = {}  # by kind, place, micro-batch
+        for s, (group, stage) in enumerate(zip(groups, lane.stages, strict=True)):
+            times = _times(stage)
+            for device in group.devices:
+                self.own[device].append(group)
+            for kind, index, chunk in self._schedule(stages, s, count, lane.chunks) if count else ():
+                if self._backward or kind == "forward":
+                    one = ModulePass(group, kind, index, chunk, times[kind][chunk])
+                    found[kind, chunk * stages + s, index] = one
+                    group.passes.append(one)
+        self.count += len(found)
+        last = stages * lane.chunks - 1
+        for (kind, place, index), one in found.items():
+            if kind == "forward":
+                if place:
+                    _needs(one, found["forward", place - 1, index])
+            elif place < last:
+                _needs(one, found["backward", place + 1, index])
+        self._first[p, j] = {(kind, index): one for (kind, place, index), one in found.items() if not place}
+        self._period[p, j] = max(sum(sum(part) for part in _times(stage).values()) for stage in lane.stages)
+
+    def _add_items(self, module: ModulePlan, batch: ItemBatch) -> None:
+        """The passes of a module of items. Those that are needed first have the lowest ranks."""
+
+        def when(each: tuple[GroupId, ItemGroup]) -> tuple[int, int, GroupId]:
+            row = each[1].micro_batch
+            return row * self._period[each[1].pipeline, each[1].lane], row, each[0]
+
+        lanes: dict[tuple[int, int], list[PassGroup]] = {}
+        for p, pipeline in enumerate(module.pipelines):
+            for j, lane in enumerate(pipeline.by_lane):
+                lanes[p, j] = groups = self._groups(module.module, p, j, lane)
+                for group in groups:
+                    group.ahead, group.lead = module.ahead, module.lead
+                    beside = {id(own): own for device in group.devices for own in self.own[device]}
+                    group.beside = list(beside.values())
+                    for device in group.devices:
+                        self.fillers[device].append(group)
+        times = {
+            (p, j): [_times(stage) for stage in lane.stages]
+            for p, pipeline in enumerate(module.pipelines)
+            for j, lane in enumerate(pipeline.by_lane)
+        }
+        backward = self._backward and module.trainable
+        for rank, (name, items) in enumerate(sorted(batch.walk(), key=when)):
+            at = name.pipeline, name.lane
+            self._add_group(lanes[at], times[at], name, items, rank, backward=backward)
+
+    def _add_group(
+        self,
+        groups: Sequence[PassGroup],
+        times: Sequence[_Times],
+        name: GroupId,
+        items: ItemGroup,
+        rank: int,
+        *,
+        backward: bool,
+    ) -> None:
+        """The chain of passes of one group of items."""
+        first = self._first[items.pipeline, items.lane]
+        taking, giving = first["forward", items.micro_batch], first.get(("backward", items.micro_batch))
+        rows = items.rows or ROWS * len(items.items)
+        chunks = len(times[0]["forward"])
+        places = [(group, chunk) for chunk in range(chunks) for group in groups]
+        before: ModulePass | None = None
+        for kind in ("forward", "backward") if backward else ("forward",):
+            for group, chunk in places if kind == "forward" else reversed(places):
+                time = max(1, times[group.key[3]][kind][chunk] * rows // ROWS)
+                order = rank * chunks + (chunks - 1 - chunk if kind == "forward" else chunk)
+                one = ModulePass(group, kind, name.number, chunk, time, order, items.micro_batch, taking.group)
+                self.count += 1
+                if before is None:
+                    group.queue.append(one)
+                elif before.kind == kind:
+                    _needs(one, before)
+                else:
+                    assert giving is not None
+                    _needs(taking, before, name)
+                    _needs(one, giving, name)
+                before = one
+        if not backward:
+            assert before is not None
+            _needs(taking, before, name)
+
+
+def _needs(user: ModulePass, one: ModulePass, name: GroupId | None = None) -> None:
+    user.missing += 1
+    one.users.append(user)
+    if name is not None or one.group is not user.group:
+        user.receives.append((one, name))
+
+
+#: By kind the times of the passes of a stage, by chunk [us].
+_Times = dict[str, list[int]]
+
+
+def _times(stage: Stage) -> _Times:
+    """Chunks take their parts of the stage's times by their layers."""
+    layers = stage.layers
+    times = stage.microseconds
+    if times == NO_TIMES:
+        times = _FORWARD * layers, _BACKWARD * layers
+    return {
+        kind: [max(1, whole * (stop - start) // layers) for start, stop in stage.chunks]
+        for kind, whole in zip(("forward", "backward"), times, strict=True)
+    }
