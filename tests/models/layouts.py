@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -112,10 +112,11 @@ def under(
     threads: bool = True,
     gloo: bool = False,
     after: Callable[[Engine], object] = lambda engine: None,
+    within: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> Run:
     """Losses, and weights put together from all members' boxes, which must agree where they overlap. A plan of
     one member can run on this thread. gloo: members talk over sockets, as in a job, else through memory. after:
-    called on every member, after the last step."""
+    called on every member, after the last step. within: a member's thread runs in it."""
     layouts = Layouts(training.recipe().model.spec, plan)
     ended = threading.Barrier(len(plan.members))
     store = TorchStore(torch.distributed.HashStore())  # type: ignore[attr-defined]
@@ -124,7 +125,8 @@ def under(
         recipe = training.recipe()  # its reader is one rank's
         plan_groups = PlanGroups("under", memory.me, "127.0.0.1", store) if gloo else cast(PlanGroups, memory)
         try:
-            return trained(memory.me, recipe, plan_groups)
+            with within():
+                return trained(memory.me, recipe, plan_groups)
         except BaseException:
             ended.abort()
             raise

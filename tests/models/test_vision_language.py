@@ -151,6 +151,37 @@ def test_a_model_without_the_seam_is_refused() -> None:
         split_model(model)
 
 
+def test_dropouts_of_functions_are_refused_by_name() -> None:
+    model = made("Llava")
+    model.config.vision_config.attention_dropout = 0.1
+    with pytest.raises(
+        ModelError, match=r"^vision_config/attention_dropout = 0.1 of Llava.* is drawn inside its fun"
+    ):
+        split_model(model)
+
+
+def test_hooks_on_what_every_section_copies_are_refused() -> None:
+    model = made("Llava")
+    model.model.register_forward_hook(lambda *_: None)
+    with pytest.raises(ModelError, match="model has hooks, which no stage could run"):
+        split_model(model)
+
+
+def test_a_padded_micro_batch_gives_what_its_samples_give_by_themselves() -> None:
+    model = made("Gemma3")
+    with DoubleThroughout(), torch.no_grad():
+        samples, seam, anatomy = samples_of(model)
+        modules = modules_of(model, anatomy, seam)
+        ids = torch.nn.utils.rnn.pad_sequence([each.ids[0] for each in samples], batch_first=True)
+        items = [modules["vision"].blocks[0](image)["rows"] for each in samples for image in each.images]
+        x: Any = {"input_ids": ids, IMAGES: torch.cat(items)}
+        for _, section in modules["language"]:
+            x = section(x)
+        for row, sample in zip(x, samples, strict=True):
+            own = model(**sample.whole(), use_cache=False).logits[0]
+            assert float((row[: len(own)] - own).abs().max()) < 1e-12 * float(own.abs().max())
+
+
 def test_a_model_on_the_meta_device_begins_by_its_own_init() -> None:
     with torch.device("meta"):
         model = transformers.LlavaForConditionalGeneration(made("Llava").config)

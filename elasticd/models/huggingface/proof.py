@@ -430,10 +430,15 @@ def _refuse_draws(kind: Any, base: Any, dropouts: Mapping[str, float]) -> None:
     if not dropouts or not _draws(kind, base, dropouts):
         return
     drawn = [name for name, value in dropouts.items() if _draws(kind, base, {name: value})] or list(dropouts)
-    said = " and ".join(f"{name} = {dropouts[name]}" for name in drawn)
-    one = len(drawn) == 1
-    raise ModelError(
-        f"{said} of {kind.__name__} {'is' if one else 'are'} drawn inside its functions, not by an nn.Dropout, "
+    raise ModelError(drawn_inside(kind.__name__, {name: dropouts[name] for name in drawn}))
+
+
+def drawn_inside(kind: str, dropouts: Mapping[str, float]) -> str:
+    """Says that dropouts of a model's configuration are drawn where a layout changes them."""
+    one = len(dropouts) == 1
+    return (
+        f"{' and '.join(f'{name} = {value}' for name, value in dropouts.items())} of {kind} "
+        f"{'is' if one else 'are'} drawn inside its functions, not by an nn.Dropout, "
         f"where a layout changes what is dropped: set {'it' if one else 'them'} to 0"
     )
 

@@ -27,7 +27,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -383,13 +383,14 @@ class Sections:
             yield f"blocks.{index}", block
         yield "head", self.head
 
-    def ours(self, path: str) -> str:
-        """The name in elasticd of a module of the model; empty where no section has it."""
-        for section, module in self:
-            for child, theirs in module.paths.items():
-                if f"{path}.".startswith(f"{theirs}."):
-                    return f"{section}.{child}{path.removeprefix(theirs)}"
-        return ""
+
+def name_in_sections(sections: Iterable[tuple[str, Any]], path: str) -> str:
+    """The name in elasticd of a module of a model of transformers; empty where no section has it."""
+    for section, module in sections:
+        for child, theirs in module.paths.items():
+            if f"{path}.".startswith(f"{theirs}."):
+                return f"{section}.{child}{path.removeprefix(theirs)}"
+    return ""
 
 
 def name_in_model(sections: Iterable[tuple[str, nn.Module]], name: str) -> str:
@@ -411,14 +412,17 @@ def name_in_model(sections: Iterable[tuple[str, nn.Module]], name: str) -> str:
 
 def sections_of(model: Any, anatomy: Anatomy) -> Sections:
     """The sections of a model, which share its modules."""
-    _refuse_outer(model, anatomy)
+    refuse_outer(model, anatomy)
+    for path, module in outer_modules(model, anatomy):
+        for leaf, _ in module.named_parameters(recurse=False):
+            raise ModelError(f"{leaf} of {path} is a parameter of no module that a stage holds")
     husks = husks_of(model, anatomy)
     sections = Sections(
         embed=HfEmbed(model, anatomy, husks),
         blocks=[HfBlock(model, anatomy, husks, index) for index in range(len(husks))],
         head=HfHead(model, anatomy, husks),
     )
-    _refuse_two_names(model, sections)
+    refuse_two_names(type(model).__name__, list(sections))
     return sections
 
 
@@ -470,8 +474,8 @@ def _names(paths: Sequence[str]) -> dict[str, str]:
     }
 
 
-def _refuse_two_names(model: Any, sections: Sections) -> None:
-    """Raises ModelError for a parameter that one section has under two names."""
+def refuse_two_names(kind: str, sections: Sequence[tuple[str, nn.Module]]) -> None:
+    """Raises ModelError for a parameter that one section has under two names. kind: the model's class."""
     for section, module in sections:
         first: dict[int, str] = {}
         for name, parameter in module.named_parameters(prefix=section, remove_duplicate=False):
@@ -479,21 +483,24 @@ def _refuse_two_names(model: Any, sections: Sections) -> None:
             if other != name:
                 raise ModelError(
                     f"{name_in_model(sections, other)} and {name_in_model(sections, name)} of "
-                    f"{type(model).__name__} are one parameter of one section: {REMEDY}"
+                    f"{kind} are one parameter of one section: {REMEDY}"
                 )
 
 
-def _refuse_outer(model: Any, anatomy: Anatomy) -> None:
-    """Raises ModelError for what a shell, a copy of the outer modules, would lose."""
+def outer_modules(model: Any, anatomy: Anatomy) -> Iterator[tuple[str, nn.Module]]:
+    """The modules that a shell has copies of, by path; the model itself by the name of its class."""
     for path, module in model.named_modules():
         if path and (path.startswith(f"{anatomy.layers}.") or not is_outer(path, module, anatomy.layers)):
             continue
-        name = path or type(model).__name__
+        yield path or type(model).__name__, module
+
+
+def refuse_outer(model: Any, anatomy: Anatomy) -> None:
+    """Raises ModelError for what a shell, a copy of the outer modules, would lose."""
+    for name, module in outer_modules(model, anatomy):
         if "forward" in module.__dict__:
             raise ModelError(
                 f"the forward of {name} is replaced on the instance: give elasticd the model as made"
             )
         if any(getattr(module, hooks) for hooks in _HOOKS):
             raise ModelError(f"{name} has hooks, which no stage could run: remove them")
-        for leaf, _ in module.named_parameters(recurse=False):
-            raise ModelError(f"{leaf} of {name} is a parameter of no module that a stage holds")

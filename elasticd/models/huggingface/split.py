@@ -10,9 +10,18 @@ from elasticd.models.huggingface import refuse_at_sight
 from elasticd.models.huggingface.adapters import adapters_of, base_model
 from elasticd.models.huggingface.anatomy import REMEDY
 from elasticd.models.huggingface.init_weights import on_meta, own_init, with_buffers
-from elasticd.models.huggingface.sections import name_in_model
-from elasticd.models.huggingface.vision_language import HfModule, freeze, modules_of, parameters_of
-from elasticd.models.huggingface.vision_language_proof import prove_modules
+from elasticd.models.huggingface.sections import name_in_model, refuse_outer, refuse_two_names
+from elasticd.models.huggingface.tp_plans import cuts_of_language, cuts_of_vision
+from elasticd.models.huggingface.vision_language import (
+    LANGUAGE,
+    VISION,
+    HfModule,
+    freeze,
+    language_anatomy,
+    modules_of,
+    parameters_of,
+)
+from elasticd.models.huggingface.vision_language_proof import VisionLanguageProof, prove_modules
 from elasticd.runtime.model.model import Init
 from elasticd.runtime.model.validation import ModelError
 
@@ -60,7 +69,10 @@ def split_model(model: Any, *, frozen: Iterable[str] = ()) -> VisionLanguage:
     proof = prove_modules(model, adapters)
     blank = on_meta(model)
     made = with_buffers(model) if blank else model
-    modules = modules_of(made, proof.anatomy, proof.seam)
+    modules, whole = _with_rules(made, modules_of(made, proof.anatomy, proof.seam), proof)
+    refuse_outer(made, proof.anatomy)
+    for module in modules.values():
+        refuse_two_names(kind, list(module))
     _refuse_lost(made, modules)
     _refuse_shared(modules, kind)
     named = [name for name, _ in parameters_of(modules)]
@@ -68,7 +80,7 @@ def split_model(model: Any, *, frozen: Iterable[str] = ()) -> VisionLanguage:
         name=f"{model.config.model_type}-{len(modules['language'].blocks)}x{modules['language'].width}",
         modules=modules,
         frozen=(),
-        proved=str(proof),
+        proved=str(proof) + "".join(f"; whole in a TP group: {name} ({why})" for name, why in whole.items()),
         init={name: own_init(made, _their(module)) if blank else None for name, module in modules.items()},
     )
     unused = [name for name in named if described.their_name(name) in proof.unused]
@@ -78,6 +90,24 @@ def split_model(model: Any, *, frozen: Iterable[str] = ()) -> VisionLanguage:
     if len(left) == len(named):
         raise ModelError(f"all parameters of {kind} are frozen: frozen = {list(patterns)} leaves none to train")
     return replace(described, frozen=left)
+
+
+def _with_rules(
+    model: Any, modules: Mapping[str, HfModule], proof: VisionLanguageProof
+) -> tuple[dict[str, HfModule], dict[str, str]]:
+    """The modules with tensor-parallel rules, and why groups of layers' modules are whole."""
+    language = model.get_submodule(proof.seam.language)
+    cuts = {
+        VISION: cuts_of_vision(model.config.vision_config, modules[VISION].blocks[0]),
+        LANGUAGE: cuts_of_language(
+            model, language, dict(modules[LANGUAGE]), language_anatomy(proof.anatomy, proof.seam)
+        ),
+    }
+    made = {
+        name: replace(module, rules=cuts[name].rules, units=cuts[name].units)
+        for name, module in modules.items()
+    }
+    return made, {f"{name}'s {group}": why for name, cut in cuts.items() for group, why in cut.whole.items()}
 
 
 def _their(module: HfModule) -> Any:

@@ -7,18 +7,29 @@ is the same function.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
 
-from elasticd.models.huggingface.adapters import Forms, is_dora, plain_modules, plain_parameters, stand_in
+from elasticd.models.huggingface.adapters import (
+    Forms,
+    is_dora,
+    is_lora,
+    plain_modules,
+    plain_parameters,
+    stand_in,
+)
 from elasticd.models.huggingface.anatomy import Anatomy, text_of
-from elasticd.models.huggingface.sections import Sections
+from elasticd.models.huggingface.sections import Sections, name_in_sections
 from elasticd.runtime.model.tp_rules import Column, PartialGrad, Row, Rule, Sharded, UnitsOf, listed, sides_of
 
 _CUTS = ("colwise", "rowwise")
+_LIKE_QWEN = (
+    ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"),
+    ("self_attn.o_proj", "mlp.down_proj"),
+)
 #: Plans of models that carry none, by path in the layer: what is cut by columns, and what by rows.
 _OWN: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "gpt2": (("attn.c_attn", "mlp.c_fc"), ("attn.c_proj", "mlp.c_proj")),
@@ -36,13 +47,32 @@ _OWN: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "codegen": (("mlp.fc_in",), ("mlp.fc_out",)),
     "gpt_neo": (("mlp.c_fc",), ("mlp.c_proj",)),
     "gpt_bigcode": (("mlp.c_fc",), ("mlp.c_proj",)),
+    "qwen3_vl_text": _LIKE_QWEN,
+    "qwen3_vl_moe_text": (_LIKE_QWEN[0][:3], _LIKE_QWEN[1][:1]),
     "gpt_oss": (
         ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.sinks"),
         ("self_attn.o_proj",),
     ),
 }
+_CLIP = (
+    ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.fc1"),
+    ("self_attn.out_proj", "mlp.fc2"),
+)
+_QWEN_VIT = (("attn.qkv", "mlp.linear_fc1"), ("attn.proj", "mlp.linear_fc2"))
+#: The same of encoders of images, whose configurations have no plan, by their types.
+_VISION: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "clip_vision_model": _CLIP,
+    "siglip_vision_model": _CLIP,
+    "internvl": (
+        ("attention.q_proj", "attention.k_proj", "attention.v_proj", "mlp.fc1"),
+        ("attention.projection_layer", "mlp.fc2"),
+    ),
+    "qwen2_vl": (("attn.qkv", "mlp.fc1"), ("attn.proj", "mlp.fc2")),
+    "qwen2_5_vl": (("attn.qkv", "mlp.gate_proj", "mlp.up_proj"), ("attn.proj", "mlp.down_proj")),
+    **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), _QWEN_VIT),
+}
 #: Projections of queries, keys and values in one: three parts, or q, k and v of each head in turn.
-_FUSED_PARTS = {("gpt2", "attn.c_attn")}
+_FUSED_PARTS = {("gpt2", "attn.c_attn")} | {(kind, "attn.qkv") for kind in _VISION}
 _FUSED_HEADS = {("gpt_neox", "attention.query_key_value")}
 
 _GATHERS = ("colwise_gather_output", "colwise_rep")
@@ -66,12 +96,62 @@ class _Whole(Exception):
 
 def cuts_of(model: Any, sections: Sections, anatomy: Anatomy) -> Cuts:
     """The rules of a model's layers, and of its vocabulary where layers are cut."""
-    cuts = Cuts()
     layers = [block.layer for block in sections.blocks]
-    for group, said in _groups(_plan(model, anatomy)).items():
-        holding = [layer for layer in layers if group in dict(plain_modules(layer))]
+    cuts = _cut(text_of(model.config), layers, _plan(model, anatomy), "blocks.*.layer.")
+    if cuts.rules:
+        _vocabulary(model, list(sections), cuts)
+    return _with_adapters(cuts, dict(sections))
+
+
+def cuts_of_language(model: Any, language: Any, sections: Mapping[str, nn.Module], anatomy: Anatomy) -> Cuts:
+    """The rules of the language model of a vision-language model.
+
+    Args:
+        model: the whole model.
+        language: its language model.
+        sections: of the module.
+        anatomy: of the language model.
+    """
+    layers = [part.layer for name, part in sections.items() if name.startswith("blocks.")]
+    cuts = _cut(text_of(language.config), layers, _plan(language, anatomy), "blocks.*.layer.")
+    if cuts.rules:
+        _vocabulary(model, list(sections.items()), cuts)
+    return _with_adapters(cuts, sections)
+
+
+def cuts_of_vision(config: Any, block: nn.Module) -> Cuts:
+    """The rules of an encoder of images that is one block.
+
+    Args:
+        config: of the encoder.
+        block: has the encoder's layers in a list.
+    """
+    columns, rows = _VISION.get(config.model_type.removesuffix("_vision"), ((), ()))
+    plan = dict.fromkeys(columns, _CUTS[0]) | dict.fromkeys(rows, _CUTS[1])
+    if any(is_lora(module) for module in block.modules()):
+        return Cuts(whole={"vision": "it has adapters"})
+    for path, layers in block.named_modules():
+        if isinstance(layers, nn.ModuleList) and any(
+            plan.keys() <= dict(m.named_modules()).keys() for m in layers
+        ):
+            return _cut(config, list(layers), plan, f"blocks.*.{path}.*.") if plan else Cuts()
+    return Cuts(whole={"vision": f"there are no rules for {config.model_type}"})
+
+
+def _cut(config: Any, every: list[Any], plan: Mapping[str, str], start: str) -> Cuts:
+    """The rules of layers.
+
+    Args:
+        config: of the model that has them.
+        every: the layers.
+        plan: its words by path in a layer.
+        start: what patterns of a layer's modules begin with.
+    """
+    cuts = Cuts()
+    for group, said in _groups(plan).items():
+        holding = [layer for layer in every if group in dict(plain_modules(layer))]
         try:
-            found = [_Group(text_of(model.config), layer, group, said).cuts() for layer in holding]
+            found = [_Group(config, layer, group, said, start).cuts() for layer in holding]
             if any((f.rules, f.units) != (found[0].rules, found[0].units) for f in found):
                 raise _Whole("its layers differ")
         except _Whole as why:
@@ -80,14 +160,12 @@ def cuts_of(model: Any, sections: Sections, anatomy: Anatomy) -> Cuts:
         for f in found[:1]:
             cuts.rules |= f.rules
             cuts.units |= f.units
-    if cuts.rules:
-        _vocabulary(model, sections, cuts)
-    return _with_adapters(cuts, sections)
+    return cuts
 
 
-def _with_adapters(cuts: Cuts, sections: Sections) -> Cuts:
+def _with_adapters(cuts: Cuts, sections: Mapping[str, nn.Module]) -> Cuts:
     """The cuts of a model by its names without adapters, as those of the model."""
-    forms = Forms(dict(sections))
+    forms = Forms(sections)
     units = {
         kind: replace(
             each,
@@ -124,14 +202,15 @@ def _groups(plan: Mapping[str, str]) -> dict[str, dict[str, str]]:
 class _Group:
     """The modules of one group in one layer, and the plan's words for them."""
 
-    def __init__(self, config: Any, layer: nn.Module, group: str, said: Mapping[str, str]) -> None:
+    def __init__(self, config: Any, layer: nn.Module, group: str, said: Mapping[str, str], start: str) -> None:
+        self._start = start
         self._modules = dict(plain_modules(layer))
         self._parameters = dict(plain_parameters(layer))
         self._dora = {path for path, module in plain_modules(layer, adapted=True) if is_dora(module)}
-        self._name, self._kind = group, config.model_type
+        self._name, self._kind = group, config.model_type.removesuffix("_vision")
         self._said = {p: word for p, word in said.items() if p in self._modules or p in self._parameters}
         self._attention = "attn" in group or "attention" in group
-        self._heads = _number(config, "num_attention_heads") or 1
+        self._heads = _number(config, "num_attention_heads") or _number(config, "num_heads") or 1
         self._kv_heads = _number(config, "num_key_value_heads") or self._heads
         sizes = [getattr(self._modules[group], name, None) for name in ("head_dim", "head_size")]
         self._size = next((size for size in sizes if isinstance(size, int)), 0)
@@ -163,7 +242,7 @@ class _Group:
             return
         if path in self._dora:
             raise _Whole(f"{path} has DoRA, which measures rows of the whole weight")
-        pattern = f"blocks.*.layer.{path}.*"
+        pattern = f"{self._start}{path}.*"
         if said == "replicated_with_grad_allreduce":
             self._cut.rules[pattern] = PartialGrad()
             return
@@ -194,7 +273,7 @@ class _Group:
             raise _Whole("its experts are not spread over members")
         if not (self._attention and said == "colwise" and self._parameters[path].shape == (self._heads,)):
             raise _Whole(f"{path} is a parameter by itself")
-        self._cut.rules[f"blocks.*.layer.{path}"] = Sharded("heads")
+        self._cut.rules[f"{self._start}{path}"] = Sharded("heads")
 
     def _joined(self, path: str, said: str, outputs: int) -> int:
         """Of a projection that is gate and up in one, half its outputs: what the one after it takes."""
@@ -231,9 +310,9 @@ class _Group:
                 continue
             norm = self._attention and "norm" in name
             if norm and tuple(parameter.shape) == (self._size,):
-                self._cut.rules[f"blocks.*.layer.{name}"] = PartialGrad()
+                self._cut.rules[f"{self._start}{name}"] = PartialGrad()
             elif norm and parameter.shape[0] == self._heads == self._kv_heads:
-                self._cut.rules[f"blocks.*.layer.{name}"] = Sharded("heads")
+                self._cut.rules[f"{self._start}{name}"] = Sharded("heads")
             else:
                 raise _Whole(f"the plan says nothing of {name}")
 
@@ -244,7 +323,7 @@ class _Group:
 
         def patterns(names: tuple[str, ...], count: int, times: int = 1) -> tuple[str, ...]:
             return tuple(
-                f"blocks.*.layer.{path}.{name}"
+                f"{self._start}{path}.{name}"
                 for path, module in modules.items()
                 for name in names
                 if module.__dict__.get(name) == count * times
@@ -252,7 +331,8 @@ class _Group:
 
         lead = patterns(_NUMBERS_OF_HEADS, self._heads)
         kv = patterns(_NUMBERS_OF_KV_HEADS, self._kv_heads)
-        parts = patterns(("split_size",), self._heads, self._size)
+        widths = ("embed_dim",) if self._kind in _VISION else ("split_size",)
+        parts = patterns(widths, self._heads, self._size)
         self._cut.units["heads"] = UnitsOf(self._heads, attribute=(*lead, *parts, *(kv if alike else ())))
         if not alike:
             ratio = patterns(("num_key_value_groups",), self._heads // self._kv_heads)
@@ -267,13 +347,13 @@ def _number(config: Any, name: str) -> int:
         raise _Whole(f"layers differ in {name}") from error
 
 
-def _vocabulary(model: Any, sections: Sections, cuts: Cuts) -> None:
+def _vocabulary(model: Any, sections: Sequence[tuple[str, Any]], cuts: Cuts) -> None:
     """The projection to logits, and the embedding where they are tied."""
     given, tokens = model.get_output_embeddings(), model.get_input_embeddings()
     plan = getattr(type(model), "_tp_plan", None) or {}
     path = next((name for name, module in model.named_modules() if module is given), "")
     said = plan.get(path, "" if plan else "colwise_gather_output")
-    name, (output, _) = sections.ours(path), stand_in(given)
+    name, (output, _) = name_in_sections(sections, path), stand_in(given)
     if type(output) is not nn.Linear or said not in _GATHERS or not name.startswith("head."):
         return
     table, _ = stand_in(tokens)
@@ -283,4 +363,4 @@ def _vocabulary(model: Any, sections: Sections, cuts: Cuts) -> None:
     cuts.rules[f"{name}.*"] = Column("vocabulary", gather=True)
     if tied:  # cut alike
         path = next(name for name, module in model.named_modules() if module is tokens)
-        cuts.rules[f"{sections.ours(path)}.weight"] = Row("vocabulary")
+        cuts.rules[f"{name_in_sections(sections, path)}.weight"] = Row("vocabulary")

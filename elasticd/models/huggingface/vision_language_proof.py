@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from elasticd.models.huggingface import tiny_config
 from elasticd.models.huggingface.adapters import Adapters
 from elasticd.models.huggingface.anatomy import REMEDY, Anatomy, Watched, arguments, logits_of
-from elasticd.models.huggingface.proof import ModelMaker, fill, first_failure, on_the_side, takes
+from elasticd.models.huggingface.proof import ModelMaker, drawn_inside, fill, first_failure, on_the_side, takes
 from elasticd.models.huggingface.small_images import IMAGE_TOKEN, TEXT, images_of, small_config
 from elasticd.models.huggingface.vision_language import (
     IMAGES,
@@ -33,7 +34,7 @@ from elasticd.models.huggingface.vision_language import (
     seam_of,
 )
 from elasticd.runtime.model import bundle as bundles
-from elasticd.runtime.model.validation import ModelError
+from elasticd.runtime.model.validation import ModelError, replace_dropouts
 from elasticd.runtime.reference.comparison import difference
 
 #: How many images the samples of a small copy have.
@@ -91,6 +92,7 @@ def prove_modules(model: Any, adapters: Adapters | None = None) -> VisionLanguag
         found = [(unused, [name for name, _ in copy_.named_parameters()])]
         copy_, (samples, _, _) = _small_with_samples(kind, model.config, DEPTHS[1])
         found.append((_unreached(copy_, samples), [name for name, _ in copy_.named_parameters()]))
+        _refuse_draws(kind, copy_.config, tiny_config.dropouts(model.config))
     return VisionLanguageProof(
         anatomy=anatomy,
         seam=seam,
@@ -113,6 +115,35 @@ def _small_with_samples(
             f"no small copy of {kind.__name__} with images can be made to compare it with its modules "
             f"({first_failure(error)}): {REMEDY}"
         ) from error
+
+
+def _refuse_draws(kind: Any, config: Any, dropouts: Mapping[str, float]) -> None:
+    """Raises ModelError for dropouts of functions, whose masks a layout would change."""
+    if dropouts and _draws(kind, config, dropouts):
+        drawn = [name for name, value in dropouts.items() if _draws(kind, config, {name: value})]
+        raise ModelError(drawn_inside(kind.__name__, {name: dropouts[name] for name in drawn or dropouts}))
+
+
+def _draws(kind: Any, config: Any, dropouts: Mapping[str, float]) -> bool:
+    """Whether the modules draw random numbers once every nn.Dropout is a keyed one."""
+    still = kind(config).to(torch.float64).eval()
+    samples, seam, anatomy = samples_of(still)
+    model = kind(tiny_config.with_numbers(config, dropouts)).to(torch.float64)
+    modules = {
+        name: replace(
+            module,
+            embed=replace_dropouts("embed", module.embed).train(),
+            blocks=[replace_dropouts("blocks", block).train() for block in module.blocks],
+            head=replace_dropouts("head", module.head).train(),
+        )
+        for name, module in modules_of(model, anatomy, seam).items()
+    }
+    before = torch.default_generator.get_state()
+    with torch.no_grad():
+        for sample in samples[:2]:
+            items = [Chain(modules[VISION], image).output for image in sample.images]
+            Chain(modules[LANGUAGE], {"input_ids": sample.ids, IMAGES: _joined(items), **sample.beside})
+    return not torch.equal(before, torch.default_generator.get_state())
 
 
 def _unreached(model: Any, samples: list[ImageSample]) -> list[str]:
@@ -280,7 +311,8 @@ class Chain:
     def backward(self, gradients: Any) -> None:
         """The backward passes of the sections, from the gradients of the last one's output."""
         for x, output in reversed(self._outputs):
-            bundles.backward(output, gradients)
+            if any(each.requires_grad for each in bundles.tensors(output)):  # else all before it is frozen
+                bundles.backward(output, gradients)
             gradients = bundles.gradients(x) if x is not self._outputs[0][0] else None
 
 
