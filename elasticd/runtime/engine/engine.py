@@ -548,12 +548,11 @@ class Engine:
             self._carried[DATA], self._after = self._after, None
         self.stale, self._delivered = self.plan.state.zero > 0, None
         if vote.apply:
-            for module in self.modules.values():
-                module.zero.agree(self._unreached(vote))
+            unreached = self._unreached(vote)
+            gradients = [grad for module in self.modules.values() for grad in module.zero.agree(unreached)]
             scale = 1.0 / vote.count / self.scale
             if self._recipe.clip is not None and vote.norm is not None:
                 scale *= min(1.0, self._recipe.clip / (vote.norm + 1e-6))
-            gradients = [grad for part in self.owned if (grad := part.parameter.grad) is not None]
             if gradients:
                 torch._foreach_mul_(gradients, scale)
             self.optimizer.step()

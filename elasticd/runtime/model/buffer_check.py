@@ -35,7 +35,7 @@ class Constants:
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
         self._modules = modules
-        self._owners = self._all_modules()
+        self._owners = self._with_buffers()
         self._seen: dict[str, _Seen] = {}
         self._checks = 0
 
@@ -55,7 +55,7 @@ class Constants:
         self._checks += 1
         values = self._checks <= _FIRST or self._checks % _SELDOM == 0
         if values:
-            self._owners = self._all_modules()  # forward may have made some
+            self._owners = self._with_buffers()  # forward may have made some
         for name, buffer, persistent in self._buffers():
             seen = self._seen.get(name)
             looked = persistent or training
@@ -69,20 +69,19 @@ class Constants:
 
     def _buffers(self) -> Iterator[tuple[str, Tensor, bool]]:
         """Of each its name, itself, and whether it is in the state dict."""
-        for path, owner, buffers in self._owners:
-            if not buffers:  # as most modules have none
-                continue
-            for name, buffer in buffers.items():
+        for path, owner in self._owners:
+            for name, buffer in owner._buffers.items():
                 if buffer is not None:
                     yield f"{path}.{name}", buffer, name not in owner._non_persistent_buffers_set
 
-    def _all_modules(self) -> list[tuple[str, nn.Module, Mapping[str, Tensor | None]]]:
-        """The modules with their names and buffers. To walk their tree takes 12 us a block, which no step
-        should pay."""
+    def _with_buffers(self) -> list[tuple[str, nn.Module]]:
+        """The modules with buffers, and their names. To walk the tree of modules takes 12 us a block, which no
+        step should pay."""
         return [
-            (path, owner, owner._buffers)
+            (path, owner)
             for section, module in self._modules.items()
             for path, owner in module.named_modules(prefix=section)
+            if owner._buffers
         ]
 
 

@@ -135,17 +135,25 @@ class ZeroState:
         """
         self._deliver(self._copies, self._buffer, self._buffer)
 
-    def agree(self, unreached: Collection[str]) -> None:
+    def agree(self, unreached: Collection[str]) -> list[Tensor]:
         """Has all parts of a parameter have a gradient, or none, before the optimizer's step.
 
         Args:
             unreached: the parameters that no backward pass of the step reached on any device.
+
+        Returns:
+            The gradients of the owned parts.
         """
-        for part in self.owned:
-            if part.name in unreached:
-                part.parameter.grad = None
-            elif part.parameter.grad is None and not part.box.empty:
-                part.parameter.grad = torch.zeros_like(part.parameter)
+        found = []
+        for name, box, parameter in self.owned:
+            if name in unreached:
+                parameter.grad = None
+            elif (gradient := parameter.grad) is not None:
+                found.append(gradient)
+            elif not box.empty:
+                parameter.grad = gradient = torch.zeros_like(parameter)
+                found.append(gradient)
+        return found
 
     def clear(self) -> None:
         """Drops all gradients."""
