@@ -9,9 +9,18 @@ from itertools import pairwise
 
 import pytest
 from elasticd_planner.cost.schedule import passes
+from elasticd_planner.layout.gradient_buckets import buckets
+from elasticd_planner.layout.gradient_reduction import reductions
 from elasticd_planner.layout.launch_order import deadlock, in_one_queue
+from elasticd_planner.layout.layouts import Layouts
 from elasticd_planner.layout.message_places import EARLY
-from elasticd_planner.layout.module_order import ModuleAct, module_order, module_pass_times
+from elasticd_planner.layout.module_order import (
+    ModuleAct,
+    module_order,
+    module_pass_times,
+    sections_done,
+    sums_after,
+)
 from elasticd_planner.layout.pass_order import Act
 from elasticd_planner.spec.item_batch import GroupId, ItemBatch
 from elasticd_planner.value import Invalid
@@ -147,6 +156,32 @@ def test_so_are_those_of_an_evaluation_of_fewer_samples(block: int) -> None:
         check(step, order, backward=False)
         check_ahead(step, order)
         assert deadlock(in_one_queue(logs(step, order))) is None, seed
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_sum_stands_behind_the_last_backward_pass_of_its_sections_on_any_device(seed: int) -> None:
+    """Not later than one of the sums before it."""
+    step = drawn_step(seed)
+    order = step.order()
+    for module in step.plan.modules:
+        view, spec = step.plan.view(module.module), step.spec(module.module)
+        last: dict[str, int] = {}
+        for index, act in enumerate(order):
+            if act.module == module.module and act.act[:2] == ("pass", "backward"):
+                stage = view.pipelines[act.pipeline].by_lane[act.lane].stages[act.stage]
+                last |= dict.fromkeys(spec.sections(*stage.chunks[act.act.chunk]), index)
+        layouts = Layouts(spec, view)
+        listed = buckets(layouts, reductions(layouts), most=1 << 12)
+        places = sums_after(sections_done(order, view, spec), listed, spec)
+        least = -1
+        for bucket, place in zip(listed, places, strict=True):
+            names = {piece.name for piece in bucket.pieces}
+            names |= {alias for alias, owner in spec.ties if owner in names}
+            users = [
+                index for section, index in last.items() for name in names if name.startswith(f"{section}.")
+            ]
+            least = max(least, *users) if last else len(order) - 1
+            assert place == least
 
 
 def test_with_sums_after_a_rank_s_own_passes_most_plans_wait_for_ever() -> None:

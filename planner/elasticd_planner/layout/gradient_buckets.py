@@ -10,11 +10,11 @@ gradients are computed last, which for a tied parameter may be on another device
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 from elasticd_planner.layout.gradient_reduction import Piece, Reduction, rounds
 from elasticd_planner.layout.layouts import Layouts
-from elasticd_planner.spec.model import ModelSpec, item_size
+from elasticd_planner.spec.model import ModelSpec, item_size, section_of
 from elasticd_planner.value import Value
 
 #: Bytes of one flat buffer; a piece that is larger has one to itself. Small enough that several are under way
@@ -100,18 +100,13 @@ def last_users(spec: ModelSpec, sections: Sequence[str]) -> dict[str, str]:
     number = {section: index for index, section in enumerate(spec.sections(0, len(spec.layers)))}
     first: dict[str, int] = {}
     for alias, owner in spec.ties:
-        users = _section(number, alias), _section(number, owner)
+        users = number[section_of(alias)], number[section_of(owner)]
         first[owner] = min(first.get(owner, len(number)), *users)
     here = sorted((number[section], section) for section in sections)
     return {
         name: max(((at, section) for at, section in here if at <= least), default=(0, NO_SECTION))[1]
         for name, least in first.items()
     }
-
-
-def _section(number: Mapping[str, int], name: str) -> int:
-    """The number of the section that a parameter is named in."""
-    return next(at for section, at in number.items() if name.startswith(f"{section}."))
 
 
 def _of_set(reduction: Reduction, dtype_of: DtypeOf, most: int) -> Iterator[Bucket]:

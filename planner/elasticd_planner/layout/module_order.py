@@ -33,7 +33,7 @@ from elasticd_planner.layout.module_passes import ModulePass, ModulePasses, Pass
 from elasticd_planner.layout.pass_order import Act, Schedule
 from elasticd_planner.spec.batch import BatchPlan
 from elasticd_planner.spec.item_batch import GroupId, ItemBatch
-from elasticd_planner.spec.model import ModelSpec
+from elasticd_planner.spec.model import ModelSpec, section_of
 from elasticd_planner.spec.plan import Plan
 
 #: When a pass may begin whose input nobody makes yet.
@@ -195,21 +195,12 @@ def sums_after(done: Mapping[str, int], buckets: Sequence[Bucket], spec: ModelSp
     users: dict[str, list[str]] = defaultdict(list)
     for alias, owner in spec.ties:
         users[owner].append(alias)
-    by_name: dict[str, int] = {}
     found, least = [], -1
     for bucket in buckets:
-        for piece in bucket.pieces:
-            if piece.name not in by_name:
-                names = (piece.name, *users[piece.name])
-                by_name[piece.name] = max(done[section] for name in names for section in _sections(done, name))
-            least = max(least, by_name[piece.name])
+        for name in {piece.name for piece in bucket.pieces}:
+            least = max(least, *(done[section_of(user)] for user in (name, *users.get(name, ()))))
         found.append(least)
     return tuple(found)
-
-
-def _sections(done: Mapping[str, int], name: str) -> Iterator[str]:
-    """The section that a parameter is named in."""
-    return (section for section in done if name.startswith(f"{section}."))
 
 
 class _ModuleRun:

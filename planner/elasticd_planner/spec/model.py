@@ -179,6 +179,12 @@ class ModelSpec(Value, frozen=True, kw_only=True):
         return refuse(f"model {self.name} has no units of kind {kind!r}")
 
 
+def section_of(name: str) -> str:
+    """The section that a parameter is named in, by its full name."""
+    first, _, rest = name.partition(".")
+    return f"blocks.{rest.partition('.')[0]}" if first == "blocks" else first
+
+
 @lru_cache(maxsize=4096)
 def apportion(count: int, shares: tuple[int, ...]) -> tuple[int, ...]:
     """`count` units divided in proportion to `shares` by largest remainder, at least one for each member."""
