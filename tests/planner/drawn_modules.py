@@ -6,13 +6,13 @@ import random
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Literal
 
 import msgspec
 from elasticd_planner.cost.schedule import passes
 from elasticd_planner.layout.activations import whole
-from elasticd_planner.layout.flows import flow
+from elasticd_planner.layout.flows import FlowMessage, flow
 from elasticd_planner.layout.gradient_buckets import Bucket, buckets
 from elasticd_planner.layout.gradient_reduction import reductions
 from elasticd_planner.layout.launch_order import Join, Launch, Operation
@@ -189,7 +189,7 @@ def _message(
 ) -> None:
     use = "activation" if sender.act.kind == "forward" else "gradient"
     own: dict[str, list[Operation]] = defaultdict(list)
-    for message in flow(whole(step.devices(sender)), whole(step.devices(receiver))).forth:
+    for message in _forth(step.devices(sender), step.devices(receiver)):
         for to in message.destinations:
             operation = Operation(f"{sender} to {receiver}: {message.source} {to}", (message.source, to))
             waiting[to, receiver._replace(act=receiver.act._replace(what="pass"), group=None)].append(
@@ -204,6 +204,11 @@ def _message(
     for device, operations in own.items():  # a round of the mesh of an edge
         assert receiver.group is not None
         made[device].append(Launch(f"items of {receiver.group.module}", tuple(operations)))
+
+
+@lru_cache(maxsize=1024)
+def _forth(source: tuple[str, ...], target: tuple[str, ...]) -> tuple[FlowMessage, ...]:
+    return flow(whole(source), whole(target)).forth
 
 
 def _sums(

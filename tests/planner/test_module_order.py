@@ -217,10 +217,10 @@ def test_passes_of_items_fill_the_bubbles_of_the_pipeline(
     assert most_kept(best) == kept
 
 
-@pytest.mark.parametrize(("depth", "micro_batches", "ahead"), [(4, 8, 1), (4, 8, 8), (8, 16, 1), (8, 16, 16)])
+@pytest.mark.parametrize(("depth", "micro_batches", "ahead"), [(4, 8, 1), (4, 8, 8), (8, 16, 4), (8, 64, 4)])
 def test_messages_hold_up_next_to_nothing_in_one_queue(depth: int, micro_batches: int, ahead: int) -> None:
     step = best_lead(colocated(depth, micro_batches, ahead=ahead))
-    assert microseconds(step) <= microseconds(step, one_queue=True) <= 1.03 * microseconds(step)
+    assert microseconds(step) <= microseconds(step, one_queue=True) <= 1.05 * microseconds(step)
 
 
 def test_times_in_one_queue_are_those_of_the_acts_one_after_the_other() -> None:

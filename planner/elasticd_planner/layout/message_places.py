@@ -86,8 +86,9 @@ class MessagePlaces:
             if number > EARLY:
                 earliest = max(earliest, self._passes[device][number - EARLY].place)
         for device, number in zip(receiver.group.devices, receiver.numbers, strict=True):
-            passes, at = self._passes[device], max(0, number - EARLY)
-            while at < number and (passes[at].begin < time or passes[at].place < earliest):
+            passes = self._passes[device]
+            at = max(0, number - EARLY, bisect_left(self._begins[device], sender.end, 0, number) - 1)
+            while at < number and passes[at].place < earliest:
                 at += 1
             if at and passes[at - 1].end > time:
                 time = passes[at - 1].end
