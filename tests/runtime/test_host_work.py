@@ -17,6 +17,7 @@ from elasticd.models.decoder import initial
 from elasticd.runtime.comm.groups import PlanGroups
 from elasticd.runtime.comm.in_memory import MemoryPlanGroups, MemoryWorld, run_threads
 from elasticd.runtime.engine.recipe import Recipe
+from elasticd.runtime.model import rng
 from elasticd.runtime.model.model import Model
 from tests.runtime.test_engine import engine_on
 from tests.runtime.test_parity import CONFIG, make_recipe, plan_of, stage
@@ -51,6 +52,39 @@ def test_nothing_of_ours_is_hooked_to_a_section_of_a_device_that_shares_none() -
     tables = ("_forward_pre_hooks", "_forward_hooks", "_forward_hooks_always_called", "_backward_hooks")
     for section, module in engine.module.local.modules.items():
         assert not any(getattr(module, table) for table in tables), section
+
+
+def seeds_of_the_host(plan: Plan, steps: int = 4) -> list[list[int]]:
+    """Of each step how often Python's and NumPy's generators were seeded, by rank."""
+
+    def worker(memory: MemoryPlanGroups) -> list[int]:
+        engine = engine_on(memory, make_recipe(), plan)
+        counts: list[int] = []
+        for step in range(steps):
+            before = calls[threading.get_ident()]
+            engine.step(step, lambda: 0)
+            counts.append(calls[threading.get_ident()] - before)
+        return counts
+
+    calls, seed_host = Counter[int](), rng.seed_host
+
+    def counted(seed: int) -> None:
+        calls[threading.get_ident()] += 1
+        seed_host(seed)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rng, "seed_host", counted)
+        counts = run_threads(plan.members, worker)
+    return [counts[device] for device in plan.members]
+
+
+def test_the_hosts_generators_are_not_seeded_for_sections_that_draw_nothing_from_them() -> None:
+    ((_, *steady),) = seeds_of_the_host(ALONE)
+    most = 8 * 4  # of a micro-batch the first section, the loss, and the backward passes of two graphs
+    assert max(steady) <= most, "of each section there would be 8 * 11"
+    plan = plan_of((8, [stage(0, 6, ("a/0", 1), ("a/1", 1))]))
+    for _, *steady in seeds_of_the_host(plan):
+        assert min(steady) >= 8 * SECTIONS, "a pass that communicates cannot be repeated"
 
 
 def backward_calls(recipe: Recipe, plan: Plan, steps: int = 4) -> list[list[int]]:
