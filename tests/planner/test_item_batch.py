@@ -56,20 +56,18 @@ def test_every_item_is_dealt_once_and_groups_are_in_the_order_of_need(seed: int)
         if not isinstance(batch, ItemBatch):
             continue
         listed = [group for _, group in batch.walk()]
-        assert all(group.items for group in listed)
+        assert all(len(group.items) == 1 for group in listed)
         loss = step.batches[LOSS]
         assert isinstance(loss, BatchPlan)
         for lanes in batch.pipelines:
             for groups in lanes:
                 needs = [(group.micro_batch, group.pipeline, group.lane) for group in groups]
-                assert needs == sorted({*needs})
+                assert needs == sorted(needs)
         dealt = Counter(item for group in listed for item in group.items)
         assert not dealt or max(dealt.values()) == 1
         for group in listed:
             micro = loss.pipelines[group.pipeline][group.micro_batch].lanes[group.lane]
-            order = [piece.sample for piece in micro]
-            places = [(order.index(item.sample), item.number) for item in group.items]
-            assert places == sorted(places)
+            assert group.items[0].sample in [piece.sample for piece in micro]
         by_sample: dict[int, set[int]] = {}
         for item in dealt:
             by_sample.setdefault(item.sample, set()).add(item.number)

@@ -154,6 +154,7 @@ _TAGS: dict[Use, int] = {
     "gradient": (1 << 24) + 2,
     "state": (1 << 24) + 3,
     "context": (1 << 24) + 4,
+    "items": (1 << 24) + 5,
 }
 
 

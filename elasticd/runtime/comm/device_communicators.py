@@ -37,6 +37,7 @@ LABELS: dict[Use, str] = {
     "gradient": "boundary",
     "state": "reduce",
     "context": "context",
+    "items": "boundary",
 }
 #: Bytes of a first sum at most: larger ones go as one of this size does.
 _LARGE = 32 << 20

@@ -6,7 +6,7 @@ the activations, so that the hash in the vote proves which samples a forward pas
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import nullcontext, suppress
 from typing import Any
 
@@ -123,6 +123,8 @@ class Loader:
         collate: Collate,
         reads: BatchFormat | None = None,
         drawing: Drawing | None = None,
+        *,
+        items: Iterable[str] = (),
     ) -> None:
         """
         Args:
@@ -130,10 +132,12 @@ class Loader:
             collate: makes a padded batch of samples.
             reads: makes of samples and batches what the model reads; None: they are that.
             drawing: keys what `collate` and the dataset draw; None: by no seed and no step.
+            items: the keys of samples that other modules take, and that batches have not.
         """
         self._reader, self._collate, self._reads = reader, reading(reads, collate), reads
         self._drawing = drawing if drawing is not None else Drawing()
         self._own = collate is not pad  # it may draw, and change its samples
+        self._items = frozenset(items)
         self.asked: list[int] = []
         self.failure: SampleError | None = None
 
@@ -166,6 +170,8 @@ class Loader:
         if self._reader.here:  # perhaps found by taking that one
             with self._drawing.keyed(DATASET, (index,)):
                 sample = self._reader.take(index)
+        if self._items and isinstance(sample, Mapping):
+            sample = {key: part for key, part in sample.items() if key not in self._items}
         return fresh(sample) if self._own else sample
 
     def _padded(self, found: dict[int, Any], micro_batch: MicroBatch) -> Batch:
@@ -239,3 +245,42 @@ class Loader:
         asked, failure = self.asked, self.failure
         self.asked, self.failure = [], None
         return asked, failure
+
+
+class ItemLoader(Loader):
+    """Makes the batches of a module of items, an item each: tensors [1, ...]."""
+
+    def __init__(self, reader: Samples, key: str, counts: Sequence[int], drawing: Drawing) -> None:
+        """
+        Args:
+            reader: gives samples by their ids.
+            key: under which a sample has its items, a list.
+            counts: how many items each sample has, by its id.
+            drawing: keys what the dataset draws.
+        """
+        super().__init__(reader, pad, None, drawing)
+        self._key, self._counts = key, counts
+
+    def batch(self, micro_batch: Sequence[Any], *, packed: bool = False) -> Batch:
+        """The batch of these items (`SampleItem`), which are of one shape.
+
+        Raises:
+            NothingRead: one cannot be read, and no other one can take its place.
+        """
+        self.asked += entries(micro_batch, packed=packed)
+        found = []
+        for item in micro_batch:
+            try:
+                found.append(self._item(item.sample, item.number))
+            except SampleError as error:
+                self.failure = self.failure or error
+                found.append(self._stand_in(lambda index: self._item(index, 0)))
+        return pad(found)
+
+    def _item(self, sample: int, number: int) -> Any:
+        items = self._sample(sample)[self._key]
+        if len(items) != self._counts[sample]:
+            raise SampleError(
+                sample, f"it has {len(items)} {self._key}, and the dataset's counts say {self._counts[sample]}"
+            )
+        return items[number]

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from itertools import chain
 
-from elasticd_planner.spec.batch import BatchPlan, MicroBatch, ids_of
+from elasticd_planner.spec.batch import BatchPlan, MicroBatch, SequencePiece, ids_of
+from elasticd_planner.spec.item_batch import ItemBatch, SampleItem
 from elasticd_planner.spec.plan import Plan
 
 
@@ -20,12 +21,24 @@ class LedgerError(RuntimeError):
     """A rank saw other samples than the batch plan gives it."""
 
 
-def entries(micro_batch: MicroBatch, *, packed: bool) -> tuple[int, ...]:
+def entries(micro_batch: MicroBatch | Sequence[SampleItem], *, packed: bool) -> tuple[int, ...]:
     """What the ledger has of a micro-batch: the ids of its samples; of a packed row of each piece the id and
-    the range of its pairs of tokens."""
+    the range of its pairs of tokens; of items of each the id of its sample and its index there."""
+    pieces: list[SequencePiece] = []
+    for piece in micro_batch:
+        if isinstance(piece, SampleItem):
+            return tuple(chain.from_iterable(micro_batch))
+        pieces.append(piece)
     if not packed:
-        return ids_of(micro_batch)
-    return tuple(chain.from_iterable((piece.sample, piece.start, piece.stop) for piece in micro_batch))
+        return ids_of(pieces)
+    return tuple(chain.from_iterable((piece.sample, piece.start, piece.stop) for piece in pieces))
+
+
+def draws_of(pieces: Sequence[SequencePiece] | Sequence[SampleItem]) -> Sequence[int]:
+    """By what the draws of a pass are keyed: the ids of its samples, or a number of each item."""
+    if pieces and isinstance(pieces[0], SampleItem):
+        return [(item.sample << 16) + item.number for item in pieces if isinstance(item, SampleItem)]
+    return [piece.sample for piece in pieces]
 
 
 def hash_samples(ids: Iterable[int]) -> int:
@@ -44,7 +57,7 @@ def _hash(ids: tuple[int, ...]) -> int:
 NO_SAMPLES = hash_samples(())
 
 
-def expected_hash(plan: Plan, batch: BatchPlan, device: str) -> int:
+def expected_hash(plan: Plan, batch: BatchPlan | ItemBatch, device: str) -> int:
     """The hash that one rank is to bring. Enough where all are known to have the same batch plan.
 
     Args:
@@ -55,6 +68,10 @@ def expected_hash(plan: Plan, batch: BatchPlan, device: str) -> int:
     place = plan.places.get(device)
     if place is None:
         return NO_SAMPLES
+    if isinstance(batch, ItemBatch):
+        return hash_samples(
+            chain.from_iterable(entries(group.items, packed=False) for group in batch.of(place))
+        )
     return hash_samples(chain.from_iterable(entries(m, packed=batch.packed) for m in batch.of(place)))
 
 

@@ -24,11 +24,10 @@ from elasticd_migration.local_state import (
     Owned,
     Shard,
     collect,
-    install,
     restore_optimizer,
 )
 from elasticd_migration.text_codec import from_text
-from elasticd_planner.layout.channels import channels
+from elasticd_planner.layout.channels import channels_of_modules
 from elasticd_planner.layout.layouts import Item, Layouts
 from elasticd_planner.spec.batch import BatchPlan
 from elasticd_planner.spec.box import Box
@@ -45,6 +44,7 @@ from elasticd.runtime.data.sample_ledger import LedgerError, expected_hash, expe
 from elasticd.runtime.engine.batches_ahead import BatchesAhead
 from elasticd.runtime.engine.mixed_precision import LossScaler
 from elasticd.runtime.engine.module_engine import ModuleEngine
+from elasticd.runtime.engine.module_passes import ModulePasses, item_borders
 from elasticd.runtime.engine.pipeline_stage import Passed, PassPacer
 from elasticd.runtime.engine.recipe import Recipe
 from elasticd.runtime.engine.set_aside import SetAside
@@ -83,7 +83,7 @@ def connect(plan_groups: PlanGroups, layouts: Layouts, recipe: Recipe) -> Peers:
     """Makes the group of all members, and then this device's communicators, in the same order on all ranks."""
     everyone = plan_groups.group(layouts.plan.members, "vote")
     packing = recipe.data.packing
-    listed = channels(layouts, plan_groups.me, cuts=packing is not None and packing.cut)
+    listed = channels_of_modules(layouts, plan_groups.me, cuts=packing is not None and packing.cut)
     make = recipe.connect or agreed(everyone, recipe.accelerator)
     made = make(plan_groups, listed, everyone, recipe.accelerator)
     return Peers(everyone=everyone, communicators=made, channels=listed)
@@ -162,14 +162,39 @@ class Engine:
         precision = recipe.precision
         self.scaler = LossScaler(precision.scale) if precision is not None and precision.scale else None
         self.guard = StabilityGuard(recipe.stability, scaled=self.scaler is not None)
+        graph = recipe.model.graph
+        # Measurements are those of the module that computes the loss. The last one has the stopwatch's marks.
+        apart = {
+            name: Telemetry(self.device, plan_groups.stopwatch) for name in (graph.encoders if graph else ())
+        }
         self._telemetry = Telemetry(
             self.device,
             plan_groups.stopwatch,
             memory=accelerator.used_bytes,
             spans=spans_of(accelerator),
         )
-        module = ModuleEngine(recipe, layouts, peers, self._telemetry, pace, self._look)
-        self.modules = {self.plan.module.module: module}
+        borders = item_borders(recipe, layouts, peers) if graph is not None else {}
+        self.modules = {}
+        for name, view in layouts.views.items():
+            takes = {} if graph is None else {key: borders[of] for key, of in graph.modules[name].takes.items()}
+            self.modules[name] = ModuleEngine(
+                recipe,
+                view,
+                peers,
+                apart.get(name, self._telemetry),
+                pace,
+                self._look,
+                takes=takes,
+                gives=borders.get(name),
+            )
+        #: Runs the passes of a plan of several modules; None: the plan has one.
+        self._several = (
+            None
+            if graph is None
+            else ModulePasses(recipe, graph, self.plan, self.modules, borders, self.device)
+        )
+        #: The plan of the module that computes the loss, to whose lanes samples are dealt.
+        self._dealt = layouts.plan if graph is None else layouts.views[graph.own].plan
         self._trained = self.layouts.trained
         self._vote = StepVote(peers.everyone, len(self._trained))
         self._bits = set[str](), bits_of((), self._trained)
@@ -180,7 +205,7 @@ class Engine:
         self._delivered: Event | None = None  # after the last step's deliveries; None: they are over
         self.copied = lambda: None
         self.after_recovery = self.torn = self.stale = self.spent = self._met = False
-        self._batches = BatchesAhead(recipe.feed, self.plan, self.linear, recipe.planning)
+        self._batches = BatchesAhead(recipe.feed, self._dealt, self.linear, recipe.planning)
         self.reduced = self.last = self.lent = None
         self.leave_out = -1
         self.scheduler: torch.optim.lr_scheduler.LRScheduler | None = None
@@ -193,7 +218,7 @@ class Engine:
     @property
     def owned(self) -> list[Owned]:
         """The parts of parameters that the optimizer steps on, of all modules."""
-        return [part for module in self.modules.values() for part in module.zero.owned]
+        return [part for module in self.modules.values() for part in module.owned]
 
     def adopt(self, state: LocalState) -> None:
         """Loads `state` into the local model and into a new optimizer and scheduler.
@@ -201,9 +226,7 @@ class Engine:
         They are made here and not before, because a plan that is prepared may never be executed.
         """
         for module in self.modules.values():
-            install(state, module.zero.values, buffers=module.zero.buffers)
-            module.constants.note()
-            module.zero.attach(state)
+            module.adopt(state)
         owned, where = self.owned, self.plan_groups.stopwatch.where
         with during(where, OPTIMIZER):
             groups, slices = self._recipe.parameter_groups, [(part.name, part.parameter) for part in owned]
@@ -242,12 +265,12 @@ class Engine:
             extras[SCHEDULER_STATE] = self.scheduler.state_dict()
         if self.scaler is not None:
             extras["scaler"] = self.scaler.state_dict()
-        held = [module.zero for module in self.modules.values()]
+        held = self.modules.values()
         return collect(
-            dict(chain.from_iterable(zero.values.items() for zero in held)),
+            dict(chain.from_iterable(module.named(module.zero.values).items() for module in held)),
             self.owned,
             self.optimizer,
-            buffers=dict(chain.from_iterable(zero.buffers.items() for zero in held)),
+            buffers=dict(chain.from_iterable(module.named(module.zero.buffers).items() for module in held)),
             extras=extras,
             masters=self._recipe.master is not None,
         )
@@ -458,11 +481,13 @@ class Engine:
 
     def _expected(self, batch: BatchPlan) -> Sequence[int]:
         """`RankRecord.samples` of each rank, in rank order."""
+        if self._several is not None:
+            return self._several.expected(batch)
         return self._zeros if batch.packed else expected_hashes(self.plan, batch)
 
     def _reached(self) -> bytes:
         """The bits of `RankRecord.reached`, which are the same in most steps."""
-        reached = set[str]().union(*(module.reducer.reached for module in self.modules.values()))
+        reached = set[str]().union(*(module.reached for module in self.modules.values()))
         if self._bits[0] != reached:
             self._bits = reached, bits_of(reached, self._trained)
         return self._bits[1]
@@ -485,12 +510,14 @@ class Engine:
         """Begins a step and runs its forward and backward passes, if this device has any."""
         self._telemetry.begin()
         for module in self.modules.values():
-            module.local.drawing.begin(self._recipe.seed, step)
+            module.begin(step)
         self.plan_groups.stopwatch.where.at(LOADER)  # a stream is read here, and the lengths of samples
         self._after = self._recipe.feed.begin(
-            step, self.plan, self.everyone, self._carried.get(DATA), self._batches.agreed
+            step, self._dealt, self.everyone, self._carried.get(DATA), self._batches.agreed
         )
         batch = self._batch(step)
+        if self._several is not None:
+            return batch, self._several.run(batch, self.scale)
         return batch, self.module.run(batch, self._batches.next(step), self.scale)
 
     def _batch(self, step: int) -> BatchPlan:
@@ -549,7 +576,7 @@ class Engine:
         self.stale, self._delivered = self.plan.state.zero > 0, None
         if vote.apply:
             unreached = self._unreached(vote)
-            gradients = [grad for module in self.modules.values() for grad in module.zero.agree(unreached)]
+            gradients = [grad for module in self.modules.values() for grad in module.agree(unreached)]
             scale = 1.0 / vote.count / self.scale
             if self._recipe.clip is not None and vote.norm is not None:
                 scale *= min(1.0, self._recipe.clip / (vote.norm + 1e-6))

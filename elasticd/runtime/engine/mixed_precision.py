@@ -18,13 +18,15 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from elasticd_planner.cost.model_profile import Numbers
 from torch import Tensor, nn
 
 from elasticd.runtime.model.model import Model
+
+_Model = TypeVar("_Model", bound=Model)
 
 #: The precisions that have a name.
 Name = Literal["fp32", "bf16", "fp16"]
@@ -180,6 +182,13 @@ def lowered(model: Model, precision: Precision | None) -> Model:
     """The model with its parameters in the type to compute in; the same object where they are of it already."""
     if precision is None:
         return model
+    if model.graph is not None:
+        modules = {name: _lowered(module, precision) for name, module in model.graph.modules.items()}
+        return Model(modules=modules, name=model.name)
+    return _lowered(model, precision)
+
+
+def _lowered(model: _Model, precision: Precision) -> _Model:
     types = {parameter.dtype for section in model.sections.values() for parameter in section.parameters()}
     return model if types == {precision.compute} else model.computing_in(precision.compute)
 

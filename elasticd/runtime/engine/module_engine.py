@@ -7,29 +7,36 @@ all modules of the device: `Engine`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+from collections.abc import Callable, Collection, Mapping
+from typing import TypeVar
 
+from elasticd_migration.local_state import LocalState, Owned, install
 from elasticd_planner.layout.channels import Channel
 from elasticd_planner.layout.gradient_buckets import buckets, last_users, passed_on
 from elasticd_planner.layout.gradient_reduction import reductions
-from elasticd_planner.layout.layouts import Layouts
+from elasticd_planner.layout.layouts import Item, Layouts
 from elasticd_planner.spec.batch import BatchPlan
 from elasticd_planner.spec.plan import Plan
 
 from elasticd.runtime.accelerator import Accelerator
 from elasticd.runtime.comm.communicators import Communicators, Peers
+from elasticd.runtime.data.loader import ItemLoader, Loader
 from elasticd.runtime.data.sample_ledger import NO_SAMPLES
+from elasticd.runtime.engine.item_border import ItemBorder, ItemSource
 from elasticd.runtime.engine.pipeline_stage import Passed, PassPacer, StageRunner
 from elasticd.runtime.engine.recipe import Recipe
 from elasticd.runtime.model.buffer_check import Constants
 from elasticd.runtime.model.local_model import LocalModel, local_model
-from elasticd.runtime.model.model import Model
+from elasticd.runtime.model.model import Model, Module
 from elasticd.runtime.model.validation import ModelError
 from elasticd.runtime.parallel import tp_hooks
 from elasticd.runtime.parallel.gradient_reduction import GradientReducer, gradient_dtype
 from elasticd.runtime.parallel.sequence_parallel import TokenSlices
 from elasticd.runtime.parallel.zero import ZeroState
 from elasticd.runtime.telemetry.step_times import Telemetry
+
+_Held = TypeVar("_Held")
 
 
 def build(model: Model, plan: Plan, device: str, accelerator: Accelerator) -> LocalModel:
@@ -44,8 +51,12 @@ class ModuleEngine:
     """Runs a module's passes on one device, and holds its values there."""
 
     layouts: Layouts  #: of the module
+    prefix: str  #: of its names among those of all modules; empty in a model of one
+    trained: bool  #: it has parameters that are trained
     local: LocalModel  #: the sections that this device computes with
     runner: StageRunner | None  #: their passes; None: the device only carries replicas of state
+    #: The parts of its parameters that the optimizer steps on, by their names among those of all modules.
+    owned: list[Owned]
     zero: ZeroState  #: its parameters, and the parts of them that its optimizer steps on
     reducer: GradientReducer  #: reduces its gradients, and measures the seconds of that
     slices: TokenSlices | None  #: those of its TP group, under sequence parallelism
@@ -59,8 +70,11 @@ class ModuleEngine:
         telemetry: Telemetry,
         pace: PassPacer,
         before_sums: Callable[[], None],
+        *,
+        takes: Mapping[str, ItemBorder] | None = None,
+        gives: ItemBorder | None = None,
     ) -> None:
-        """Makes the local modules. They have no values until those of `zero` are installed.
+        """Makes the local modules. They have no values until `adopt`.
 
         Args:
             recipe: of the job.
@@ -69,30 +83,50 @@ class ModuleEngine:
             telemetry: measures passes.
             pace: called after every pass of a block; slows an emulated device down.
             before_sums: called when all gradients are there that this device adds to a section.
+            takes: by key in the batch: the border with the module that makes what is there.
+            gives: the border with the module that takes what this one makes of items; None: it runs on samples.
         """
         self.layouts, self._device, self._before_sums = layouts, peers.me, before_sums
-        self._seed = recipe.seed
-        local = self.local = build(recipe.model, layouts.plan, peers.me, recipe.accelerator)
+        self.name, self._seed = layouts.plan.module.module, recipe.seed
+        self.prefix = f"{self.name}." if recipe.model.graph is not None else ""
+        model = recipe.module(self.name)
+        self.trained = bool(layouts.trained)
+        local = self.local = build(model, layouts.plan, peers.me, recipe.accelerator)
         if recipe.precision is not None:
             recipe.precision.add_up(parameter for _, parameter in local.parameters.values())
         self.reducer = self._reducer(peers)
         self.zero = ZeroState(layouts, peers, local, self.reducer, recipe.master, recipe.accelerator)
         self.constants = Constants(local.modules)
+        self.owned: list[Owned] = []
+        self._telemetry = telemetry if gives is not None else None  # of this module alone
         self._frozen = {name: p for name, (_, p) in local.parameters.items() if not p.requires_grad}
         self.slices = self.runner = None
         if peers.me in layouts.plan.places:
-            self._attach(recipe.model, peers.communicators)
+            self._attach(model, peers.communicators)
+            place = layouts.plan.places[peers.me]
             self.runner = StageRunner(
                 recipe=recipe,
+                model=model,
                 plan=layouts.plan,
                 local=local,
                 peers=peers,
+                loader=self._loader(recipe, model, takes or {}),
                 telemetry=telemetry,
                 pace=pace,
                 on_section_done=self._section_done,
                 sums_begin=self.reducer.begins,
                 slices=self.slices,
+                takes=takes,
+                gives=ItemSource(gives, self.name, place.pipeline, place.lane) if gives is not None else None,
             )
+
+    def _loader(self, recipe: Recipe, model: Model, takes: Mapping[str, ItemBorder]) -> Loader:
+        """Makes the batches of the module."""
+        drawing = self.local.drawing
+        if isinstance(model, Module) and model.items:
+            return ItemLoader(recipe.feed, model.items, recipe.counts(model.items), drawing)
+        others = [] if recipe.model.graph is None else recipe.model.graph.items
+        return Loader(recipe.feed, recipe.data.collate, recipe.reads, drawing, items=others)
 
     def _reducer(self, peers: Peers) -> GradientReducer:
         layouts, parameters = self.layouts, self.local.parameters
@@ -111,6 +145,7 @@ class ModuleEngine:
             peers,
             parameters,
             self.local.modules,
+            members=layouts.plan.members,
             gates=last_users(layouts.spec, list(self.local.modules)),
             keep_all=layouts.plan.state.zero < 2,
             stopwatch=peers.everyone.plan_groups.stopwatch,
@@ -130,6 +165,43 @@ class ModuleEngine:
     def _section_done(self, section: str) -> None:
         self._before_sums()
         self.reducer.section_done(section)
+
+    def adopt(self, state: LocalState) -> None:
+        """Loads the module's part of a state into the local modules."""
+        if self.prefix:
+            mine = {item: tensor for item, tensor in state.tensors.items() if item.name.startswith(self.prefix)}
+            own = {Item(item.name.removeprefix(self.prefix), item.role): mine[item] for item in mine}
+            state = LocalState(tensors=own)
+        install(state, self.zero.values, buffers=self.zero.buffers)
+        self.constants.note()
+        listed = self.zero.attach(state)
+        self.owned = [part._replace(name=self.prefix + part.name) for part in listed] if self.prefix else listed
+
+    def begin(self, step: int) -> None:
+        """Begins a step: keys its draws, in each module by other numbers."""
+        seed = self._seed
+        if self.prefix:
+            digest = hashlib.blake2b(f"{seed}/{self.name}".encode(), digest_size=7).digest()
+            seed = int.from_bytes(digest, "big")
+        self.local.drawing.begin(seed, step)
+        if self._telemetry is not None:
+            self._telemetry.forget()
+
+    @property
+    def reached(self) -> set[str]:
+        """The parameters that a backward pass of the step reached here, as `owned` names them."""
+        own = self.reducer.reached
+        return {self.prefix + name for name in own} if self.prefix else own
+
+    def agree(self, unreached: Collection[str]) -> None:
+        """See `ZeroState.agree`; names are as in `owned`."""
+        if self.prefix:
+            unreached = {name.removeprefix(self.prefix) for name in unreached if name.startswith(self.prefix)}
+        self.zero.agree(unreached)
+
+    def named(self, values: Mapping[str, _Held]) -> Mapping[str, _Held]:
+        """Values by their names among those of all modules."""
+        return {self.prefix + name: value for name, value in values.items()} if self.prefix else values
 
     def run(self, batch: BatchPlan, after: BatchPlan | None, scale: float) -> Passed:
         """Runs the passes of a step, if this device has any.

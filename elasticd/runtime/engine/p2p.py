@@ -59,6 +59,7 @@ class _Neighbour:
         self._everyone, self._dtype, self._accelerator = everyone, dtype, accelerator
         self._implies_all_received, self.chunk, self._chunks = implies_all_received, chunk, chunks
         receives, sends = self._uses
+        assert border.source is not None  # stages share no device
         self._source = everyone.members.index(border.source)
         self._destinations = [everyone.members.index(device) for device in border.destinations]
         self._receives = communicators.pair(Channel(receives, (border.source, everyone.me)))

@@ -23,6 +23,7 @@ from elasticd_planner.layout.channels import Channel
 from elasticd_planner.layout.launches import sums_wait
 from elasticd_planner.layout.pass_order import AHEAD, Act, acts_of_rows, at_once, stage_order
 from elasticd_planner.spec.batch import BatchRow, MicroBatch, ids_of, passes_of_rows
+from elasticd_planner.spec.item_batch import GroupId, SampleItem
 from elasticd_planner.spec.plan import Plan
 from torch import Tensor
 from torch.autograd.grad_mode import set_multithreading_enabled
@@ -31,7 +32,7 @@ from elasticd.runtime.comm.communicators import Peers
 from elasticd.runtime.comm.running_group import OneDevice, running
 from elasticd.runtime.data.loader import Loader
 from elasticd.runtime.data.prefetch import SampleError
-from elasticd.runtime.data.sample_ledger import entries, hash_samples
+from elasticd.runtime.data.sample_ledger import draws_of, entries, hash_samples
 from elasticd.runtime.engine.activation_checkpoint import recomputed_blocks
 from elasticd.runtime.engine.compiled_blocks import (
     BlockCalls,
@@ -40,8 +41,9 @@ from elasticd.runtime.engine.compiled_blocks import (
     settle_compiler,
     warn_of_slices,
 )
+from elasticd.runtime.engine.item_border import ItemBorder, ItemSource, in_order_of, joined, row_of
 from elasticd.runtime.engine.mixed_precision import converted
-from elasticd.runtime.engine.p2p import NextStage, gradient_messages
+from elasticd.runtime.engine.p2p import PrevStage, gradient_messages
 from elasticd.runtime.engine.recipe import Recipe
 from elasticd.runtime.engine.stage_chunks import PassPart, StageChunk, stage_chunks
 from elasticd.runtime.model.bundle import (
@@ -55,7 +57,7 @@ from elasticd.runtime.model.bundle import (
     tensors,
 )
 from elasticd.runtime.model.local_model import LocalModel
-from elasticd.runtime.model.model import Loss
+from elasticd.runtime.model.model import Loss, Model
 from elasticd.runtime.model.rng import EVALUATION, Draws, watching
 from elasticd.runtime.model.validation import sum_and_count
 from elasticd.runtime.parallel.context_parallel import ContextParallel
@@ -114,6 +116,8 @@ class _MicroBatchState:
     start: float = 0.0  #: when the pass of a block began, by perf_counter
     received: Bundle | None = None  #: of the stage before; None: the chunk begins with the embedding
     segments: list[_Segment] = field(default_factory=list)
+    #: What other modules made of the items that the embedding takes, as leaves.
+    items: dict[GroupId, Bundle] = field(default_factory=dict)
     loss: Tensor | None = None  #: sum over targets; None: not the last stage
     targets: float | Tensor = 0
 
@@ -123,14 +127,33 @@ class _MicroBatchState:
         return self.segments[-1].out
 
 
-def _context(recipe: Recipe, plan: Plan, peers: Peers) -> ContextParallel | None:
+@dataclass
+class _Step:
+    """What the passes of a step have come to."""
+
+    micro_batches: Sequence[Any]
+    expected: Sequence[Sequence[int]]  #: of each micro-batch what the ledger has of it
+    order: list[Act]  #: its passes
+    last: dict[int, Act] = field(default_factory=dict)  #: by chunk the pass after which sums may begin
+    passed: int = 0  #: passes so far
+    alive: dict[tuple[int, int], _MicroBatchState] = field(default_factory=dict)
+    received: list[int] = field(default_factory=list)
+    unexpected: list[int] = field(default_factory=list)
+    losses: list[Tensor] = field(default_factory=list)
+    counts: list[float | Tensor] = field(default_factory=list)
+    tokens: int = 0
+    #: What other modules made of items, whose gradients are there and not sent.
+    taken: dict[GroupId, Bundle] = field(default_factory=dict)
+
+
+def _context(model: Model, plan: Plan, peers: Peers) -> ContextParallel | None:
     """What this device exchanges with the other lanes of its stage; None: no sequence is cut over lanes."""
     place, me = plan.places[peers.me], peers.me
     stage = plan.pipelines[place.pipeline].stages[place.stage]
     channel = Channel("context", stage.devices)
     if channel not in peers.channels:
         return None
-    return ContextParallel(recipe.model.spec, stage, me, peers.communicators.mesh(channel))
+    return ContextParallel(model.spec, stage, me, peers.communicators.mesh(channel))
 
 
 def _total(values: Sequence[float | Tensor]) -> float | Tensor:
@@ -177,41 +200,45 @@ class StageRunner:
         self,
         *,
         recipe: Recipe,
+        model: Model,
         plan: Plan,
         local: LocalModel,
         peers: Peers,
+        loader: Loader,
         telemetry: Telemetry,
         pace: PassPacer,
         on_section_done: Callable[[str], None],
         sums_begin: bool = True,
         slices: TokenSlices | None = None,
+        takes: Mapping[str, ItemBorder] | None = None,
+        gives: ItemSource | None = None,
     ) -> None:
         """
         Args:
-            recipe: of the job; its feed and `collate` make the batches.
-            plan: the plan in force.
-            local: this device's part of the model.
+            recipe: of the job.
+            model: the module whose sections these are.
+            plan: the plan in force, of this module.
+            local: this device's part of the module.
             peers: the other members of the plan. Their stopwatch measures waits, and publishes where the
                 main thread is.
+            loader: makes the batches.
             telemetry: measures passes.
             pace: called after every pass of a block; slows an emulated device down.
             on_section_done: called with a section when all gradients that this device adds to it are there.
             sums_begin: it begins sums of gradients with other devices.
             slices: of the tokens that blocks are on; None: they are on all. All tokens pass between stages.
+            takes: of a module that takes items: by their key in the batch the border with the module that
+                makes them.
+            gives: of a module of items: where the outputs of its last stage go. None: it computes a loss.
         """
-        self._slices = slices
+        self._slices, self._takes = slices, takes or {}
         self._rows: list[PackedRow] = []  # of the micro-batches of the step; empty: they are padded
-        self._sums_wait = False  # until all passes of the step are over
         self._one_queue = peers.communicators.one_queue
         self._ordered: tuple[object, tuple[Act, ...]] = (None, ())  # what a step does, by what it follows from
         self._made: dict[Act, list[Tensor]] = {}  # by pass what it has made for an adjacent stage
         self._batch: object = None  # of the pass that comes next, if it reads one
         self._own: tuple[Sequence[int], int] = ((), 0)  # which of how many rows of the pipeline they are
-        self._drawing, self.loss, self._loader = (
-            local.drawing,
-            recipe.loss,
-            Loader(recipe.feed, recipe.data.collate, recipe.reads, local.drawing),
-        )
+        self._drawing, self.loss, self._loader = local.drawing, recipe.loss, loader
         self._telemetry, self._stopwatch, self._pace = (
             telemetry,
             peers.everyone.plan_groups.stopwatch,
@@ -226,6 +253,7 @@ class StageRunner:
         place = plan.places[peers.everyone.me]
         stage = plan.stage(place)
         self._stage, self._position, self._lane = place.stage, place.position, place.lane
+        self._pipeline = place.pipeline
         self._stages = len(plan.pipeline(place).stages)
         self._share, self._layers = stage.fraction(place.position), stage.layers
         self.calls, self.before_first_pass = BlockCalls(), None
@@ -239,8 +267,8 @@ class StageRunner:
         passes = local.passes | {name: block.forward for name, block in self._recomputed.items()}
         whole = self._compiles and recipe.parallelism.compile == "chunks"
         run_of = partial(CompiledRun, local) if whole else None
-        self._chunks = stage_chunks(recipe, plan, peers, passes, self._recomputed, run_of)
-        self._context = _context(recipe, plan, peers)
+        self._chunks = stage_chunks(recipe, model, plan, peers, passes, self._recomputed, run_of, gives)
+        self._context = _context(model, plan, peers)
         alone = len(stage.devices) == 1
         channel = Channel("tensor", stage.devices)
         self._group = OneDevice(*stage.devices) if alone else peers.communicators.team(channel)
@@ -259,21 +287,126 @@ class StageRunner:
             rows: of all lanes of the pipeline, where each micro-batch is one row of its sequences, without
                 padding. Empty: samples are padded.
         """
+        count = len(micro_batches)
+        mine = [number for number, row in enumerate(rows) if row.lanes[self._lane]]
+        self._rows, self._own = [self._row(rows[number].lanes) for number in mine], (mine, len(rows))
+        waits = sums_wait(rows, self._lane, len(self._chunks))
+        before = self._order((self._stage - 1) % self._stages, count)
+        with self.running():
+            self.begin(micro_batches, acts := self._acts(count), before, scale, sums_wait=waits)
+            for act in acts:
+                self.carry_out(act)
+            if not acts and torch.is_grad_enabled():  # a lane without a sequence in this step adds nothing
+                for section in [name for chunk in reversed(self._chunks) for name in reversed(chunk.passes)]:
+                    self._on_section_done(section)
+            return self.end()
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Around passes: modules ask for the TP group, and draws are keyed."""
+        # torch hands a backward pass on an accelerator to another thread, which takes longer than the pass.
+        calling = nullcontext() if self._accelerator.immediate else set_multithreading_enabled(False)
+        with running(self._group), self._drawing.kept(), calling:
+            yield
+
+    def begin(
+        self,
+        micro_batches: Sequence[MicroBatch] | Sequence[Sequence[SampleItem]],
+        acts: Sequence[Act],
+        before: Sequence[Pass],
+        scale: float = 1.0,
+        *,
+        sums_wait: bool = False,
+    ) -> None:
+        """Begins a step.
+
+        Args:
+            micro_batches: of this lane.
+            acts: that will be carried out.
+            before: the passes of the stage before.
+            scale: the gradients are those of the loss times this.
+            sums_wait: sums of gradients begin after all passes.
+        """
         if self.before_first_pass is not None:
             self.before_first_pass()
             self.before_first_pass = None
         if self._compiles:
             settle_compiler()
-        mine = [number for number, row in enumerate(rows) if row.lanes[self._lane]]
-        self._rows, self._own = [self._row(rows[number].lanes) for number in mine], (mine, len(rows))
-        self._sums_wait = sums_wait(rows, self._lane, len(self._chunks))
         if self._context is not None:
             self._context.begin_step()
-        # torch hands a backward pass on an accelerator to another thread, which takes longer than the pass.
-        calling = nullcontext() if self._accelerator.immediate else set_multithreading_enabled(False)
-        with running(self._group), self._drawing.kept(), calling:
-            expected = [entries(micro, packed=bool(rows)) for micro in micro_batches]
-            return self._run(expected, micro_batches, scale)
+        self._scale, self._batch = scale, None
+        self._paced = self._pace.emulates
+        self._steps += torch.is_grad_enabled()
+        self._made.clear()
+        self._loader.take()
+        for chunk in self._chunks:
+            if chunk.before is not None:
+                chunk.before.begin_step(before)
+            if chunk.after is not None:
+                chunk.after.begin_step()
+        expected = [entries(micro, packed=bool(self._rows)) for micro in micro_batches]
+        step = self._step = _Step(micro_batches, expected, [act for act in acts if act.what == "pass"])
+        if not sums_wait:
+            step.last = {act.chunk: act for act in step.order if act.kind == "backward"}
+        self._post_headers(step.order[: 1 + AHEAD], expected)
+
+    def carry_out(self, act: Act, group: GroupId | None = None) -> None:
+        """A pass, or one end of a message.
+
+        Args:
+            act: the next one of the step.
+            group: of a message over a border of modules, at the module that takes items: which they are.
+        """
+        step, index, number = self._step, act.micro_batch, act.chunk
+        micro, expected, chunk = step.micro_batches[index], step.expected[index], self._chunks[number]
+        if group is not None:
+            self._item_message(act, group)
+            return
+        if act.what != "pass":
+            self._message(act, micro, expected, step.alive)
+            return
+        with self._passing(index, micro):
+            if act.kind == "backward":
+                ends = act is step.last.get(number)
+                self._backward(act, step.alive.pop((number, index)), chunk, last=ends)
+            else:
+                ends = number in step.last and step.last[number].micro_batch == index
+                graphs = chunk.separate if self._separate(number, last=ends) else chunk.graphs
+                state, counted = self._forward(act, micro, expected, chunk, graphs)
+        step.passed += 1
+        self._post_headers(step.order[step.passed + AHEAD : step.passed + 1 + AHEAD], step.expected)
+        if act.kind == "backward":
+            return
+        if torch.is_grad_enabled():  # else there is no backward pass
+            step.alive[number, index] = state
+            self.most_alive = max(self.most_alive, len(step.alive))
+        if number == 0:
+            step.received.extend(state.ids)
+            step.tokens += state.tokens
+        elif state.ids != expected:
+            step.unexpected.extend(state.ids)  # so that the vote reports them
+        if state.loss is not None and self._position == 0:
+            step.losses.append(state.loss.detach())
+            step.counts.append(counted)
+
+    def end(self) -> Passed:
+        """Ends a step all of whose acts were carried out."""
+        step = self._step
+        for chunk in self._chunks:
+            for border in (chunk.before, chunk.after):
+                if border is not None:
+                    border.end_step()
+        # Ids that came with activations; on the first stage, ids that the dataset was asked for.
+        asked, failure = self._loader.take()
+        seen = step.received if self._stage else asked
+        counts_tokens = self._stage == 0 and self._position == 0
+        return Passed(
+            loss=_total(step.losses),
+            count=_total(step.counts),
+            tokens=step.tokens if counts_tokens else 0,
+            samples=hash_samples((*seen, *step.unexpected)),
+            failure=failure,
+        )
 
     def _row(self, lanes: Sequence[MicroBatch]) -> PackedRow:
         """This lane's part of a row. What it lacks of sequences that are cut comes from the other lanes."""
@@ -298,77 +431,6 @@ class StageRunner:
             )
             self._ordered = key, tuple(acts if self._one_queue else at_once(acts))
         return self._ordered[1]
-
-    def _run(
-        self, expected: Sequence[Sequence[int]], micro_batches: Sequence[MicroBatch], scale: float
-    ) -> Passed:
-        self._scale, self._batch = scale, None
-        self._paced = self._pace.emulates
-        self._steps += torch.is_grad_enabled()
-        self._made.clear()
-        count = len(micro_batches)
-        acts = self._acts(count)
-        order = [act for act in acts if act.what == "pass"]
-        last = {act.chunk: act for act in order if act.kind == "backward" and not self._sums_wait}
-        alive: dict[tuple[int, int], _MicroBatchState] = {}
-        received: list[int] = []
-        unexpected_ids: list[int] = []
-        losses: list[Tensor] = []
-        counts: list[float | Tensor] = []
-        tokens = 0
-        self._loader.take()
-        for chunk in self._chunks:
-            if chunk.before is not None:
-                chunk.before.begin_step(self._order((self._stage - 1) % self._stages, count))
-            if chunk.after is not None:
-                chunk.after.begin_step()
-        self._post_headers(order[: 1 + AHEAD], expected)
-        passed = 0
-        for act in acts:
-            index, number, chunk = act.micro_batch, act.chunk, self._chunks[act.chunk]
-            if act.what != "pass":
-                self._message(act, micro_batches[index], expected[index], alive)
-                continue
-            with self._passing(index, micro_batches[index]):
-                if act.kind == "backward":
-                    self._backward(act, alive.pop((number, index)), chunk, last=act is last.get(number))
-                else:
-                    ends = number in last and last[number].micro_batch == index
-                    graphs = chunk.separate if self._separate(number, last=ends) else chunk.graphs
-                    state, counted = self._forward(act, micro_batches[index], expected[index], chunk, graphs)
-            passed += 1
-            self._post_headers(order[passed + AHEAD : passed + 1 + AHEAD], expected)
-            if act.kind == "backward":
-                continue
-            if torch.is_grad_enabled():  # else there is no backward pass
-                alive[number, index] = state
-                self.most_alive = max(self.most_alive, len(alive))
-            if number == 0:
-                received.extend(state.ids)
-                tokens += state.tokens
-            elif state.ids != expected[index]:
-                unexpected_ids.extend(state.ids)  # so that the vote reports them
-            if state.loss is not None and self._position == 0:
-                losses.append(state.loss.detach())
-                counts.append(counted)
-        if not order and torch.is_grad_enabled():  # a lane without a sequence in this step adds nothing
-            for section in [name for chunk in reversed(self._chunks) for name in reversed(chunk.passes)]:
-                self._on_section_done(section)
-        for chunk in self._chunks:
-            for border in (chunk.before, chunk.after):
-                if border is not None:
-                    border.end_step()
-        # Ids that came with activations; on the first stage, ids that the dataset was asked for.
-        asked, failure = self._loader.take()
-        seen = received if self._stage else asked
-        counts_tokens = self._stage == 0 and self._position == 0
-        return Passed(
-            loss=_total(losses),
-            count=_total(counts),
-            tokens=tokens if counts_tokens else 0,
-            samples=hash_samples((*seen, *unexpected_ids)),
-            failure=failure,
-        )
 
     def forward(
         self, micro_batches: Sequence[MicroBatch], loader: Loader, loss: Loss, rows: Sequence[BatchRow] = ()
@@ -396,11 +458,16 @@ class StageRunner:
         if self.reads:
             self._loader.prepare([piece.sample for micro in micro_batches for piece in micro])
 
+    def reads_in(self, act: Act) -> bool:
+        """Whether a forward pass reads samples here."""
+        chunk = self._chunks[act.chunk]
+        return chunk.before is None or chunk.after is None
+
     @contextmanager
     def _passing(self, index: int, micro: MicroBatch) -> Iterator[None]:
         """A pass of a micro-batch: modules ask for its row, and dropouts for its samples."""
         row = self._rows[index] if self._rows else None
-        self._drawing.samples = ids_of(micro)
+        self._drawing.samples = draws_of(micro)
         self._drawing.tokens = None if row is None else (row.sample_of_token, row.positions)
         with passing(row):
             yield
@@ -421,13 +488,41 @@ class StageRunner:
         assert neighbour is not None
         if act.what == "send":
             neighbour.send(index, self._made.pop(act._replace(what="pass")))
-        elif isinstance(neighbour, NextStage):
+        elif not forth:
+            assert not isinstance(neighbour, PrevStage)
             waiting = alive[act.chunk, index]
-            neighbour.post(index, self._like(waiting.output, waiting))
+            out = waiting.output
+            neighbour.post(index, out if chunk.ends_with_head else self._like(out, waiting))
         else:
+            assert isinstance(neighbour, PrevStage)
             if chunk.after is None:
                 self._read(micro, chunk)  # while the activation is on its way
             neighbour.receive(index, len(ids))
+
+    def _item_message(self, act: Act, group: GroupId) -> None:
+        """Launches one end of a message, at the module that takes items."""
+        border = next(each for each in self._takes.values() if group in each.groups)
+        if act.what == "receive":
+            border.receive(group)
+        else:
+            leaf = self._step.taken.pop(group)
+            border.send_back(group, leaf, gradients(leaf))
+
+    def _with_items(self, state: _MicroBatchState, index: int, micro: MicroBatch, batch: Any) -> Any:
+        """The batch with what other modules made of the items of its samples, in the order of the samples and
+        of the items of each: [rows, ...], or named tensors of that shape; None: its samples have none."""
+        outputs: dict[str, Bundle | None] = {}
+        for name, border in self._takes.items():
+            parts: list[tuple[SampleItem, Bundle]] = []
+            for key in border.needed(self._pipeline, self._lane, index):
+                leaf, ids = border.activation(key)
+                if ids != border.expected(key):
+                    self._step.unexpected.extend(ids)  # so that the vote reports them
+                state.items[key] = leaf
+                for place, item in enumerate(border.groups[key].items):
+                    parts.append((item, row_of(leaf, place)))
+            outputs[name] = joined(in_order_of(ids_of(micro), parts))
+        return {**batch, **outputs}
 
     def _read(self, micro: MicroBatch, chunk: StageChunk) -> None:
         """Reads the batch of the next pass."""
@@ -470,6 +565,8 @@ class StageRunner:
             self._worked(state, micro, chunk, x)
         else:
             telemetry.mark()
+            if self._takes:
+                x = batch = self._with_items(state, index, micro, batch)
             x = self._precision.entering(batch) if self._precision else batch
         for parts in graphs:
             x = self._segment(state, micro, chunk, parts, x)
@@ -479,7 +576,7 @@ class StageRunner:
             telemetry.passed("head")
         else:
             telemetry.passed("forward")
-            x = self._joined(x)
+            x = x if chunk.ends_with_head else self._joined(x)
             chunk.after.announce(index, x, state.ids)
             self._made[act] = [tensor.detach() for tensor in tensors(x)]
         return state, counted
@@ -591,7 +688,7 @@ class StageRunner:
             assert chunk.after is not None
             grads = chunk.after.gradient(act.micro_batch)
         telemetry.mark()
-        if state.loss is None and self._slices is not None:
+        if self._slices is not None and not chunk.ends_with_head:
             grads = self._slices.cut(single(grads))
         state.start = time.perf_counter()
         while state.segments:
@@ -613,6 +710,7 @@ class StageRunner:
                 state.start = time.perf_counter()
                 telemetry.mark()
         self._begun.add(act.chunk)
+        self._step.taken.update(state.items)
         if state.received is not None:
             out = state.received
             if self._slices is not None:
@@ -636,13 +734,12 @@ class StageRunner:
         watches = self._steps <= _FIRST or self._steps % _SELDOM == 0
         draws, last = watching() if watches else nullcontext(Draws()), segment.parts[-1].sections[-1]
         with self._drawing.keyed(f"{last}, backward"), draws as drawn:
-            if last != "head":
+            if last != "head" or state.loss is None:
                 if segment.entered is not None or any(x.requires_grad for x in tensors(segment.out)):
                     backward(segment.out, grads)
             elif _none(state.targets):  # no sample of it has a target: nothing is added to any gradient
                 backward(segment.out, nothing(segment.out))
             else:
-                assert state.loss is not None
                 torch.autograd.backward(state.loss, torch.full_like(state.loss, self._scale))
         self._draws = self._draws or drawn.drew
 

@@ -19,6 +19,7 @@ from elasticd_planner.spec.plan import Plan
 from torch import Tensor, nn
 
 from elasticd.runtime.comm.communicators import Peers
+from elasticd.runtime.engine.item_border import ItemSource
 from elasticd.runtime.engine.p2p import NextStage, PrevStage
 from elasticd.runtime.engine.recipe import Recipe
 from elasticd.runtime.model.bundle import Bundle
@@ -41,7 +42,12 @@ class StageChunk:
     passes: dict[str, Callable[..., Any]]  #: by section
     graphs: list[list[PassPart]]  #: the parts that can be one autograd graph together
     before: PrevStage | None  #: None: the chunk begins with the embedding
-    after: NextStage | None  #: None: the chunk ends with the head
+    after: NextStage | ItemSource | None  #: None: the chunk ends with the head, whose outputs go to the loss
+
+    @property
+    def ends_with_head(self) -> bool:
+        """Whether its last section is the head, whose output no member of a TP group has slices of."""
+        return "head" in self.passes
 
     @cached_property
     def separate(self) -> list[list[PassPart]]:
@@ -93,23 +99,27 @@ def block_runs(graph: Sequence[str]) -> list[tuple[str, ...]]:
 
 def stage_chunks(
     recipe: Recipe,
+    model: Model,
     plan: Plan,
     peers: Peers,
     passes: Mapping[str, Callable[..., Any]],
     alone: Collection[str],
     run_of: Callable[[tuple[str, ...]], Callable[..., Any]] | None,
+    gives: ItemSource | None = None,
 ) -> list[StageChunk]:
     """The chunks of this device's stage in their order, each with its connections to the adjacent stages.
 
     Args:
         recipe: of the job.
-        plan: the plan in force.
+        model: the module whose sections these are.
+        plan: the plan in force, of this module.
         peers: its other members.
         passes: of each section of the device.
         alone: sections that need an autograd graph of their own.
         run_of: makes one pass of consecutive blocks; None: each block is passed by itself.
+        gives: where the outputs of the head go, of a module of items; None: to the loss.
     """
-    model, me = recipe.model, peers.everyone.me
+    me = peers.everyone.me
     place = plan.places[me]
     pipeline, stage = plan.pipeline(place), plan.stage(place)
 
@@ -134,13 +144,14 @@ def stage_chunks(
     chunks = []
     for number, (start, stop) in enumerate(stage.chunks):
         turn = number * depth + place.stage
-        prev = next_ = None
+        prev: PrevStage | None = None
+        next_: NextStage | ItemSource | None = gives
         if start > 0:
             prev = neighbour(PrevStage, around[0], turn - 1, number - (place.stage == 0))
         if stop < pipeline.layers:
             next_ = neighbour(NextStage, around[1], turn + 1, number)
         names = [f"blocks.{layer}" for layer in range(start, stop)]
-        names = ["embed"] * (prev is None) + names + ["head"] * (next_ is None)
+        names = ["embed"] * (prev is None) + names + ["head"] * (stop == pipeline.layers)
         kept = {name: passes[name] for name in names}
         graphs = [_parts(graph, kept, run_of) for graph in autograd_graphs(model, names, alone)]
         chunks.append(StageChunk(passes=kept, graphs=graphs, before=prev, after=next_))

@@ -14,10 +14,11 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import cached_property
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 import torch
 from elasticd_migration.exchange import checksum
+from elasticd_planner.layout.layouts import Specs
 from elasticd_planner.spec.box import Box
 from elasticd_planner.spec.model import Cut, ModelSpec, Parameter, Units
 from torch import Tensor, nn
@@ -25,6 +26,7 @@ from torch import Tensor, nn
 from elasticd.runtime.model.batch_format import BatchFormat
 from elasticd.runtime.model.box_reader import BoxReader
 from elasticd.runtime.model.handed_over import HandedOver, without_storage
+from elasticd.runtime.model.model_graph import ModelGraph
 from elasticd.runtime.model.pretrained import Pretrained
 from elasticd.runtime.model.rng import Dropout, begun_at
 from elasticd.runtime.model.tie_rules import rules_of_ties
@@ -44,7 +46,7 @@ from elasticd.runtime.model.validation import ModelError, buffers_of, refuse_mod
 from elasticd.system.logs import is_first_worker
 from elasticd.system.user_line import warning_level
 
-__all__ = ["Init", "Model", "ModelError"]
+__all__ = ["Init", "Model", "ModelError", "Module"]
 
 Init = Callable[[str, tuple[int, ...], torch.Generator], Tensor]
 #: (output of the head, batch) -> (sum of the losses, count of targets). On an accelerator the host waits for no
@@ -62,9 +64,9 @@ class Model:
     def __init__(
         self,
         *,
-        embed: nn.Module,
-        blocks: Sequence[nn.Module],
-        head: nn.Module,
+        embed: nn.Module | None = None,
+        blocks: Sequence[nn.Module] = (),
+        head: nn.Module | None = None,
         width: int | None = None,
         init: Init | Mapping[str, Tensor] | BoxReader | None = None,
         name: str = "model",
@@ -73,6 +75,7 @@ class Model:
         ties: Mapping[str, str] | None = None,
         proved: str = "",
         tp_plan: Mapping[str, Any] | None = None,
+        modules: Mapping[str, Model] | None = None,
     ) -> None:
         """
         Args:
@@ -93,10 +96,20 @@ class Model:
             proved: how the sections' output was verified, for `elasticd check` to print.
             tp_plan: rules in torch's words, beside `rules` or in their place: "colwise", "rowwise" or a rule,
                 by names of modules, as in torch's parallelize_module. See `tp_plan.rules_of_plan`.
+            modules: of a model of several modules each `elasticd.Module`, by name, in place of all other
+                arguments but `name`. One computes the loss; the others run on items of samples, such as images,
+                and it takes what they make. Full names begin with the module's: "vision.blocks.3.…".
 
         Raises:
             ModelError: the model cannot be trained so; the message says why, and what to do.
         """
+        if modules is not None:
+            self._join(modules, name)
+            return
+        #: The modules of a model of several; None: it has one.
+        self.graph: ModelGraph[Module] | None = None
+        if embed is None or head is None:
+            raise ModelError("model: give it embed, blocks and head, or several modules: Model(modules={...})")
         if not len(blocks):
             raise ModelError("model: blocks must be a non-empty list of modules, the layers in order")
         given = {"embed": embed, **{f"blocks.{i}": block for i, block in enumerate(blocks)}, "head": head}
@@ -153,18 +166,32 @@ class Model:
                 stacklevel=warning_level(),
             )
 
+    def _join(self, modules: Mapping[str, Model], name: str) -> None:
+        """Becomes the module that computes the loss, with all modules beside it."""
+        for own, module in modules.items():
+            if not isinstance(module, Module):
+                raise ModelError(f"module {own!r} is a {type(module).__name__}: make it an elasticd.Module")
+        graph = ModelGraph({own: module for own, module in modules.items() if isinstance(module, Module)}, name)
+        self.__dict__.update(graph.loss_module.__dict__)
+        self.graph, self.name = graph, name
+
     @classmethod
     def from_hf(cls, *_: object, **__: object) -> NoReturn:
         """The former name of `elasticd.from_hf`. Raises AttributeError, which names the present one."""
         raise AttributeError("Model.from_hf is elasticd.from_hf now: call that, with the same arguments")
 
     @property
+    def specs(self) -> Specs:
+        """Its description, or that of each of its modules."""
+        return self.spec if self.graph is None else self.graph.specs
+
+    @property
     def dtype(self) -> torch.dtype:
         """The type of the activation between blocks: that of the first block's parameters."""
         return next(self.sections["blocks.0"].parameters()).dtype
 
-    def computing_in(self, dtype: torch.dtype) -> Model:
-        """The same model with parameters, and so activations, of another dtype.
+    def computing_in(self, dtype: torch.dtype) -> Self:
+        """The same model of one module with parameters, and so activations, of another dtype.
 
         Buffers and first values keep theirs.
         """
@@ -182,6 +209,8 @@ class Model:
 
         The leader compares it between ranks.
         """
+        if self.graph is not None:
+            return self.graph.digest(Model.first)
         if self._reader is not None:
             return self._reader.digest()
         digest = hashlib.blake2b(digest_size=16)
@@ -192,6 +221,8 @@ class Model:
     @cached_property
     def frozen_digest(self) -> str:
         """A digest of the frozen parameters where checkpoints leave them out; else empty."""
+        if self.graph is not None:
+            return self.graph.digest(lambda module: module.frozen_digest)
         if not self.leaves_out_frozen or self._init is not None:
             return ""
         if self._reader is not None:
@@ -205,6 +236,10 @@ class Model:
 
     def retire(self) -> None:
         """Retires the user's modules: the devices of a job have the first values. Nothing the second time."""
+        if self.graph is not None:
+            for module in self.graph.modules.values():
+                module.retire()
+            return
         if self.handed_over.retired:
             return
         kept = frozenset(self.spec.frozen) if self.leaves_out_frozen else frozenset[str]()
@@ -352,6 +387,9 @@ class Model:
         Raises:
             ModelError: there is no value, or it has another shape than the parameter.
         """
+        if self.graph is not None:
+            module, rest = self.graph.named(name)
+            return module.first_value(rest, box, seed, dtype)
         rule = self.parameter(name)
         if rule.kind == "buffer":
             buffer = self.sections[split_name(name)[0]].get_buffer(rule.name)
@@ -391,6 +429,8 @@ class Model:
     def trained_parameters(self) -> dict[str, Tensor]:
         """The trained parameters by full name, as the user's modules have them, on the meta device. One that
         several sections share is there once."""
+        if self.graph is not None:
+            return self.graph.together(Model.trained_parameters)
         trained: dict[str, Tensor] = {}
         for section, module in self.sections.items():
             for name, parameter in module.named_parameters():
@@ -434,6 +474,34 @@ class Model:
         with begun_at(_generator(seed, f"{section}.{path}").initial_seed()):
             made.reset_parameters()
         return getattr(made, leaf)
+
+
+class Module(Model):
+    """One module of a model of several: sections of its own (embed, blocks, head), with a layout of its own."""
+
+    items: str  #: under which key a sample has the items that the module runs on; empty: it runs on samples
+    takes: dict[str, str]  #: by key in the batch: of which module it takes what that made of the items
+
+    def __init__(self, *, items: str = "", takes: Mapping[str, str] | None = None, **described: Any) -> None:
+        """
+        Args:
+            items: a key of samples, "images" say, under which each has a list of tensors, or of mappings of
+                tensors. The module runs on one of them at a time, [1, ...]; its head gives [1, rows, width], or
+                named tensors of which each begins so. Empty: the module runs on samples.
+            takes: by key: the module that makes what `embed` finds in its batch under that key: the rows of all
+                items of the micro-batch, in order, [rows, width] (or named tensors); None where there are none.
+            described: as for `elasticd.Model`: embed, blocks, head, width, rules, units, ...
+
+        Raises:
+            ModelError: the module cannot be trained so; the message says why, and what to do.
+        """
+        super().__init__(**described)
+        self.items, self.takes = items, dict(takes or {})
+        if items and takes:
+            raise ModelError(
+                f"a module of {items} takes {', '.join(self.takes)}: modules of items that take other modules' "
+                "outputs are not supported; join the two in one module"
+            )
 
 
 def _generator(seed: int, name: str) -> torch.Generator:

@@ -63,6 +63,7 @@ class GradientReducer:
         parameters: Parameters,
         modules: Mapping[str, nn.Module],
         *,
+        members: Sequence[str] = (),
         gates: Mapping[str, str] | None = None,
         keep_all: bool = True,
         stopwatch: Stopwatch | None = None,
@@ -77,6 +78,7 @@ class GradientReducer:
             peers: this device, and the other members of the plan.
             parameters: the local ones by name, each with the box that it holds.
             modules: the local ones by section.
+            members: of the module's plan; empty: all members of the plan.
             gates: for tied parameters a section that must be done before they are reduced; see `last_users`.
             keep_all: every gradient stays with its parameter; False under ZeRO 2.
             stopwatch: measures the seconds of flattening and of waits.
@@ -91,7 +93,7 @@ class GradientReducer:
         ]
         self._teams = [peers.communicators.team(Channel("reduce", bucket.devices)) for bucket in queue]
         self._passed_on = tuple(map(tuple, passed_on))
-        everyone = Channel("state", peers.everyone.members)
+        everyone = Channel("state", tuple(members) or peers.everyone.members)
         self._mesh = peers.communicators.mesh(everyone) if passed_on else None
         late = [bucket for together in passed_on for bucket in together]
         self._users = _users(parameters, modules, gates or {})

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 
 import torch
 from elasticd_migration.local_state import LocalState
-from elasticd_planner.layout.layouts import Layouts
+from elasticd_planner.layout.layouts import Layouts, Specs
 from elasticd_planner.layout.snapshot_layouts import StoodIn
 from elasticd_planner.spec.cluster import node_of
-from elasticd_planner.spec.model import ModelSpec
 from elasticd_planner.spec.plan import Plan
 
 from elasticd.records import Recovery
@@ -67,6 +66,6 @@ class Snapshots:
         return state
 
 
-def stood_in(spec: ModelSpec, old: Plan, recovery: Recovery) -> StoodIn:
+def stood_in(spec: Specs, old: Plan, recovery: Recovery) -> StoodIn:
     """Where everything lies once all have read the snapshots that they are to."""
     return StoodIn(spec, old, shares=shares(Layouts(spec, old)), stands=recovery.snapshots)

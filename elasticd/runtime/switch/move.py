@@ -18,9 +18,8 @@ from elasticd_migration.reshard import Lost, bytes_lacking, whole_bytes
 from elasticd_migration.schema import Disagreement, Schema
 from elasticd_migration.transport import ProcessGroupTransport, Transport
 from elasticd_planner.layout.channels import Channel
-from elasticd_planner.layout.layouts import Layouts
+from elasticd_planner.layout.layouts import Layouts, Specs
 from elasticd_planner.layout.surviving_layouts import Remains
-from elasticd_planner.spec.model import ModelSpec
 from elasticd_planner.spec.plan import Plan
 
 from elasticd.records import Proposal, Recovery
@@ -100,7 +99,7 @@ def prepare(
         ValueError: the plan is of a 0.1 leader whose chaos shifted the data.
     """
     recipe.accelerator.use()  # this thread is another than the training's
-    spec, plan, old, recovery = recipe.model.spec, proposal.plan, proposal.old, proposal.recovery
+    spec, plan, old, recovery = recipe.model.specs, proposal.plan, proposal.old, proposal.recovery
     if plan.sequence:
         raise ValueError("the plan has samples read in other sequences (chaos shift of release 0.1)")
     layouts = Layouts(spec, plan)
@@ -183,7 +182,7 @@ def _members(old: Plan | None, plan: Plan, recovery: Recovery | None) -> tuple[s
     return tuple(dict.fromkeys((*living, *plan.members, *sorted(recovery.sources))))
 
 
-def _source(spec: ModelSpec, old: Plan, recovery: Recovery | None) -> Layouts:
+def _source(spec: Specs, old: Plan, recovery: Recovery | None) -> Layouts:
     """What moves: the old plan's layouts, after a fault as far as they are left."""
     if recovery is None:
         return Layouts(spec, old)

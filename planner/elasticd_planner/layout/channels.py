@@ -23,15 +23,16 @@ from elasticd_planner.layout.flows import FlowMessage, stage_flows
 from elasticd_planner.layout.gradient_reduction import Reduction, reductions
 from elasticd_planner.layout.layouts import Layouts
 from elasticd_planner.spec.model import item_size
-from elasticd_planner.spec.plan import Pipeline, Plan
+from elasticd_planner.spec.plan import Edge, Pipeline, Plan
 
 #: Communicators that a device has at most, as far as sets that reduce gradients can be fewer.
 MOST = 24
 
 #: What a communicator is for. "tensor": collectives inside of sections. "reduce": sums of gradients.
 #: "activation", "gradient": between stages, forth and back. "state": what ZeRO delivers, between any members.
-#: "context": keys and values of cut sequences, between any members of a stage's lanes.
-Use = Literal["tensor", "reduce", "activation", "gradient", "state", "context"]
+#: "context": keys and values of cut sequences, between any members of a stage's lanes. "items": what a module
+#: of items makes, and its gradients back, between any members of both ends.
+Use = Literal["tensor", "reduce", "activation", "gradient", "state", "context", "items"]
 
 
 class Channel(NamedTuple):
@@ -54,6 +55,30 @@ def channels(layouts: Layouts, device: str, *, cuts: bool = False) -> tuple[Chan
         cuts: whether sequences may be cut over lanes.
     """
     return channels_by_device(layouts, (device,), cuts=cuts)[device]
+
+
+def channels_of_modules(layouts: Layouts, device: str, *, cuts: bool = False) -> tuple[Channel, ...]:
+    """`channels` of a device over all modules of a plan, and those of the borders between modules."""
+    plan = layouts.plan
+    if len(plan.modules) == 1:
+        return channels(layouts, device, cuts=cuts)
+    rank = {name: index for index, name in enumerate(plan.members)}
+    own = {item_channel(plan, edge) for edge in plan.edges}
+    found = {channel for channel in own if device in channel.members}
+    for view in layouts.views.values():
+        if device in view.plan.members:
+            found.update(channels(view, device, cuts=cuts))
+    return tuple(sorted(found, key=lambda each: ([rank[name] for name in each.members], each.use)))
+
+
+def item_channel(plan: Plan, edge: Edge) -> Channel:
+    """The communicator of a border between modules: of the last stages of the module of items, and of the first
+    ones of the module that takes them."""
+    source, target = (
+        {device for lane in plan.view(name).by_lane for device in lane.stages[at].devices}
+        for name, at in ((edge.source, -1), (edge.target, 0))
+    )
+    return Channel("items", tuple(device for device in plan.members if device in source | target))
 
 
 def channels_by_device(

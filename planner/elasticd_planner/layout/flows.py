@@ -7,14 +7,14 @@ is one. At the border of two stages every member of a TP group has the full acti
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
 from elasticd_planner.layout.activations import whole
 from elasticd_planner.layout.resolve import dual, messages, resolve
 from elasticd_planner.spec.box import Box, TensorLayout
-from elasticd_planner.spec.plan import Pipeline, Place, Stage
+from elasticd_planner.spec.plan import Pipeline, Place
 
 
 class FlowMessage(NamedTuple):
@@ -28,7 +28,7 @@ class FlowMessage(NamedTuple):
 class Border(NamedTuple):
     """A flow at one device: from whom it receives, and to whom it sends."""
 
-    source: str
+    source: str | None  #: None: it receives nothing, since it has what it needs, or needs nothing
     destinations: tuple[str, ...]
 
 
@@ -60,9 +60,9 @@ def stage_flows(pipeline: Pipeline) -> Iterator[tuple[TensorFlow, int]]:
     interleaved pipeline the last stage hands on to the first, too."""
     stages, chunks = pipeline.stages, pipeline.chunks
     for near, far in pairwise(stages):
-        yield _between(near, far), chunks
+        yield between(near.devices, far.devices), chunks
     if len(stages) > 1 and chunks > 1:
-        yield _between(stages[-1], stages[0]), chunks - 1
+        yield between(stages[-1].devices, stages[0].devices), chunks - 1
 
 
 def borders(pipeline: Pipeline, place: Place, device: str) -> tuple[Border, Border]:
@@ -70,13 +70,16 @@ def borders(pipeline: Pipeline, place: Place, device: str) -> tuple[Border, Bord
     comes after the last."""
     stages, at = pipeline.stages, place.stage
     prev, next_ = stages[at - 1], stages[(at + 1) % len(stages)]
-    return _between(prev, stages[at]).at_target(device), _between(stages[at], next_).at_source(device)
+    own = stages[at].devices
+    return between(prev.devices, own).at_target(device), between(own, next_.devices).at_source(device)
 
 
-def _between(near: Stage, far: Stage) -> TensorFlow:
-    return flow(whole(near.devices), whole(far.devices))
+def between(near: Sequence[str], far: Sequence[str]) -> TensorFlow:
+    """The flow of a tensor from the members of one TP group, each of which has all of it, to those of another,
+    each of which needs all of it. They may share devices."""
+    return flow(whole(near), whole(far))
 
 
 def _border(comes: Iterable[FlowMessage], goes: Iterable[FlowMessage], device: str) -> Border:
-    (source,) = (message.source for message in comes if device in message.destinations)
+    source = next((message.source for message in comes if device in message.destinations), None)
     return Border(source, tuple(to for each in goes if each.source == device for to in each.destinations))

@@ -168,7 +168,8 @@ class _Rank:
             return
         border = self._after if later else self._before
         chunk = act.chunk if later else act.chunk - (self._place.stage == 0)  # of the earlier stage
-        pairs = [(self._device, to) for to in border.destinations] if sends else [(border.source, self._device)]
+        source = border.source or self._device
+        pairs = [(self._device, to) for to in border.destinations] if sends else [(source, self._device)]
         for channel in [Channel(use, pair) for pair in pairs]:
             for tensor in range(self._tensors[use]):
                 yield channel, f"{channel}: tensor {tensor} of micro-batch {act.micro_batch} of chunk {chunk}"

@@ -17,6 +17,7 @@ from elasticd_planner.layout.optimizer_sharding import Dealer, Dealt, Part, join
 from elasticd_planner.spec.box import Box, Holding, TensorLayout
 from elasticd_planner.spec.model import ModelSpec, Parameter, member_box
 from elasticd_planner.spec.plan import Plan, Stage
+from elasticd_planner.value import refuse
 
 Role = Literal["value", "state", "buffer"]
 Gradient = Literal["same", "add"]  # of a TP group: see `Parameter.replicas`
@@ -36,11 +37,41 @@ class Item(NamedTuple):
 _Holders = tuple[Holding, ...]
 
 
-class Layouts:
-    """The layouts of a model's tensors under one plan."""
+#: A model of one module, or the modules of a model of several, by name.
+Specs = ModelSpec | Mapping[str, ModelSpec]
 
-    def __init__(self, spec: ModelSpec, plan: Plan) -> None:
-        self.spec, self.plan = spec, plan
+
+class Layouts:
+    """The layouts of a model's tensors under one plan.
+
+    Of a model of several modules they are those of all of them together, for state that moves, is kept or is
+    written; names begin with the module's: "vision.blocks.0.proj.weight". Each module has its own in `views`.
+    """
+
+    plan: Plan
+
+    def __init__(self, spec: Specs, plan: Plan) -> None:
+        self.plan = plan
+        self._layouts: dict[tuple[str, int], TensorLayout] = {}
+        self._families: dict[Hashable, _Family] = {}
+        self._family: dict[str, _Family] = {}
+        if isinstance(spec, ModelSpec):
+            self._views: Mapping[str, Layouts] | None = None
+            self._spec: ModelSpec | None = spec
+            self._describe(spec, plan)
+            self._dealt = not plan.state.zero
+            return
+        self._views, self._spec, self._dealt = {}, None, True
+        for module, own in spec.items():
+            view = self._views[module] = Layouts(own, plan.view(module))
+            for family in view._families.values():
+                family.number = len(self._families)
+                self._families[module, family.number] = family
+            for name in view._family:
+                self._family[f"{module}.{name}"] = view._dealt_family(name)
+
+    def _describe(self, spec: ModelSpec, plan: Plan) -> None:
+        """Finds the families of a model's parameters."""
         sections = _stages_by_section(spec, plan)
         sets = {section: tuple((p, s) for p, s, _ in held) for section, held in sections.items()}
         numbers: dict[Hashable, int] = {}
@@ -51,8 +82,6 @@ class Layouts:
             for parameter in spec.section(section):
                 name = f"{section}.{parameter.name}"
                 owners.setdefault(ties.get(name, name), []).append((section, parameter))
-        self._families: dict[Hashable, _Family] = {}
-        self._family: dict[str, _Family] = {}
         stages = _Stages(spec)
         sliced = any(stage.sliced for _, _, stage in plan.walk())
         for name, held in owners.items():
@@ -68,8 +97,18 @@ class Layouts:
                 self._families[key] = _Family(len(self._families), uses, stages)
             self._families[key].names.append(name)
             self._family[name] = self._families[key]
-        self._layouts: dict[tuple[str, int], TensorLayout] = {}
-        self._dealt = not plan.state.zero
+
+    @property
+    def spec(self) -> ModelSpec:
+        """The description of a model of one module. Refuses a model of several: each has its own view."""
+        if self._spec is None:
+            refuse(f"plan {self.plan.number}: its modules {', '.join(self.views)} have a description each")
+        return self._spec
+
+    @property
+    def views(self) -> Mapping[str, Layouts]:
+        """By module: its own layouts, with the names that it has there. Of a plan of one module: these."""
+        return {self.plan.module.module: self} if self._views is None else self._views
 
     @property
     def names(self) -> tuple[str, ...]:

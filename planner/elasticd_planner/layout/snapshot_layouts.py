@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 
-from elasticd_planner.layout.layouts import Item, Layouts
+from elasticd_planner.layout.layouts import Item, Layouts, Specs
 from elasticd_planner.spec.box import Box, Holding, TensorLayout
-from elasticd_planner.spec.model import ModelSpec
 from elasticd_planner.spec.plan import Plan
 from elasticd_planner.value import refuse
 
@@ -25,7 +24,7 @@ class StoodIn(Layouts):
 
     def __init__(
         self,
-        spec: ModelSpec,
+        spec: Specs,
         plan: Plan,
         *,
         shares: Mapping[str, Mapping[Item, Sequence[Box]]],

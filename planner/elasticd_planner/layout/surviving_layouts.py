@@ -11,18 +11,15 @@ from collections.abc import Collection, Hashable, Iterator
 
 import msgspec
 
-from elasticd_planner.layout.layouts import Item, Layouts
+from elasticd_planner.layout.layouts import Item, Layouts, Specs
 from elasticd_planner.spec.box import Box, Holding, TensorLayout, subtract
-from elasticd_planner.spec.model import ModelSpec
 from elasticd_planner.spec.plan import Plan
 
 
 class Remains(Layouts):
     """The layouts of `plan` without `gone`, and without what `stale` devices get from others."""
 
-    def __init__(
-        self, spec: ModelSpec, plan: Plan, *, gone: Collection[str], stale: Collection[str] = ()
-    ) -> None:
+    def __init__(self, spec: Specs, plan: Plan, *, gone: Collection[str], stale: Collection[str] = ()) -> None:
         super().__init__(spec, plan)
         self._gone = frozenset(gone)
         self._stale = frozenset(stale) if plan.state.zero else frozenset()

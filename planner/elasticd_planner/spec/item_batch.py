@@ -6,8 +6,8 @@ the module with the loss, and the numbers of items. All of it is in whole number
 Micro-batches of all lanes of the module with the loss go in windows of `ahead` rows. In a window the items that
 cost most are dealt first, each to the lane that would be done first with it: with all items that it has been
 dealt in the step, divided by its weight (its micro-batches in the plan) and multiplied by its slowdown. So a
-slow lane gets fewer items before any layout changes. A lane takes the items that it was dealt of one
-micro-batch in one pass: they are its groups, in the order in which they are needed.
+slow lane gets fewer items before any layout changes. A lane takes an item in a pass, since items have shapes of
+their own, in the order in which they are needed.
 """
 
 from __future__ import annotations
@@ -146,12 +146,12 @@ def item_batch(
     windows: dict[int, list[_Item]] = defaultdict(list)
     for item in _items(batch, counts, rows):
         windows[item.micro_batch // taker.ahead].append(item)
-    dealt: list[dict[tuple[int, int, int], list[_Item]]] = [defaultdict(list) for _ in weights]
+    dealt: list[list[_Item]] = [[] for _ in weights]
     for window in sorted(windows):
         for item in sorted(windows[window]):
-            dealt[lanes.first_done(-item.cost)][item[1:4]].append(item)
+            dealt[lanes.first_done(-item.cost)].append(item)
     known = rows is not None
-    groups = iter([tuple(_group(need, mine[need], known=known) for need in sorted(mine)) for mine in dealt])
+    groups = iter([tuple(_group(item, known=known) for item in sorted(mine, key=_need)) for mine in dealt])
     pipelines = tuple(tuple(next(groups) for _ in each.micro_batches_by_lane) for each in taker.pipelines)
     return ItemBatch(step=batch.step, plan=batch.plan, module=module, pipelines=pipelines)
 
@@ -210,8 +210,9 @@ def _cost(item: SampleItem, rows: Mapping[SampleItem, int] | None) -> int:
     return cost
 
 
-def _group(need: tuple[int, int, int], listed: Sequence[_Item], *, known: bool) -> ItemGroup:
-    micro_batch, pipeline, lane = need
-    in_order = sorted(listed, key=lambda each: each.place)
-    cost = -sum(each.cost for each in listed) if known else 0
-    return ItemGroup(tuple(each.item for each in in_order), pipeline, lane, micro_batch, cost)
+def _need(each: _Item) -> tuple[int, int, int, int]:
+    return each.micro_batch, each.pipeline, each.lane, each.place
+
+
+def _group(each: _Item, *, known: bool) -> ItemGroup:
+    return ItemGroup((each.item,), each.pipeline, each.lane, each.micro_batch, -each.cost if known else 0)

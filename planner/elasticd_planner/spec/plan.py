@@ -510,6 +510,11 @@ class Plan(StoredValue, frozen=True, kw_only=True, dict=True, tag="plan"):
         return self.strategies[0].modules
 
     @property
+    def edges(self) -> tuple[Edge, ...]:
+        """Which module's output feeds which other one."""
+        return self.strategies[0].edges
+
+    @property
     def module(self) -> ModulePlan:
         """The module of a plan that has one. Refuses a plan of several: each of them has a `view`."""
         if len(self.modules) > 1:

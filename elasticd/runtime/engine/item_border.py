@@ -1,0 +1,264 @@
+"""The border between a module of items and the module that takes them: outputs forth, their gradients back.
+
+What a lane of the module of items makes of a group of items goes to the first stage of the lane whose
+micro-batch needs them. Both ends are TP groups that may share devices (`flows.between`): a device that has
+an output already gets no message. A header goes ahead of each message, as between stages, with the items that
+are in it. When messages are launched, at both ends, is said by `module_order`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from elasticd_planner.layout.channels import Channel
+from elasticd_planner.layout.flows import TensorFlow, between
+from elasticd_planner.spec.item_batch import GroupId, ItemBatch, SampleItem
+from elasticd_planner.spec.plan import Plan
+from torch import Tensor
+
+from elasticd.runtime.accelerator import Accelerator
+from elasticd.runtime.comm.communicators import Peers
+from elasticd.runtime.data.sample_ledger import entries
+from elasticd.runtime.engine.activation_header import TensorHeader, empty_header, pack_header, unpack_header
+from elasticd.runtime.engine.p2p import gradient_messages
+from elasticd.runtime.model.bundle import Bundle, Gradients, entering, going_back, tensors
+
+_Parts = TensorHeader | dict[str, TensorHeader]
+
+
+class ItemBorder:
+    """A device's part of the border between two modules: of either end, or of both."""
+
+    trained: bool  #: something before the border is trained, so that gradients go back
+
+    def __init__(
+        self,
+        peers: Peers,
+        source: Plan,
+        target: Plan,
+        channel: Channel,
+        dtype: torch.dtype,
+        accelerator: Accelerator,
+        *,
+        trained: bool,
+        first_tag: int,
+    ) -> None:
+        """
+        Args:
+            peers: the other members of the plan.
+            source: the view of the module of items.
+            target: the view of the module that takes them.
+            channel: of the border's messages.
+            dtype: the type of the module of items, `Model.dtype`.
+            accelerator: where activations and gradients lie. Headers stay on the host.
+            trained: whether gradients go back.
+            first_tag: of its headers in the group of all members, the first of `HEADERS`.
+        """
+        self.trained, self._everyone, self._me = trained, peers.everyone, peers.me
+        self._source, self._target, self._dtype, self._accelerator = source, target, dtype, accelerator
+        self._mesh = peers.communicators.mesh(channel) if peers.me in channel.members else None
+        self._first_tag = first_tag
+        self._flows: dict[tuple[int, int, int, int], TensorFlow] = {}
+
+    def begin_step(self, batch: ItemBatch) -> None:
+        """No output of the step is made yet."""
+        self.groups, self._needs = dict(batch.walk()), batch.needs
+        self._tags = {key: self._first_tag + number for number, key in enumerate(self.groups)}
+        self._outputs: dict[GroupId, tuple[Bundle, tuple[int, ...]]] = {}  # that both ends have here
+        self._gradients: dict[GroupId, list[Tensor]] = {}  # likewise
+        self._begun: dict[GroupId, tuple[_Parts, tuple[int, ...], list[Tensor], Any]] = {}
+        self._awaited: dict[GroupId, tuple[dict[str, Tensor | None], Any]] = {}
+
+    def needed(self, pipeline: int, lane: int, micro_batch: int) -> Sequence[GroupId]:
+        """The groups of the items that a micro-batch needs."""
+        return self._needs.get((pipeline, lane, micro_batch), ())
+
+    def expected(self, key: GroupId) -> tuple[int, ...]:
+        """What the ledger has of a group."""
+        return entries(self.groups[key].items, packed=False)
+
+    def _flow(self, key: GroupId) -> TensorFlow:
+        group = self.groups[key]
+        ends = key.pipeline, key.lane, group.pipeline, group.lane
+        if ends not in self._flows:
+            near = self._source.pipelines[ends[0]].by_lane[ends[1]].stages[-1]
+            far = self._target.pipelines[ends[2]].by_lane[ends[3]].stages[0]
+            self._flows[ends] = between(near.devices, far.devices)
+        return self._flows[ends]
+
+    def announce(self, key: GroupId, x: Bundle, ids: Sequence[int]) -> None:
+        """Sends the header of an output, with the items that are in it; returns at once.
+
+        Raises:
+            ValueError: this output cannot pass between modules.
+        """
+        header, destinations = (
+            pack_header(x, ids, self._dtype),
+            self._flow(key).at_source(self._me).destinations,
+        )
+        for to in destinations:
+            self._everyone.send(header, self._everyone.members.index(to), self._tags[key])
+        self._outputs[key] = entering(x), tuple(ids)
+
+    def send(self, key: GroupId) -> None:
+        """Sends an output that was announced; returns at once."""
+        self._send(self._flow(key).at_source(self._me).destinations, tensors(self._outputs[key][0]))
+
+    def receive(self, key: GroupId) -> None:
+        """Waits for the header of an output, and starts to receive it, unless it was made here."""
+        if key in self._outputs:
+            return
+        source = self._flow(key).at_target(self._me).source
+        assert source is not None
+        assert self._mesh is not None
+        rank, count = self._everyone.members.index(source), len(self.expected(key))
+        header = empty_header(count)
+        self._everyone.take(self._everyone.post(header, rank, self._tags[key]), source=rank)
+        parts, ids = unpack_header(header, count, self._dtype)
+        listed = [parts] if isinstance(parts, TensorHeader) else parts.values()
+        came = [torch.empty(each.shape, dtype=each.dtype, device=self._accelerator.device) for each in listed]
+        work = self._mesh.begin_round([], [(source, each) for each in came if each.numel()])
+        self._begun[key] = parts, ids, came, work
+
+    def activation(self, key: GroupId) -> tuple[Bundle, tuple[int, ...]]:
+        """Waits for an output that `receive` started to receive. Returns it, as new leaves of the autograd
+        graph, with its items."""
+        if key in self._outputs:
+            x, ids = self._outputs[key]
+            if self.trained:
+                return entering(x), ids
+            return x.detach() if isinstance(x, Tensor) else {
+                name: part.detach() for name, part in x.items()
+            }, ids
+        parts, ids, came, work = self._begun.pop(key)
+        assert self._mesh is not None
+        self._mesh.finish(work)
+        if isinstance(parts, TensorHeader):
+            return came[0].requires_grad_(self.trained), ids
+        return {
+            name: part.requires_grad_(self.trained and about.needs)
+            for (name, about), part in zip(parts.items(), came, strict=True)
+        }, ids
+
+    def send_back(self, key: GroupId, x: Bundle, given: Gradients) -> None:
+        """Sends the gradients of an output; returns at once.
+
+        Args:
+            key: of the group.
+            x: the output, as `activation` gave it.
+            given: its gradients.
+        """
+        messages = gradient_messages(x, given)
+        self._send(self._flow(key).at_target(self._me).destinations, messages)
+        if key in self._outputs:
+            self._gradients[key] = messages
+
+    def post(self, key: GroupId) -> None:
+        """Starts to receive the gradients of an output, unless they are made here."""
+        source = self._flow(key).at_source(self._me).source
+        if source is None:
+            return
+        assert self._mesh is not None
+        x = self._outputs[key][0]
+        grads = self._blank(x)
+        there = [(source, each) for each in grads.values() if each is not None and each.numel()]
+        self._awaited[key] = grads, self._mesh.begin_round([], there)
+
+    def gradient(self, key: GroupId) -> Gradients:
+        """Waits for the gradients of an output that `post` started to receive."""
+        x = self._outputs.pop(key)[0]
+        if key in self._awaited:
+            grads, work = self._awaited.pop(key)
+            assert self._mesh is not None
+            self._mesh.finish(work)
+        else:
+            grads = {} if isinstance(x, Tensor) else dict.fromkeys(x)
+            grads.update(zip(going_back(x), self._gradients.pop(key), strict=True))
+        return grads[""] if isinstance(x, Tensor) else grads
+
+    def end_step(self) -> None:
+        """All messages of the step are launched."""
+        self._outputs.clear()
+
+    @staticmethod
+    def _blank(x: Bundle) -> dict[str, Tensor | None]:
+        grads: dict[str, Tensor | None] = {} if isinstance(x, Tensor) else dict.fromkeys(x)
+        for name, part in going_back(x).items():
+            grads[name] = torch.empty_like(part, memory_format=torch.contiguous_format)
+        return grads
+
+    def _send(self, destinations: Iterable[str], parts: Iterable[Tensor]) -> None:
+        together = [part.detach().contiguous() for part in parts if part.numel()]
+        sends = [(to, part) for to in destinations for part in together]
+        if sends:
+            assert self._mesh is not None
+            self._mesh.begin_round(sends, [])  # kept until the vote proves that they have arrived
+
+
+class ItemSource:
+    """The end of a border at a lane of the module of items, in the place of a next stage."""
+
+    def __init__(self, border: ItemBorder, module: str, pipeline: int, lane: int) -> None:
+        self._border, self._lane = border, (module, pipeline, lane)
+
+    def _group(self, index: int) -> GroupId:
+        return GroupId(*self._lane, index)
+
+    def begin_step(self) -> None:
+        """`ItemBorder.begin_step` has."""
+
+    def announce(self, index: int, x: Bundle, ids: Sequence[int]) -> None:
+        """See `ItemBorder.announce`. `index`: of the group in this lane, as in all methods."""
+        self._border.announce(self._group(index), x, ids)
+
+    def send(self, index: int, messages: Iterable[Tensor]) -> None:
+        """Sends the output that was announced."""
+        self._border.send(self._group(index))
+
+    def post(self, index: int, x: Bundle) -> None:
+        """See `ItemBorder.post`."""
+        self._border.post(self._group(index))
+
+    def gradient(self, index: int) -> Gradients:
+        """See `ItemBorder.gradient`."""
+        return self._border.gradient(self._group(index))
+
+    def end_step(self) -> None:
+        """`ItemBorder.end_step` does."""
+
+
+def row_of(x: Bundle, place: int) -> Bundle:
+    """What a module of items made of one item: [rows, ...], or named tensors of that shape."""
+    return x[place] if isinstance(x, Tensor) else {name: part[place] for name, part in x.items()}
+
+
+def in_order_of(samples: Sequence[int], parts: Sequence[tuple[SampleItem, Bundle]]) -> list[Bundle]:
+    """What was made of items in the order of their samples, and of the items of each.
+
+    Args:
+        samples: of a micro-batch; one may be there several times.
+        parts: by item; of a sample that is there several times, as often.
+    """
+    places: dict[int, list[int]] = {}
+    for place, sample in enumerate(samples):
+        places.setdefault(sample, []).append(place)
+    seen = Counter[SampleItem]()
+    listed: list[tuple[int, int, Bundle]] = []
+    for item, part in parts:
+        listed.append((places[item.sample][seen[item]], item.number, part))
+        seen[item] += 1
+    return [part for _, _, part in sorted(listed, key=lambda each: each[:2])]
+
+
+def joined(parts: Sequence[Bundle]) -> Bundle | None:
+    """The rows of all items, one after the other; None: there is no item."""
+    if not parts:
+        return None
+    first = parts[0]
+    if isinstance(first, Tensor):
+        return torch.cat([part for part in parts if isinstance(part, Tensor)])
+    named = [part for part in parts if not isinstance(part, Tensor)]
+    return {name: torch.cat([part[name] for part in named]) for name in first}

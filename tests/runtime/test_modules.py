@@ -1,0 +1,357 @@
+"""A model of two modules, each with a layout of its own, trains like plain torch in one process, in float64."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from functools import cache, partial
+from typing import Any, cast
+
+import pytest
+import torch
+from elasticd_planner.layout.channels import Channel
+from elasticd_planner.layout.layouts import Layouts
+from elasticd_planner.spec.box import Box
+from elasticd_planner.spec.item_batch import SampleItem
+from elasticd_planner.spec.plan import Plan
+
+from elasticd.models.decoder import next_token_loss
+from elasticd.runtime.comm.communicators import Connect, GlooCommunicators
+from elasticd.runtime.comm.groups import PlanGroups
+from elasticd.runtime.comm.in_memory import run_threads, unpaced
+from elasticd.runtime.data.prefetch import SampleError
+from elasticd.runtime.engine.engine import Engine, first_state
+from elasticd.runtime.engine.item_border import in_order_of, joined
+from elasticd.runtime.engine.recipe import Recipe
+from elasticd.runtime.model.model import Model
+from tests.runtime import gang
+from tests.runtime.image_model import (
+    BATCH,
+    SEED,
+    TEXT,
+    Captions,
+    in_one_process,
+    language_sections,
+    model_of,
+    pipeline,
+    plan_of,
+    stage,
+    vision_sections,
+)
+
+STEPS = 3
+ADAM = {"lr": 1e-2, "weight_decay": 0.1}
+
+PLACEMENTS = {
+    "one device": plan_of([pipeline(1, stage(0, 2, ("a/0", 1)))], [pipeline(5, stage(0, 5, ("a/0", 1)))]),
+    "disjoint": plan_of([pipeline(1, stage(0, 2, ("a/0", 1)))], [pipeline(5, stage(0, 5, ("a/1", 1)))]),
+    "fan-in: dp 4 to tp 2, pp 2": plan_of(
+        [pipeline(1, stage(0, 2, (f"a/{i}", 1))) for i in range(4)],
+        [pipeline(5, stage(0, 2, ("a/0", 1), ("a/1", 1)), stage(2, 5, ("a/2", 1), ("a/3", 1)))],
+        ahead=2,
+    ),
+    "fan-out: dp 1 to dp 4": plan_of(
+        [pipeline(1, stage(0, 2, ("a/0", 1)))],
+        [pipeline(2 if i == 0 else 1, stage(0, 5, (f"a/{i}", 1))) for i in range(4)],
+        ahead=5,
+        lead=1,
+    ),
+    "tp 2 to tp 2, pp 3": plan_of(
+        [pipeline(1, stage(0, 2, ("a/0", 3), ("a/1", 1)))],
+        [
+            pipeline(
+                5,
+                stage(0, 1, ("a/0", 1), ("a/1", 1)),
+                stage(1, 2, ("b/0", 1), ("b/1", 1)),
+                stage(2, 5, ("c/0", 1), ("c/1", 1)),
+            )
+        ],
+        ahead=3,
+    ),
+    "partly shared, unequal": plan_of(
+        [
+            pipeline(1, stage(0, 2, ("a/0", 3), ("a/1", 1))),
+            *(pipeline(1, stage(0, 2, (name, 1))) for name in ("a/2", "b/1", "c/0")),
+        ],
+        [
+            pipeline(3, stage(0, 2, ("a/0", 2), ("a/1", 1), ("a/2", 1)), stage(2, 5, ("b/0", 1))),
+            pipeline(2, stage(0, 1, ("b/1", 1)), stage(1, 5, ("b/2", 1), ("a/3", 1))),
+        ],
+        ahead=2,
+        lead=1,
+    ),
+    "encoder pp 2, language interleaved": plan_of(
+        [pipeline(1, stage(0, 1, ("a/0", 1)), stage(1, 2, ("a/1", 1))), pipeline(1, stage(0, 2, ("b/0", 1)))],
+        [
+            pipeline(3, stage(0, 1, ("a/0", 1), later=((3, 4),)), stage(1, 3, ("b/0", 1), later=((4, 5),))),
+            pipeline(2, stage(0, 5, ("b/1", 1))),
+        ],
+        ahead=2,
+    ),
+    "all samples in one micro-batch": plan_of(
+        [pipeline(1, stage(0, 2, ("a/0", 1))), pipeline(1, stage(0, 2, ("a/1", 1)))],
+        [pipeline(1, stage(0, 2, ("a/0", 1)), stage(2, 5, ("a/1", 1)))],
+        micro_batch=BATCH,
+    ),
+    "lanes": plan_of(
+        [pipeline((1, 1), stage(0, 2, ("a/0", 1), ("b/0", 1), lanes=(1, 1)))],
+        [pipeline((3, 2), stage(0, 5, ("a/0", 1), ("a/1", 1), ("b/0", 1), lanes=(2, 1)))],
+    ),
+    "zero 1": plan_of(
+        [pipeline(1, stage(0, 2, (f"a/{i}", 1))) for i in range(3)],
+        [
+            pipeline(3, stage(0, 2, ("a/0", 1)), stage(2, 5, ("a/1", 1))),
+            pipeline(2, stage(0, 5, ("a/2", 1), ("b/0", 1))),
+        ],
+        zero=1,
+        ahead=2,
+    ),
+    "zero 2": plan_of(
+        [pipeline(1, stage(0, 2, ("a/0", 1))), pipeline(1, stage(0, 2, ("b/0", 1)))],
+        [pipeline(3, stage(0, 5, ("a/0", 1))), pipeline(2, stage(0, 5, ("a/1", 1)))],
+        zero=2,
+        ahead=5,
+    ),
+    "recomputed, sequence parallel": plan_of(
+        [pipeline(1, stage(0, 2, ("a/0", 1), ("a/1", 1), recompute=True, sequence_parallel=True))],
+        [pipeline(5, stage(0, 5, ("a/0", 1), ("a/1", 1), recompute=True, sequence_parallel=True))],
+    ),
+}
+
+
+@cache
+def sections() -> tuple[list[torch.nn.Module], list[torch.nn.Module]]:
+    torch.manual_seed(0)
+    return vision_sections(), language_sections()
+
+
+@cache
+def described(*, frozen: bool = False) -> Model:
+    """Once for all ranks that are threads."""
+    vision, language = copy.deepcopy(sections())
+    return model_of(vision, language, frozen=frozen)
+
+
+def make_recipe(*, frozen: bool = False, micro_batch: int = 1, connect: Connect = GlooCommunicators) -> Recipe:
+    own = described(frozen=frozen)
+    return Recipe(
+        model=own,
+        loss=next_token_loss,
+        optimizer=lambda named: torch.optim.AdamW(named, **ADAM),
+        dataset=Captions(),
+        global_batch=BATCH,
+        micro_batch=micro_batch,
+        seed=SEED,
+        connect=connect,
+    )
+
+
+def worker(device: str, store: Any, plan: Plan) -> dict[str, Any]:
+    """As one of several processes, over gloo."""
+    return trained(device, plan, PlanGroups("plan/1", device, "127.0.0.1", store))
+
+
+def trained(
+    device: str,
+    plan: Plan,
+    plan_groups: PlanGroups,
+    *,
+    frozen: bool = False,
+    connect: Connect = GlooCommunicators,
+) -> dict[str, Any]:
+    """What one member has after training under this plan."""
+    recipe = make_recipe(frozen=frozen, micro_batch=plan.micro_batch, connect=connect)
+    layouts = Layouts(recipe.model.specs, plan)
+    engine = Engine(recipe, layouts, plan_groups, unpaced)
+    engine.adopt(first_state(recipe.model, layouts, device, SEED))
+    done, encoder = [], []
+    for step in range(STEPS):
+        done.append(engine.step(step, lambda: 0, lambda: 0))
+        engine.settle()
+        parts = [part for part in engine.owned if part.name.startswith("vision.")]
+        encoder.append(
+            {
+                name: [part.parameter.detach().clone(), *map(torch.clone, moments_of(engine, part.parameter))]
+                for name, part in ((f"{part.name} {part.box}", part) for part in parts)
+            }
+        )
+    return {
+        "encoder": encoder,
+        "losses": [each.outcome.vote.loss for each in done],
+        "weights": {
+            module.prefix + name: (box, parameter.detach())
+            for module in engine.modules.values()
+            for name, (box, parameter) in module.local.parameters.items()
+        },
+    }
+
+
+def moments_of(engine: Engine, parameter: torch.Tensor) -> list[torch.Tensor]:
+    return [each for each in engine.optimizer.state[parameter].values() if isinstance(each, torch.Tensor)]
+
+
+@cache
+def reference(*, frozen: bool = False) -> tuple[list[float], dict[str, torch.Tensor]]:
+    recipe, data = make_recipe(), Captions()
+    batches = [[data[index] for index in recipe.sampler.samples(step)] for step in range(STEPS)]
+    vision, language = sections()
+    if frozen:
+        for section in vision:
+            section.requires_grad_(requires_grad=False)
+    try:
+        return in_one_process(vision, language, batches, **ADAM)
+    finally:
+        for section in vision:
+            section.requires_grad_(requires_grad=True)
+
+
+@pytest.mark.parametrize("name", PLACEMENTS)
+def test_two_modules_train_like_one_process(name: str) -> None:
+    plan = PLACEMENTS[name]
+    check(plan, run_threads(plan.members, lambda memory: trained(memory.me, plan, cast(PlanGroups, memory))))
+
+
+def check(plan: Plan, results: dict[str, dict[str, Any]], *, frozen: bool = False) -> None:
+    losses, weights = reference(frozen=frozen)
+    seen: set[str] = set()
+    for result in results.values():
+        assert result["losses"] == results[plan.members[0]]["losses"], "all ranks fold the same bits"
+        assert result["losses"] == pytest.approx(losses, abs=1e-12)
+        for name, (box, value) in result["weights"].items():
+            expected = weights[name][box.slices(Box.whole(weights[name].shape))]
+            assert float((value - expected).abs().max()) < 1e-12, name
+            seen.add(name)
+    assert seen == set(weights)
+
+
+def test_a_step_without_an_image_leaves_the_encoder_as_it_is() -> None:
+    """To the bit, moments too: weight decay of AdamW would move it."""
+    plan = PLACEMENTS["zero 1"]
+    results = run_threads(plan.members, lambda memory: trained(memory.me, plan, cast(PlanGroups, memory)))
+    moved = 0
+    for result in results.values():
+        first, second, third = result["encoder"]
+        for name, before in first.items():
+            assert len(before) == len(second[name]), name
+            for one, other in zip(before, second[name], strict=True):
+                assert torch.equal(one, other), name
+            moved += not torch.equal(second[name][0], third[name][0])
+    assert moved, "the third step has images"
+
+
+class ItemMessages(GlooCommunicators):
+    """Notes what goes over borders between modules: from whom, to whom, how many rows."""
+
+    def __init__(self, sent: list[tuple[str, str, int]], *made: Any) -> None:
+        super().__init__(*made)
+        self._sent, self._me = sent, made[2].me
+
+    def mesh(self, channel: Channel) -> Any:
+        """Of a border between modules one that notes its messages."""
+        mesh = super().mesh(channel)
+        if channel.use == "items":
+            launch = mesh.begin_round
+
+            def noted(sends: Any, receives: Any) -> Any:
+                self._sent += [(self._me, to, x.numel() // TEXT.width) for to, x in sends]
+                return launch(sends, receives)
+
+            mesh.begin_round = noted  # type: ignore[method-assign]
+        return mesh
+
+
+def counted(plan: Plan, *, frozen: bool = False) -> list[tuple[str, str, int]]:
+    """The messages between modules of a training that is checked against one process."""
+    sent: list[tuple[str, str, int]] = []
+
+    def train(memory: Any) -> dict[str, Any]:
+        return trained(memory.me, plan, memory, frozen=frozen, connect=partial(ItemMessages, sent))
+
+    check(plan, run_threads(plan.members, train), frozen=frozen)
+    return sent
+
+
+def images_of(step: int) -> list[int]:
+    """The rows of each image of a step."""
+    data = Captions()
+    return [len(image) for index in make_recipe().sampler.samples(step) for image in data[index]["images"]]
+
+
+ROWS = sum(sum(images_of(step)) for step in range(STEPS))
+
+
+def test_each_row_that_is_lacking_goes_over_a_border_once_each_way() -> None:
+    """A TP group of two makes all rows. Of the group of three that needs them two members make them, and the
+    third gets them; the gradient is there on both that made them."""
+    shared = plan_of(
+        [pipeline(1, stage(0, 2, ("a/0", 1), ("a/1", 1)))],
+        [pipeline(5, stage(0, 5, ("a/0", 1), ("a/1", 1), ("a/2", 1)))],
+    )
+    assert sorted({(source, to) for source, to, _ in counted(shared)}) == [("a/0", "a/2")]
+    assert sum(rows for *_, rows in counted(shared)) == ROWS
+    apart = counted(PLACEMENTS["disjoint"])
+    assert sum(rows for source, _, rows in apart if source == "a/0") == ROWS
+    assert sum(rows for source, _, rows in apart if source == "a/1") == ROWS
+    assert not counted(PLACEMENTS["one device"])
+
+
+def test_a_frozen_encoder_gets_no_gradient_and_keeps_no_state() -> None:
+    encoder, decoder = PLACEMENTS["partly shared, unequal"].modules
+    plan = plan_of(list(encoder.pipelines), list(decoder.pipelines), ahead=2, lead=1, trainable=False, zero=1)
+    apart = plan_of(
+        [pipeline(1, stage(0, 2, ("a/0", 1)))], [pipeline(5, stage(0, 5, ("a/1", 1)))], trainable=False
+    )
+    assert {(source, to) for source, to, _ in counted(apart, frozen=True)} == {("a/0", "a/1")}
+    assert counted(plan, frozen=True)
+    layouts = Layouts(make_recipe(frozen=True).model.specs, plan)
+    assert {item.role for item in layouts.items if item.name.startswith("vision.")} == {"value"}
+
+
+class Miscounted(Captions):
+    """A dataset that says of one sample of the first step that it has an image less than it has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = copy.deepcopy(self.counts)
+        self.wrong = next(i for i in make_recipe().sampler.samples(0) if self.counts["images"][i] == 2)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        sample = super().__getitem__(index)
+        return sample if index != self.wrong else sample | {"images": sample["images"][:1]}
+
+
+def test_a_sample_with_another_number_of_images_than_counted_is_named_on_all_ranks() -> None:
+    plan, data = PLACEMENTS["disjoint"], Miscounted()
+
+    def refused(memory: Any) -> tuple[str, list[float]]:
+        recipe = replace(make_recipe(), dataset=data)
+        layouts = Layouts(recipe.model.specs, plan)
+        engine = Engine(recipe, layouts, memory, unpaced)
+        engine.adopt(first_state(recipe.model, layouts, memory.me, SEED))
+        before = [part.parameter.detach().sum().item() for part in engine.owned]
+        with pytest.raises(SampleError) as refusal:
+            engine.step(0, lambda: 0, lambda: 0)
+        assert before == [part.parameter.detach().sum().item() for part in engine.owned]
+        assert refusal.value.index == data.wrong
+        return str(refusal.value), before
+
+    found = run_threads(plan.members, refused)
+    assert "it has 1 images, and the dataset's counts say 2" in found["a/0"][0]
+
+
+def test_parts_of_a_sample_that_is_there_twice_keep_their_order() -> None:
+    def part(number: int) -> torch.Tensor:
+        return torch.tensor([float(number)])
+
+    a, b = SampleItem(7, 0), SampleItem(7, 1)
+    parts = [(b, part(1)), (a, part(0)), (SampleItem(2, 0), part(9)), (a, part(0)), (b, part(1))]
+    joined_parts = joined(in_order_of([7, 2, 7], parts))
+    assert isinstance(joined_parts, torch.Tensor)
+    assert joined_parts.tolist() == [0, 1, 9, 0, 1]
+    assert joined([]) is None
+
+
+@pytest.mark.slow
+def test_processes_train_two_modules_like_one() -> None:
+    plan = PLACEMENTS["partly shared, unequal"]
+    check(plan, gang.run(__file__, "worker", plan.members, plan))
