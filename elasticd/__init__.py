@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from elasticd.runtime.engine.parallelism import ParallelismOptions
     from elasticd.runtime.engine.stability import StabilityOptions
     from elasticd.runtime.exits import JobStopped
-    from elasticd.runtime.model.model import Model
+    from elasticd.runtime.model.model import Model, Module
     from elasticd.runtime.model.module_sections import from_module
     from elasticd.runtime.model.tp_rules import Column, PartialGrad, Row, Rule, Sharded, UnitsOf
     from elasticd.runtime.parallel.attention import attention, positions
@@ -47,6 +47,7 @@ __all__ = [
     "MeasureError",
     "Metrics",
     "Model",
+    "Module",
     "Packing",
     "ParallelismOptions",
     "PartialGrad",
@@ -84,7 +85,7 @@ _NAMES = {
     "elasticd.runtime.engine.parallelism": ("ParallelismOptions",),
     "elasticd.runtime.engine.stability": ("StabilityOptions",),
     "elasticd.runtime.exits": ("JobStopped",),
-    "elasticd.runtime.model.model": ("Model",),
+    "elasticd.runtime.model.model": ("Model", "Module"),
     "elasticd.runtime.model.module_sections": ("from_module",),
     "elasticd.runtime.model.tp_rules": ("Column", "PartialGrad", "Row", "Rule", "Sharded", "UnitsOf"),
     "elasticd.runtime.parallel.attention": ("attention", "positions"),

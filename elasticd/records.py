@@ -14,7 +14,7 @@ from elasticd_planner.cost.model_profile import ModelProfile, Numbers
 from elasticd_planner.problem import Problem
 from elasticd_planner.profiling.samples import ModelBytes
 from elasticd_planner.spec.cluster import Device
-from elasticd_planner.spec.model import ModelSpec
+from elasticd_planner.spec.model import ModelSpec, Specs
 from elasticd_planner.spec.packed_sequences import PackedSequences
 from elasticd_planner.spec.plan import Plan, StatePolicy
 from elasticd_planner.spec.sequence_lengths import Lengths
@@ -205,11 +205,22 @@ class ConfigRecord(StoredValue, frozen=True, kw_only=True, tag="config-change"):
     version: int = RECORD_VERSION
 
 
+class ModuleSpec(Value, frozen=True, kw_only=True):
+    """One module of a model of several."""
+
+    name: str
+    model: ModelSpec  # its tensors
+    items: str = ""  # the key under which a sample has the items that it runs on (empty: it runs on samples)
+    takes: dict[str, str] = msgspec.field(default_factory=dict)  # by key in the batch: whose output it takes
+
+
 class JobSpec(StoredValue, frozen=True, kw_only=True, tag="job-spec"):
     """What a job trains, the same from every worker."""
 
     job: str  # the job's name
-    model: ModelSpec  # tensors of the model, with their shapes and how each may be sharded
+    #: tensors of the model, with their shapes and how each may be sharded; of several modules those of the one
+    #: that computes the loss
+    model: ModelSpec
     global_batch: int  # samples of a step, over all pipelines
     micro_batch: int  # samples of a micro-batch
     samples: int  # samples of the dataset
@@ -236,6 +247,7 @@ class JobSpec(StoredValue, frozen=True, kw_only=True, tag="job-spec"):
     plan: Plan | None = None  # the first plan, where the user gives it
     keep_plan: bool = False  # whether a plan stays while its devices do
     shifts: bool = False  # its dataset has `at_length`; only leaders of 0.1 ask, who compare it; until 0.3
+    modules: tuple[ModuleSpec, ...] = ()  # of a model of several all of them (empty: it has one)
     peers: int = PEERS_VERSION  # version of what its ranks exchange with each other
     version: int = RECORD_VERSION
 
@@ -245,6 +257,11 @@ class JobSpec(StoredValue, frozen=True, kw_only=True, tag="job-spec"):
                 f"global_batch {self.global_batch} does not divide into micro-batches of {self.micro_batch}: "
                 f"choose a multiple of {self.micro_batch}"
             )
+
+    @property
+    def specs(self) -> Specs:
+        """The tensors of the model, or of each of its modules."""
+        return {module.name: module.model for module in self.modules} if self.modules else self.model
 
 
 class Vote(Value, frozen=True, kw_only=True):

@@ -16,7 +16,7 @@ from elasticd_migration.schema import MASTER, VALUE, Group, Scalar, Schema
 from elasticd_migration.schema import merge as agreed
 from elasticd_planner.layout.layouts import Role
 from elasticd_planner.spec.box import Box
-from elasticd_planner.spec.model import ModelSpec
+from elasticd_planner.spec.model import Specs, owned_parameters
 from elasticd_planner.value import StoredValue, Value
 
 from elasticd.checkpoints.checksums import Damaged, FileSums
@@ -237,16 +237,11 @@ def _check_whole(name: str, entry: TensorEntry) -> None:
             raise ValueError(f"{name}: of {plane.name} {written} elements were written and not {whole}")
 
 
-def differences(manifest: Manifest, spec: ModelSpec, master: str | None = None) -> str:
+def differences(manifest: Manifest, specs: Specs, master: str | None = None) -> str:
     """Why what was saved is not the state of this model, whose master weights, if any, are of type `master`; or
     nothing. The type that is computed in may be another: what is trained is what was stepped on."""
     saved = {name: entry for role in VALUES for name, entry in manifest.tensors.get(role, {}).items()}
-    model = {
-        f"{section}.{parameter.name}": parameter
-        for section in spec.sections(0, len(spec.layers))
-        for parameter in spec.section(section)
-        if spec.owner(f"{section}.{parameter.name}") == f"{section}.{parameter.name}"
-    }
+    model = owned_parameters(specs)
     if manifest.frozen:
         model = {name: each for name, each in model.items() if each.kind != "frozen" or name in saved}
     missing = [name for name in model if name not in saved]

@@ -230,7 +230,7 @@ class FaultPlayer:
         if lost:
             spec = decode(self._written("spec")[-1], JobSpec)
             for kept in self._sides(self._healthy(job) - lost):
-                if gone := lost_boxes(spec.model, job.plan, kept):
+                if gone := lost_boxes(spec.specs, job.plan, kept):
                     return f"{gone} would be lost"
         return ""
 

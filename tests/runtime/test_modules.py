@@ -9,6 +9,10 @@ from typing import Any, cast
 
 import pytest
 import torch
+from elasticd_migration.local_state import LocalState
+from elasticd_migration.migrate import migrate
+from elasticd_migration.reshard import reshard
+from elasticd_migration.transport import MemoryTransport
 from elasticd_planner.layout.channels import Channel
 from elasticd_planner.layout.layouts import Layouts
 from elasticd_planner.spec.box import Box
@@ -24,6 +28,7 @@ from elasticd.runtime.engine.engine import Engine, first_state
 from elasticd.runtime.engine.item_border import in_order_of, joined
 from elasticd.runtime.engine.recipe import Recipe
 from elasticd.runtime.model.model import Model
+from tests.migration.ranks import together
 from tests.runtime import gang
 from tests.runtime.image_model import (
     BATCH,
@@ -119,6 +124,14 @@ PLACEMENTS = {
 }
 
 
+#: Another layout of the encoder of "zero 1", on other devices.
+VISION_MOVED = [
+    pipeline(2, stage(0, 1, ("a/1", 1), ("b/0", 1)), stage(1, 2, ("c/0", 1))),
+    pipeline(1, stage(0, 2, ("a/2", 1))),
+]
+DECODER = PLACEMENTS["zero 1"].modules[1].pipelines
+
+
 @cache
 def sections() -> tuple[list[torch.nn.Module], list[torch.nn.Module]]:
     torch.manual_seed(0)
@@ -158,14 +171,16 @@ def trained(
     *,
     frozen: bool = False,
     connect: Connect = GlooCommunicators,
+    state: LocalState | None = None,
+    steps: range = range(STEPS),
 ) -> dict[str, Any]:
-    """What one member has after training under this plan."""
+    """What one member has after training these steps under this plan."""
     recipe = make_recipe(frozen=frozen, micro_batch=plan.micro_batch, connect=connect)
     layouts = Layouts(recipe.model.specs, plan)
     engine = Engine(recipe, layouts, plan_groups, unpaced)
-    engine.adopt(first_state(recipe.model, layouts, device, SEED))
+    engine.adopt(state if state is not None else first_state(recipe.model, layouts, device, SEED))
     done, encoder = [], []
-    for step in range(STEPS):
+    for step in steps:
         done.append(engine.step(step, lambda: 0, lambda: 0))
         engine.settle()
         parts = [part for part in engine.owned if part.name.startswith("vision.")]
@@ -176,6 +191,7 @@ def trained(
             }
         )
     return {
+        "state": engine.state(),
         "encoder": encoder,
         "losses": [each.outcome.vote.loss for each in done],
         "weights": {
@@ -212,11 +228,17 @@ def test_two_modules_train_like_one_process(name: str) -> None:
 
 
 def check(plan: Plan, results: dict[str, dict[str, Any]], *, frozen: bool = False) -> None:
-    losses, weights = reference(frozen=frozen)
-    seen: set[str] = set()
+    losses, _ = reference(frozen=frozen)
     for result in results.values():
         assert result["losses"] == results[plan.members[0]]["losses"], "all ranks fold the same bits"
         assert result["losses"] == pytest.approx(losses, abs=1e-12)
+    compared(results, frozen=frozen)
+
+
+def compared(results: dict[str, dict[str, Any]], *, frozen: bool = False) -> None:
+    """Their weights are those of one process, and they have all of them."""
+    weights, seen = reference(frozen=frozen)[1], set[str]()
+    for result in results.values():
         for name, (box, value) in result["weights"].items():
             expected = weights[name][box.slices(Box.whole(weights[name].shape))]
             assert float((value - expected).abs().max()) < 1e-12, name
@@ -349,6 +371,54 @@ def test_parts_of_a_sample_that_is_there_twice_keep_their_order() -> None:
     assert isinstance(joined_parts, torch.Tensor)
     assert joined_parts.tolist() == [0, 1, 9, 0, 1]
     assert joined([]) is None
+
+
+def moved(old: Layouts, new: Layouts, states: dict[str, LocalState]) -> dict[str, tuple[LocalState, int]]:
+    """By device its state under the new layouts, and the bytes that it sent, by a migration among threads."""
+    names = tuple(dict.fromkeys((*old.plan.members, *new.plan.members)))
+
+    def attempt(end: MemoryTransport) -> tuple[LocalState, int]:
+        return migrate(old, new, states.get(names[end.rank], LocalState()), end).state, end.bytes_sent
+
+    return dict(zip(names, together(MemoryTransport.connect(names), attempt), strict=True))  # type: ignore[arg-type]
+
+
+def test_modules_switch_one_by_one_and_together() -> None:
+    """Vision alone, then both, with ZeRO, over devices that come and go; the optimizer's state goes along."""
+    way = [
+        PLACEMENTS["zero 1"],
+        plan_of(VISION_MOVED, list(DECODER), zero=1),
+        PLACEMENTS["partly shared, unequal"],
+    ]
+    specs = make_recipe().model.specs
+    losses: list[float] = []
+    states: dict[str, LocalState] = {}
+    for at, plan in enumerate(way):
+        if at:
+            states = {
+                name: state
+                for name, (state, _) in moved(Layouts(specs, way[at - 1]), Layouts(specs, plan), states).items()
+            }
+        results = run_threads(
+            plan.members,
+            lambda memory, plan=plan, states=states, at=at: trained(  # type: ignore[misc]
+                memory.me, plan, memory, state=states.get(memory.me), steps=range(at, at + 1)
+            ),
+        )
+        losses += results[plan.members[0]]["losses"]
+        states = {name: result["state"] for name, result in results.items()}
+    assert losses == pytest.approx(reference()[0], abs=1e-12)
+    compared(results)
+
+
+def test_a_switch_of_one_module_moves_nothing_of_the_other() -> None:
+    before, after = PLACEMENTS["zero 1"], plan_of(VISION_MOVED, list(DECODER), zero=1)
+    specs = make_recipe().model.specs
+    assert isinstance(specs, dict)
+    old, new = Layouts(specs, before), Layouts(specs, after)
+    transfers = reshard(old, new, dict.fromkeys(new.items, 8))
+    assert transfers
+    assert not [each for each in transfers if each.name.startswith("language.")]
 
 
 @pytest.mark.slow

@@ -140,7 +140,7 @@ def lost_without(turn: Turn, found: Collection[str]) -> str:
         )
         plan = job.proposal.old if job.proposal is not None and recovery is not None else None
         holders = set(recovery.sources) if recovery is not None else set()
-    return lost_boxes(job.spec.model, plan, holders - {*found}) if plan is not None else ""
+    return lost_boxes(job.spec.specs, plan, holders - {*found}) if plan is not None else ""
 
 
 def _awaited(turn: Turn, nodes: Collection[str], away: Collection[str], why: str) -> bool:
@@ -316,7 +316,7 @@ def survey(turn: Turn, nodes: Collection[str] | None = None) -> Source | str:
             sources |= {device for device, copy in held.items() if copy.behind and copy.step == step - 1}
         # The update of who was behind leaves it with new parameters only where it keeps their state.
         stale = {d for d in sources if held[d].stale or held[d].step < step}
-        lost = lost_boxes(job.spec.model, plan, sources, stale)
+        lost = lost_boxes(job.spec.specs, plan, sources, stale)
         if lost:
             lacking = f"{lost} is held by nobody who lives, of plan {plan.number}"
             continue

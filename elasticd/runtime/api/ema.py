@@ -128,8 +128,9 @@ def averaged(engine: Engine, weights: str) -> Iterator[None]:
         for pair in _pairs(engine):
             _exchange(*pair)
             swapped.append(pair)
-        engine.module.zero.round()
-        engine.module.zero.all_gather_params()
+        for module in engine.modules.values():
+            module.zero.round()
+            module.zero.all_gather_params()
         yield
     except BaseException as error:
         together = isinstance(error, ALIKE)
@@ -137,9 +138,11 @@ def averaged(engine: Engine, weights: str) -> Iterator[None]:
     finally:
         for pair in swapped:
             _exchange(*pair)
-        engine.module.zero.round()
+        for module in engine.modules.values():
+            module.zero.round()
+            if together:
+                module.zero.all_gather_params()
         if together:
-            engine.module.zero.all_gather_params()
             engine.settle()  # the other members have received them: this rank may end next
             engine.stale = False
 

@@ -25,12 +25,12 @@ from elasticd.runtime.api.ema import ALIKE, MeasureError, averaged
 from elasticd.runtime.api.pretrained_folder import all_gather_text
 from elasticd.runtime.control.user_exceptions import lost_within
 from elasticd.runtime.data.collate import Batch, Collate
-from elasticd.runtime.data.loader import Loader, length_of
+from elasticd.runtime.data.loader import length_of
 from elasticd.runtime.data.options import DataOptions
 from elasticd.runtime.data.packing import Packing, deal
 from elasticd.runtime.data.prefetch import Dataset, SampleError
-from elasticd.runtime.data.sample_ledger import NO_SAMPLES, LedgerError, expected_hashes
-from elasticd.runtime.engine.engine import Engine
+from elasticd.runtime.data.sample_ledger import LedgerError
+from elasticd.runtime.engine.engine import Engine, HeldOutReader
 from elasticd.runtime.engine.vote import exact_sum
 from elasticd.runtime.model.batch_format import BatchFormat
 from elasticd.runtime.model.model import Loss
@@ -198,14 +198,13 @@ def evaluate(
         ValueError: there is no average to evaluate, or a measure counted nothing.
     """
     measures = {LOSS: held_out.loss or loss, **held_out.measures}
-    reader, collate = engine.reader_of(held_out.dataset), held_out.collate or data.collate
-    loader = Loader(reader, collate, reads, engine.module.local.drawing)
+    reader = engine.held_out(held_out.dataset, held_out.collate or data.collate, reads)
     packing = data.packing if held_out.collate is None else None
     rows: list[Tensor] = []
     with averaged(engine, weights), _evaluating(engine):
-        for dealt in rounds(engine.plan, held_out.dataset, engine.linear, packing):
+        for dealt in rounds(engine.loss_plan, held_out.dataset, engine.linear, packing):
             try:
-                rows.append(_round(engine, dealt, loader, measures))
+                rows.append(_round(engine, dealt, reader, measures))
             except ALIKE:
                 raise
             except Exception:
@@ -248,19 +247,15 @@ def rounds(plan: Plan, dataset: Dataset, linear: int, packing: Packing | None = 
             yield short_batch_plan(plan, 0, samples)
 
 
-def _round(engine: Engine, dealt: BatchPlan, loader: Loader, measures: Mapping[str, Loss]) -> Tensor:
+def _round(engine: Engine, dealt: BatchPlan, reader: HeldOutReader, measures: Mapping[str, Loss]) -> Tensor:
     """Evaluates a round. Returns the sums and counts of each rank, [ranks, measures, 2]."""
-    sums, seen, failure = _Sums(measures), NO_SAMPLES, None
+    sums = _Sums(measures)
     engine.meet()
-    if engine.module.runner is not None:
-        place = engine.plan.places[engine.device]
-        mine = dealt.of(place)
-        if engine.module.runner.reads:
-            loader.prepare([piece.sample for micro in mine for piece in micro])
-        passed = engine.module.runner.forward(mine, loader, sums, dealt.rows(place))
-        seen, failure = passed.samples, passed.failure
+    passed = engine.forward(dealt, reader, sums)
+    seen, failure = passed.samples, passed.failure
     values = sums.values(engine.accelerator)
-    if engine.module.runner is not None and place.position:
+    place = engine.loss_plan.places.get(engine.device)
+    if place is not None and place.position:
         values.zero_()  # all members of a TP group have the same output: only the first counts it
     said = _HEAD.pack(seen, failure.index + 1 if failure else 0, sums.error is not None)
     head = torch.frombuffer(bytearray(said), dtype=torch.uint8)
@@ -275,7 +270,7 @@ def _round(engine: Engine, dealt: BatchPlan, loader: Loader, measures: Mapping[s
             if failure is not None and failure.index == failed - 1:
                 raise failure
             raise SampleError(failed - 1, f"see the output of {engine.plan.members[rank]}")
-    if [seen for seen, _, _ in heads] != expected_hashes(engine.plan, dealt):
+    if [seen for seen, _, _ in heads] != engine.hashes(dealt):
         raise LedgerError("an evaluation did not see the samples of its set")
     numbers = records[:, _HEAD.size :].clone(memory_format=torch.contiguous_format)
     return numbers.view(torch.float64).view(len(records), -1, 2)
@@ -301,8 +296,8 @@ def _of_measure(engine: Engine, error: Exception | None) -> Exception:
 @contextmanager
 def _evaluating(engine: Engine) -> Iterator[None]:
     """Inside, modules are in evaluation mode, and gradients are off."""
-    modules = engine.module.local.modules.values()
-    training = [part for module in modules for part in module.modules() if part.training]
+    sections = [section for module in engine.modules.values() for section in module.local.modules.values()]
+    training = [part for section in sections for part in section.modules() if part.training]
     for part in training:
         part.training = False
     try:

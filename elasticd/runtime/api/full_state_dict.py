@@ -9,13 +9,15 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Mapping
 from typing import TypeVar
 
+import msgspec
 import torch
 from elasticd_migration.local_state import LocalState, LocalTensor, Shard
 from elasticd_migration.migrate import migrate
 from elasticd_migration.transport import ProcessGroupTransport
 from elasticd_planner.layout.layouts import Layouts
 from elasticd_planner.spec.box import Box
-from elasticd_planner.spec.plan import ModulePlan, Pipeline, Plan, Stage, Strategy
+from elasticd_planner.spec.model import fused_parameters
+from elasticd_planner.spec.plan import Pipeline, Plan, Stage, Strategy
 from torch import Tensor
 
 from elasticd.runtime.api.ema import AVERAGE, refuse_without_average
@@ -121,7 +123,7 @@ def gathered(engine: Engine, contents: str, names: Iterable[str] | None = None) 
         state = _moved(engine, layouts, state, group)
     if group.rank:
         return {}
-    state = as_modules(state, engine.layouts.spec.fused)
+    state = as_modules(state, fused_parameters(layouts.specs))
     full = {name: parts[0][1].detach().cpu().clone() for name, parts in named(state, contents).items()}
     return _put_in_place(full) if contents == AVERAGE else full
 
@@ -154,7 +156,7 @@ def as_modules(state: LocalState, fused: Mapping[str, int]) -> LocalState:
 
 def _moved(engine: Engine, layouts: Layouts, state: LocalState, group: Group) -> LocalState:
     transport = ProcessGroupTransport(group.backend, group.members, group.me, group.all_gather)
-    target = Layouts(layouts.spec, alone(engine.plan)).only(item.name for item in layouts.items)
+    target = Layouts(layouts.specs, alone(engine.plan)).only(item.name for item in layouts.items)
     try:
         moved = migrate(layouts, target, state, transport)
     except SOUND:
@@ -168,12 +170,15 @@ def _moved(engine: Engine, layouts: Layouts, state: LocalState, group: Group) ->
 
 def alone(plan: Plan) -> Plan:
     """A plan of the first member of `plan` alone."""
-    first, module = plan.members[0], plan.module
-    stage = Stage(start=0, stop=module.pipelines[0].layers, devices=(first,), shares=(1,))
-    pipeline = Pipeline(stages=(stage,), micro_batches=plan.global_batch // plan.micro_batch)
+    first, modules = plan.members[0], []
+    for module in plan.modules:
+        stage = Stage(start=0, stop=module.pipelines[0].layers, devices=(first,), shares=(1,))
+        count = 1 if module.items else plan.global_batch // plan.micro_batch
+        pipeline = Pipeline(stages=(stage,), micro_batches=count)
+        modules.append(msgspec.structs.replace(module, pipelines=(pipeline,)))
     return Plan(
         number=plan.number,
-        strategies=(Strategy(modules=(ModulePlan(module=module.module, pipelines=(pipeline,)),)),),
+        strategies=(Strategy(modules=tuple(modules), edges=plan.edges),),
         micro_batch=plan.micro_batch,
         global_batch=plan.global_batch,
     )

@@ -21,9 +21,10 @@ from elasticd_planner.spec.sequence_lengths import Lengths
 from elasticd_planner.value import Invalid
 from torch.utils.data import DataLoader
 
-from elasticd.records import JobSpec
+from elasticd.records import JobSpec, ModuleSpec
 from elasticd.runtime.accelerator import Accelerator
 from elasticd.runtime.api.evaluation import HeldOut
+from elasticd.runtime.api.several_modules import check_plan_of
 from elasticd.runtime.checkpoint.loader import longest_trained, offered
 from elasticd.runtime.data.collate import Unlike, text_parts
 from elasticd.runtime.data.loader import length_of, reading
@@ -187,7 +188,10 @@ def check_plan(recipe: Recipe) -> None:
         Invalid: it is of another model or batch.
     """
     if (given := recipe.parallelism.plan) is not None:
-        check_model(given, recipe.model.spec)
+        if recipe.model.graph is None:
+            check_model(given, recipe.model.spec)
+        else:
+            check_plan_of(given, recipe.model.graph)
         check_batch(given, recipe.global_batch, recipe.micro_batch)
 
 
@@ -288,6 +292,9 @@ def check_modules(recipe: Recipe) -> None:
     if isinstance(recipe.dataset, Stream):
         log.info("a stream's samples are not tried before the job starts: run `elasticd check`")
         return
+    if recipe.model.graph is not None:
+        log.info("a step of several modules is not tried before the job starts")
+        return
     needed, free = _COPIES * _bytes(recipe.model), recipe.accelerator.free_bytes()
     if needed > free:
         gib = needed / (1 << 30), free / (1 << 30)
@@ -332,6 +339,7 @@ def job_spec(
         ValueError: the batch does not divide into micro-batches, or the profile is not one of this model.
     """
     may_recompute, recomputed = asked(recipe.parallelism.recompute, recipe.model.layers)
+    modules = module_specs(recipe.model)
     return JobSpec(
         job=job,
         model=recipe.model.spec,
@@ -342,7 +350,7 @@ def job_spec(
         seed=recipe.seed,
         state=recipe.parallelism.state,
         profile=(profile := _profile(recipe)),
-        measured_bytes=section_bytes(recipe) if profile is None and measures else None,
+        measured_bytes=section_bytes(recipe) if profile is None and measures and not modules else None,
         first=recipe.model.first(),
         numbers=recipe.precision.numbers if recipe.precision is not None else None,
         recompute=may_recompute,
@@ -353,6 +361,17 @@ def job_spec(
         plan=recipe.parallelism.plan,
         keep_plan=recipe.parallelism.keep_plan,
         shifts=hasattr(recipe.dataset, "at_length"),
+        modules=modules,
+    )
+
+
+def module_specs(model: Model) -> tuple[ModuleSpec, ...]:
+    """The modules of a model of several; none of a model of one."""
+    if model.graph is None:
+        return ()
+    return tuple(
+        ModuleSpec(name=name, model=module.spec, items=module.items, takes=module.takes)
+        for name, module in model.graph.modules.items()
     )
 
 

@@ -40,6 +40,7 @@ from elasticd.runtime.api.hello import (
 )
 from elasticd.runtime.api.pretrained_folder import Folder
 from elasticd.runtime.api.rank_info import RankInfo
+from elasticd.runtime.api.several_modules import check_graph
 from elasticd.runtime.api.step import Step
 from elasticd.runtime.api.train_loop import Loop, Next
 from elasticd.runtime.checkpoint.options import CheckpointingOptions
@@ -217,6 +218,7 @@ class Job(RankInfo):
             check_plan(self._recipe)
             warn_of_repeats(self._recipe)
             self._held_out = groups.evaluation.sets
+            check_graph(self._recipe, self._held_out)
             check_batch_format(self._recipe)
             check_packing(self._recipe, self._held_out)
             self._callbacks = tuple(callbacks)
@@ -244,7 +246,7 @@ class Job(RankInfo):
         feed.longest = max(feed.longest, longest)  # so that the next checkpoints know of it, too
         self._saver = self._snapper = None
         if saves:
-            own_names = self._recipe.model.own_names
+            own_names = self._recipe.model.all_own_names
             names = own_names if any(own != full for own, full in own_names.items()) else {}
             self._saver = Saver(
                 options,
@@ -694,7 +696,7 @@ class Job(RankInfo):
                 refuse_without_average(engine)
             held = full_state_dict.of(state, contents)
             return full_state_dict.by_own_names(
-                full_state_dict.named(held, contents), self._recipe.model.own_names
+                full_state_dict.named(held, contents), self._recipe.model.all_own_names
             )
         return self._together("state", contents)
 
@@ -791,7 +793,7 @@ class Job(RankInfo):
 
     def _gathered(self, contents: str, engine: Engine, step: int) -> dict[str, Tensor]:
         held = full_state_dict.gathered(engine, contents)
-        return full_state_dict.by_own_names(held, self._recipe.model.own_names)
+        return full_state_dict.by_own_names(held, self._recipe.model.all_own_names)
 
     def _save_pretrained(self, weights: str, engine: Engine, step: int) -> str:
         assert self._recipe.model.pretrained is not None

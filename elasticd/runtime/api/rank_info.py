@@ -15,7 +15,8 @@ class RankInfo:
     """Ranks, stages and degrees of this process under the plan in force; any of them may change after any step.
 
     On standby a device has no rank, stage or pipeline (None). A device that only carries replicas of state has
-    a rank, and no stage or pipeline.
+    a rank, and no stage or pipeline. Of a model of several modules these are of the module that computes the
+    loss; `place` gives those of any module.
     """
 
     _control: Control
@@ -59,9 +60,9 @@ class RankInfo:
     @property
     def stages(self) -> int | None:
         """Stages of this device's pipeline. Other pipelines may have more or fewer."""
-        if self.plan is None or self._place is None:
+        if self._loss_plan is None or self._place is None:
             return None
-        return len(self.plan.pipeline(self._place).stages)
+        return len(self._loss_plan.pipeline(self._place).stages)
 
     @property
     def is_first_stage(self) -> bool:
@@ -81,7 +82,9 @@ class RankInfo:
     @property
     def tp_size(self) -> int | None:
         """Members of this device's TP group."""
-        return len(self.plan.stage(self._place).devices) if self.plan and self._place else None
+        if self._loss_plan is None or self._place is None:
+            return None
+        return len(self._loss_plan.stage(self._place).devices)
 
     @property
     def updates(self) -> int:
@@ -102,16 +105,34 @@ class RankInfo:
             The box of the global tensor that this device holds, and its values (not a copy).
         """
         engine = self._copied_engine
-        held = engine.module.local.parameters if engine is not None else {}
-        return {name: (box, parameter.detach()) for name, (box, parameter) in held.items()}
+        modules = engine.modules.values() if engine is not None else ()
+        return {
+            module.prefix + name: (box, parameter.detach())
+            for module in modules
+            for name, (box, parameter) in module.local.parameters.items()
+        }
 
     def modules(self) -> dict[str, nn.Module]:
-        """The sections that this device trains, by name: "embed", "blocks.3", "head". Empty on standby.
+        """The sections that this device trains, by name: "embed", "blocks.3", "head"; of a model of several
+        modules "vision.blocks.3". Empty on standby.
 
         They are made anew under each plan: set attributes, and freeze parameters, in `Callback.before_step`.
         """
         engine = self._copied_engine
-        return dict(engine.module.local.modules) if engine is not None else {}
+        modules = engine.modules.values() if engine is not None else ()
+        return {
+            module.prefix + name: section
+            for module in modules
+            for name, section in module.local.modules.items()
+        }
+
+    def place(self, module: str) -> Place | None:
+        """Where this device stands in a module of the model; None: in none of its pipelines.
+
+        Raises:
+            Invalid: the plan has no such module.
+        """
+        return self.plan.view(module).places.get(self.device) if self.plan else None
 
     @property
     def _copied_engine(self) -> Engine | None:
@@ -127,4 +148,9 @@ class RankInfo:
 
     @property
     def _place(self) -> Place | None:
-        return self.plan.places.get(self.device) if self.plan else None
+        return self._loss_plan.places.get(self.device) if self._loss_plan else None
+
+    @property
+    def _loss_plan(self) -> Plan | None:
+        """That of the module that computes the loss."""
+        return self._engine.loss_plan if self._engine else None

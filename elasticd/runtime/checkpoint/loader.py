@@ -128,7 +128,7 @@ def _foreign(manifest: Manifest, spec: JobSpec) -> str:
         was, now = getattr(manifest.origin, key), getattr(spec, key)
         if was != now:
             return f"its {key} is {was}, not {now}"
-    return differences(manifest, spec.model, spec.numbers.master if spec.numbers is not None else None)
+    return differences(manifest, spec.specs, spec.numbers.master if spec.numbers is not None else None)
 
 
 def start_from(

@@ -18,6 +18,7 @@ from functools import partial
 from elasticd_migration.local_state import LocalState
 from elasticd_planner.layout.layouts import Item, Layouts
 from elasticd_planner.spec.box import Box
+from elasticd_planner.spec.model import frozen_names, fused_parameters
 
 from elasticd.checkpoints import folder as folders
 from elasticd.checkpoints.checksums import Damaged
@@ -85,7 +86,7 @@ class Saver:
         self._spec, self._device, self._tell, self._lost = spec, device, tell, lost
         self._longest, self._pretrained, self._frozen = longest, pretrained, frozen
         self._names = dict(names or {})
-        self._left_out = frozenset(spec.model.frozen) if frozen else frozenset[str]()
+        self._left_out = frozen_names(spec.specs) if frozen else frozenset[str]()
         self._disk: Disk = disk or LocalDisk()
         self._state = checkpointing.CheckpointState(every=options.every)
         self._changed = threading.Condition()
@@ -224,7 +225,7 @@ class Saver:
             device=self._device,
             members=plan.members,
             shapes={},
-            fused=self._spec.model.fused,
+            fused=fused_parameters(self._spec.specs),
             small=LocalState(),
             names=self._names,
             pretrained=self._pretrained,

@@ -51,6 +51,27 @@ def length_of(dataset: Dataset) -> Callable[[int], int] | None:
     return lambda index: int(lengths[index])
 
 
+def item_counts(dataset: object, items: str) -> Sequence[int]:
+    """How many of these items each sample of a dataset has, by its index: its attribute `counts`.
+
+    Raises:
+        ValueError: the dataset does not say it.
+    """
+    known = getattr(dataset, "counts", None)
+    if not isinstance(known, Mapping) or items not in known:
+        raise ValueError(
+            f"the dataset does not say how many {items} each sample has: give it an attribute counts, as in "
+            f"dataset.counts = {{{items!r}: [2, 0, 1, ...]}}, with a number for each sample"
+        )
+    counts: Sequence[int] = known[items]
+    if isinstance(dataset, Sized) and len(counts) != len(dataset):
+        raise ValueError(
+            f"the dataset's counts have {len(counts)} numbers of {items}, and it has {len(dataset)} samples: "
+            "give it one for each"
+        )
+    return counts
+
+
 def sample_tokens(
     dataset: Dataset, collate: Collate = pad, reads: BatchFormat | None = None, most: int = 64
 ) -> float:

@@ -32,6 +32,7 @@ from elasticd_planner.layout.layouts import Item, Layouts
 from elasticd_planner.spec.batch import BatchPlan
 from elasticd_planner.spec.box import Box
 from elasticd_planner.spec.measurement import Measurement
+from elasticd_planner.spec.plan import Plan
 from elasticd_planner.spec.sample_packing import linear_of
 from msgspec.structs import replace
 
@@ -39,18 +40,22 @@ from elasticd.records import Vote
 from elasticd.runtime.accelerator import CPU, Accelerator, DeviceLost, Event
 from elasticd.runtime.comm.communicators import Communicators, Peers, agreed
 from elasticd.runtime.comm.groups import Cancelled, Group, PlanGroups
-from elasticd.runtime.data.prefetch import Dataset, SampleError, SampleReader
+from elasticd.runtime.data.collate import Collate
+from elasticd.runtime.data.loader import Loader
+from elasticd.runtime.data.prefetch import Dataset, SampleError
 from elasticd.runtime.data.sample_ledger import LedgerError, expected_hash, expected_hashes
 from elasticd.runtime.engine.batches_ahead import BatchesAhead
 from elasticd.runtime.engine.mixed_precision import LossScaler
 from elasticd.runtime.engine.module_engine import ModuleEngine
 from elasticd.runtime.engine.module_passes import ModulePasses, item_borders
-from elasticd.runtime.engine.pipeline_stage import Passed, PassPacer
+from elasticd.runtime.engine.pipeline_stage import PassPacer
 from elasticd.runtime.engine.recipe import Recipe
 from elasticd.runtime.engine.set_aside import SetAside
 from elasticd.runtime.engine.stability import StabilityGuard
+from elasticd.runtime.engine.step_state import Passed
 from elasticd.runtime.engine.vote import Draining, RankRecord, StepOutcome, StepVote, bits_of, names_of
-from elasticd.runtime.model.model import Model
+from elasticd.runtime.model.batch_format import BatchFormat
+from elasticd.runtime.model.model import Loss, Model
 from elasticd.runtime.model.optimizer_check import AVERAGE, kinds_of, refuse_kinds, unfused
 from elasticd.runtime.model.validation import refuse_modes
 from elasticd.runtime.telemetry.device_timer import spans_of
@@ -77,6 +82,14 @@ class StepDone:
     outcome: StepOutcome  #: the same on every rank
     samples: tuple[int, ...]  #: ids of the global batch
     measurement: Measurement  #: seconds that the step took on this rank
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldOutReader:
+    """A held-out dataset, and what makes its batches, by module."""
+
+    dataset: Dataset
+    loaders: Mapping[str, Loader]
 
 
 def connect(plan_groups: PlanGroups, layouts: Layouts, recipe: Recipe) -> Peers:
@@ -128,6 +141,7 @@ class Engine:
     """Trains one plan on one device, once `adopt` gave it its state and an optimizer."""
 
     rank: int  #: of this device under the plan
+    loss_plan: Plan  #: of the module that computes the loss, to whose lanes samples are dealt
     accelerator: Accelerator  #: where it trains
     everyone: Group  #: all members of the plan, for the words of the host
     communicators: Communicators  #: for tensors of the model
@@ -193,8 +207,7 @@ class Engine:
             if graph is None
             else ModulePasses(recipe, graph, self.plan, self.modules, borders, self.device)
         )
-        #: The plan of the module that computes the loss, to whose lanes samples are dealt.
-        self._dealt = layouts.plan if graph is None else layouts.views[graph.own].plan
+        self.loss_plan = layouts.plan if graph is None else layouts.views[graph.own].plan
         self._trained = self.layouts.trained
         self._vote = StepVote(peers.everyone, len(self._trained))
         self._bits = set[str](), bits_of((), self._trained)
@@ -205,7 +218,7 @@ class Engine:
         self._delivered: Event | None = None  # after the last step's deliveries; None: they are over
         self.copied = lambda: None
         self.after_recovery = self.torn = self.stale = self.spent = self._met = False
-        self._batches = BatchesAhead(recipe.feed, self._dealt, self.linear, recipe.planning)
+        self._batches = BatchesAhead(recipe.feed, self.loss_plan, self.linear, recipe.planning)
         self.reduced = self.last = self.lent = None
         self.leave_out = -1
         self.scheduler: torch.optim.lr_scheduler.LRScheduler | None = None
@@ -310,9 +323,31 @@ class Engine:
         self.delivered()
         return self.state()
 
-    def reader_of(self, dataset: Dataset) -> SampleReader:
-        """Reads the samples of a held-out dataset."""
-        return self._recipe.reader_of(dataset)
+    def forward(self, batch: BatchPlan, held_out: HeldOutReader, loss: Loss) -> Passed:
+        """Runs the forward passes of a round of an evaluation, if this device has any.
+
+        Args:
+            batch: of the round.
+            held_out: reads its dataset.
+            loss: called with each output instead of the loss of the training.
+        """
+        if self._several is not None:
+            return self._several.forward(batch, held_out.dataset, held_out.loaders, loss)
+        return self.module.forward(batch, held_out.loaders[self.module.name], loss)
+
+    def held_out(self, dataset: Dataset, collate: Collate, reads: BatchFormat | None) -> HeldOutReader:
+        """What reads a held-out dataset.
+
+        Args:
+            dataset: a map-style one.
+            collate: makes a padded batch of samples.
+            reads: makes of samples and batches what the model reads; None: they are that.
+        """
+        reader = self._recipe.reader_of(dataset)
+        loaders = {
+            name: module.loader(reader, dataset, collate, reads) for name, module in self.modules.items()
+        }
+        return HeldOutReader(dataset=dataset, loaders=loaders)
 
     def evaluated(self) -> None:
         """Checks, after an evaluation, that it changed no buffer of the state dict.
@@ -481,9 +516,11 @@ class Engine:
 
     def _expected(self, batch: BatchPlan) -> Sequence[int]:
         """`RankRecord.samples` of each rank, in rank order."""
-        if self._several is not None:
-            return self._several.expected(batch)
-        return self._zeros if batch.packed else expected_hashes(self.plan, batch)
+        return self._zeros if batch.packed else self.hashes(batch)
+
+    def hashes(self, batch: BatchPlan) -> Sequence[int]:
+        """The hash of the samples that each rank is to see, in rank order."""
+        return expected_hashes(self.plan, batch) if self._several is None else self._several.expected(batch)
 
     def _reached(self) -> bytes:
         """The bits of `RankRecord.reached`, which are the same in most steps."""
@@ -513,7 +550,7 @@ class Engine:
             module.begin(step)
         self.plan_groups.stopwatch.where.at(LOADER)  # a stream is read here, and the lengths of samples
         self._after = self._recipe.feed.begin(
-            step, self._dealt, self.everyone, self._carried.get(DATA), self._batches.agreed
+            step, self.loss_plan, self.everyone, self._carried.get(DATA), self._batches.agreed
         )
         batch = self._batch(step)
         if self._several is not None:

@@ -21,14 +21,18 @@ from elasticd_planner.spec.plan import Plan
 
 from elasticd.runtime.accelerator import Accelerator
 from elasticd.runtime.comm.communicators import Communicators, Peers
-from elasticd.runtime.data.loader import ItemLoader, Loader
+from elasticd.runtime.data.collate import Collate
+from elasticd.runtime.data.loader import ItemLoader, Loader, item_counts
 from elasticd.runtime.data.sample_ledger import NO_SAMPLES
+from elasticd.runtime.data.step_samples import Samples
 from elasticd.runtime.engine.item_border import ItemBorder, ItemSource
-from elasticd.runtime.engine.pipeline_stage import Passed, PassPacer, StageRunner
+from elasticd.runtime.engine.pipeline_stage import PassPacer, StageRunner
 from elasticd.runtime.engine.recipe import Recipe
+from elasticd.runtime.engine.step_state import Passed
+from elasticd.runtime.model.batch_format import BatchFormat
 from elasticd.runtime.model.buffer_check import Constants
 from elasticd.runtime.model.local_model import LocalModel, local_model
-from elasticd.runtime.model.model import Model, Module
+from elasticd.runtime.model.model import Loss, Model
 from elasticd.runtime.model.validation import ModelError
 from elasticd.runtime.parallel import tp_hooks
 from elasticd.runtime.parallel.gradient_reduction import GradientReducer, gradient_dtype
@@ -88,7 +92,8 @@ class ModuleEngine:
         """
         self.layouts, self._device, self._before_sums = layouts, peers.me, before_sums
         self.name, self._seed = layouts.plan.module.module, recipe.seed
-        self.prefix = f"{self.name}." if recipe.model.graph is not None else ""
+        self._graph = recipe.model.graph
+        self.prefix = f"{self.name}." if self._graph is not None else ""
         model = recipe.module(self.name)
         self.trained = bool(layouts.trained)
         local = self.local = build(model, layouts.plan, peers.me, recipe.accelerator)
@@ -110,7 +115,7 @@ class ModuleEngine:
                 plan=layouts.plan,
                 local=local,
                 peers=peers,
-                loader=self._loader(recipe, model, takes or {}),
+                loader=self.loader(recipe.feed, recipe.dataset, recipe.data.collate, recipe.reads),
                 telemetry=telemetry,
                 pace=pace,
                 on_section_done=self._section_done,
@@ -120,13 +125,40 @@ class ModuleEngine:
                 gives=ItemSource(gives, self.name, place.pipeline, place.lane) if gives is not None else None,
             )
 
-    def _loader(self, recipe: Recipe, model: Model, takes: Mapping[str, ItemBorder]) -> Loader:
-        """Makes the batches of the module."""
-        drawing = self.local.drawing
-        if isinstance(model, Module) and model.items:
-            return ItemLoader(recipe.feed, model.items, recipe.counts(model.items), drawing)
-        others = [] if recipe.model.graph is None else recipe.model.graph.items
-        return Loader(recipe.feed, recipe.data.collate, recipe.reads, drawing, items=others)
+    def loader(self, reader: Samples, dataset: object, collate: Collate, reads: BatchFormat | None) -> Loader:
+        """Makes the batches of the module.
+
+        Args:
+            reader: gives the samples of the dataset.
+            dataset: the training's or a held-out one.
+            collate: makes a padded batch of samples.
+            reads: makes of samples and batches what the model reads; None: they are that.
+
+        Raises:
+            ValueError: the dataset does not say how many items its samples have.
+        """
+        drawing, graph = self.local.drawing, self._graph
+        if graph is None:
+            return Loader(reader, collate, reads, drawing)
+        if items := graph.modules[self.name].items:
+            return ItemLoader(reader, items, item_counts(dataset, items), drawing)
+        return Loader(reader, collate, reads, drawing, items=graph.items)
+
+    def forward(self, batch: BatchPlan, loader: Loader, loss: Loss) -> Passed:
+        """Runs the forward passes of a round of an evaluation, if this device has any.
+
+        Args:
+            batch: of the round.
+            loader: makes its batches.
+            loss: called with each output instead of the loss of the training.
+        """
+        if self.runner is None:
+            return Passed(loss=0.0, count=0.0, tokens=0, samples=NO_SAMPLES)
+        place = self.layouts.plan.places[self._device]
+        mine = batch.of(place)
+        if self.runner.reads:
+            loader.prepare([piece.sample for micro in mine for piece in micro])
+        return self.runner.forward(mine, loader, loss, batch.rows(place))
 
     def _reducer(self, peers: Peers) -> GradientReducer:
         layouts, parameters = self.layouts, self.local.parameters

@@ -8,7 +8,7 @@ Sums of gradients begin when all passes of the step are launched: their order is
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import reduce
 from itertools import groupby
@@ -24,12 +24,13 @@ from elasticd_planner.spec.item_batch import ItemBatch, item_batch
 from elasticd_planner.spec.plan import Place, Plan
 
 from elasticd.runtime.comm.communicators import Peers
+from elasticd.runtime.data.loader import Loader, item_counts
 from elasticd.runtime.data.sample_ledger import NO_SAMPLES, expected_hash
 from elasticd.runtime.engine.item_border import ItemBorder
 from elasticd.runtime.engine.module_engine import ModuleEngine
-from elasticd.runtime.engine.pipeline_stage import Passed
 from elasticd.runtime.engine.recipe import Recipe
-from elasticd.runtime.model.model import Module
+from elasticd.runtime.engine.step_state import Passed
+from elasticd.runtime.model.model import Loss, Module
 from elasticd.runtime.model.model_graph import ModelGraph
 
 #: Tags of headers of each module, and of each border between modules, in the group of all members.
@@ -80,9 +81,8 @@ class ModulePasses:
             device: this one.
         """
         self._recipe, self._own, self._plan, self._device = recipe, graph.own, plan, device
-        self._counts = {
-            name: recipe.counts(module.items) for name, module in graph.modules.items() if module.items
-        }
+        self._items = {name: module.items for name, module in graph.modules.items() if module.items}
+        self._counts = {name: item_counts(recipe.dataset, items) for name, items in self._items.items()}
         self._modules, self._borders = modules, borders
         self._known: tuple[BatchPlan, _Batches] | None = None  # of the step
         self._places: dict[str, Place] = {
@@ -91,14 +91,17 @@ class ModulePasses:
             if device in module.layouts.plan.places
         }
 
-    def _batches(self, batch: BatchPlan) -> _Batches:
-        """What each module takes in a step, in which the module that computes the loss takes `batch`."""
+    def _batches(self, batch: BatchPlan, dataset: object = None) -> _Batches:
+        """What each module takes in a step, in which the module that computes the loss takes `batch`; of an
+        evaluation of a held-out dataset."""
         if self._known is not None and self._known[0] is batch:
             return self._known[1]
-        samples = batch.samples()
+        samples, known = batch.samples(), self._counts
+        if dataset is not None:
+            known = {name: item_counts(dataset, items) for name, items in self._items.items()}
         items = {
             name: item_batch(self._plan, name, batch, {each: counts[each] for each in samples})
-            for name, counts in self._counts.items()
+            for name, counts in known.items()
         }
         batches: dict[str, BatchPlan | ItemBatch] = {self._own: batch, **items}
         self._known = batch, batches
@@ -113,12 +116,30 @@ class ModulePasses:
             for device in self._plan.members
         ]
 
-    def run(self, batch: BatchPlan, scale: float) -> Passed:
+    def forward(self, batch: BatchPlan, dataset: object, loaders: Mapping[str, Loader], loss: Loss) -> Passed:
+        """Runs the forward passes of a round of an evaluation.
+
+        Args:
+            batch: of the module that computes the loss.
+            dataset: the held-out one.
+            loaders: make its batches, by module.
+            loss: called with each output instead of the loss of the training.
+        """
+        self._batches(batch, dataset)
+        with ExitStack() as evaluating:
+            for name in self._places:
+                runner = self._modules[name].runner
+                assert runner is not None
+                evaluating.enter_context(runner.evaluating(loaders[name], loss))
+            return self.run(batch, reader=loaders[self._own])
+
+    def run(self, batch: BatchPlan, scale: float = 1.0, reader: Loader | None = None) -> Passed:
         """Runs the passes of a step.
 
         Args:
             batch: of the module that computes the loss.
             scale: the gradients are those of the loss times this.
+            reader: has the samples read ahead; None: those of the training are.
         """
         batches = self._batches(batch)
         order = module_order(self._plan, batches, self._recipe.schedule, backward=torch.is_grad_enabled())
@@ -126,7 +147,11 @@ class ModulePasses:
             items = batches[name]
             assert isinstance(items, ItemBatch)
             border.begin_step(items)
-        self._want(order, batches)
+        wanted = self._wanted(order, batches)
+        if reader is None:
+            self._recipe.feed.want(wanted)
+        else:
+            reader.prepare(wanted)
         for name, place in self._places.items():
             self._begin(name, place, order, batches[name], scale)
         mine = (each for each in order if each.module in self._places and self._mine(each))
@@ -190,8 +215,8 @@ class ModulePasses:
         with module.runner.running(), nullcontext() if module.trained else torch.no_grad():
             yield
 
-    def _want(self, order: Sequence[ModuleAct], batches: _Batches) -> None:
-        """Has the samples read ahead that this device reads, in their order."""
+    def _wanted(self, order: Sequence[ModuleAct], batches: _Batches) -> list[int]:
+        """The samples that this device reads, in their order."""
         wanted: list[int] = []
         for each in order:
             if each.act.what != "pass" or each.act.kind != "forward" or each.module not in self._places:
@@ -203,7 +228,7 @@ class ModulePasses:
                     wanted += [item.sample for item in batch.of(place)[each.act.micro_batch].items]
                 else:
                     wanted += [piece.sample for piece in batch.of(place)[each.act.micro_batch]]
-        self._recipe.feed.want(wanted)
+        return wanted
 
 
 def _together(hashes: Iterable[int]) -> int:

@@ -13,9 +13,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 from elasticd_planner.cost.schedule import Pass
@@ -31,7 +30,6 @@ from torch.autograd.grad_mode import set_multithreading_enabled
 from elasticd.runtime.comm.communicators import Peers
 from elasticd.runtime.comm.running_group import OneDevice, running
 from elasticd.runtime.data.loader import Loader
-from elasticd.runtime.data.prefetch import SampleError
 from elasticd.runtime.data.sample_ledger import draws_of, entries, hash_samples
 from elasticd.runtime.engine.activation_checkpoint import recomputed_blocks
 from elasticd.runtime.engine.compiled_blocks import (
@@ -46,6 +44,7 @@ from elasticd.runtime.engine.mixed_precision import converted
 from elasticd.runtime.engine.p2p import PrevStage, gradient_messages
 from elasticd.runtime.engine.recipe import Recipe
 from elasticd.runtime.engine.stage_chunks import PassPart, StageChunk, stage_chunks
+from elasticd.runtime.engine.step_state import GraphSegment, MicroBatchState, Passed, StepState
 from elasticd.runtime.model.bundle import (
     Bundle,
     Gradients,
@@ -97,55 +96,6 @@ class PassPacer(Protocol):
         """
 
 
-class _Segment(NamedTuple):
-    """Consecutive parts of a pass that are one autograd graph."""
-
-    parts: Sequence[PassPart]
-    entered: Bundle | None  #: what the first of them was called with, as leaves; None: a batch
-    out: Bundle
-
-
-@dataclass
-class _MicroBatchState:
-    """What the backward pass of a micro-batch through a chunk needs of its forward pass."""
-
-    ids: Sequence[int]  #: what the ledger has of it, as it came with the activation
-    tokens: int = 0
-    length: int = 0  #: of its samples, in tokens; of a packed row, of all its pieces
-    squares: float = 0.0  #: the sum over its tokens of the length of their sequence
-    start: float = 0.0  #: when the pass of a block began, by perf_counter
-    received: Bundle | None = None  #: of the stage before; None: the chunk begins with the embedding
-    segments: list[_Segment] = field(default_factory=list)
-    #: What other modules made of the items that the embedding takes, as leaves.
-    items: dict[GroupId, Bundle] = field(default_factory=dict)
-    loss: Tensor | None = None  #: sum over targets; None: not the last stage
-    targets: float | Tensor = 0
-
-    @property
-    def output(self) -> Bundle:
-        """The output of the last section."""
-        return self.segments[-1].out
-
-
-@dataclass
-class _Step:
-    """What the passes of a step have come to."""
-
-    micro_batches: Sequence[Any]
-    expected: Sequence[Sequence[int]]  #: of each micro-batch what the ledger has of it
-    order: list[Act]  #: its passes
-    last: dict[int, Act] = field(default_factory=dict)  #: by chunk the pass after which sums may begin
-    passed: int = 0  #: passes so far
-    alive: dict[tuple[int, int], _MicroBatchState] = field(default_factory=dict)
-    received: list[int] = field(default_factory=list)
-    unexpected: list[int] = field(default_factory=list)
-    losses: list[Tensor] = field(default_factory=list)
-    counts: list[float | Tensor] = field(default_factory=list)
-    tokens: int = 0
-    #: What other modules made of items, whose gradients are there and not sent.
-    taken: dict[GroupId, Bundle] = field(default_factory=dict)
-
-
 def _context(model: Model, plan: Plan, peers: Peers) -> ContextParallel | None:
     """What this device exchanges with the other lanes of its stage; None: no sequence is cut over lanes."""
     place, me = plan.places[peers.me], peers.me
@@ -174,17 +124,6 @@ def all_forward(stages: int, stage: int, micro_batches: int, chunks: int) -> Ite
     for chunk in range(chunks):
         for index in range(micro_batches):
             yield Pass("forward", index, chunk)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Passed:
-    """The forward and backward passes of a step on one rank."""
-
-    loss: float | Tensor  #: sum over targets, perhaps still on the device; 0 on ranks that compute no loss
-    count: float | Tensor  #: targets, likewise; 0 on ranks that compute no loss
-    tokens: int  #: counted where the pipeline begins, else 0
-    samples: int  #: hash of the sample ids that were seen
-    failure: SampleError | None = None  #: a sample that could not be read here; another one stood in for it
 
 
 class StageRunner:
@@ -345,7 +284,7 @@ class StageRunner:
             if chunk.after is not None:
                 chunk.after.begin_step()
         expected = [entries(micro, packed=bool(self._rows)) for micro in micro_batches]
-        step = self._step = _Step(micro_batches, expected, [act for act in acts if act.what == "pass"])
+        step = self._step = StepState(micro_batches, expected, [act for act in acts if act.what == "pass"])
         if not sums_wait:
             step.last = {act.chunk: act for act in step.order if act.kind == "backward"}
         self._post_headers(step.order[: 1 + AHEAD], expected)
@@ -443,12 +382,18 @@ class StageRunner:
             loss: called with each output instead of the loss of the training.
             rows: as in `run`.
         """
+        with self.evaluating(loader, loss):
+            return self.run(micro_batches, rows=rows)
+
+    @contextmanager
+    def evaluating(self, loader: Loader, loss: Loss) -> Iterator[None]:
+        """Inside, passes are forward ones alone, of samples of another dataset. Arguments of `forward`."""
         self._drawing.begin(self._seed, EVALUATION)  # a rank that has just joined has made no step
         mine = self._loader, self.loss, self._schedule
         self._loader, self.loss, self._schedule = loader, loss, all_forward
         try:
             with torch.no_grad():
-                return self.run(micro_batches, rows=rows)
+                yield
         finally:
             self._loader, self.loss, self._schedule = mine
             self._telemetry.forget()
@@ -479,7 +424,7 @@ class StageRunner:
                 before.post(ahead.micro_batch, len(expected[ahead.micro_batch]))
 
     def _message(
-        self, act: Act, micro: MicroBatch, ids: Sequence[int], alive: Mapping[tuple[int, int], _MicroBatchState]
+        self, act: Act, micro: MicroBatch, ids: Sequence[int], alive: Mapping[tuple[int, int], MicroBatchState]
     ) -> None:
         """Launches one end of a message."""
         index, chunk = act.micro_batch, self._chunks[act.chunk]
@@ -508,7 +453,7 @@ class StageRunner:
             leaf = self._step.taken.pop(group)
             border.send_back(group, leaf, gradients(leaf))
 
-    def _with_items(self, state: _MicroBatchState, index: int, micro: MicroBatch, batch: Any) -> Any:
+    def _with_items(self, state: MicroBatchState, index: int, micro: MicroBatch, batch: Any) -> Any:
         """The batch with what other modules made of the items of its samples, in the order of the samples and
         of the items of each: [rows, ...], or named tensors of that shape; None: its samples have none."""
         outputs: dict[str, Bundle | None] = {}
@@ -550,9 +495,9 @@ class StageRunner:
         expected: Sequence[int],
         chunk: StageChunk,
         graphs: Sequence[Sequence[PassPart]],
-    ) -> tuple[_MicroBatchState, float | Tensor]:
+    ) -> tuple[MicroBatchState, float | Tensor]:
         telemetry, index = self._telemetry, act.micro_batch
-        state = _MicroBatchState(ids=expected)
+        state = MicroBatchState(ids=expected)
         if chunk.before is None:
             self._read(micro, chunk)
         batch: Any = self._batch
@@ -581,7 +526,7 @@ class StageRunner:
             self._made[act] = [tensor.detach() for tensor in tensors(x)]
         return state, counted
 
-    def _worked(self, state: _MicroBatchState, micro: MicroBatch, chunk: StageChunk, x: Bundle) -> None:
+    def _worked(self, state: MicroBatchState, micro: MicroBatch, chunk: StageChunk, x: Bundle) -> None:
         """Counts the tokens of a micro-batch, now that its activation is here."""
         samples, state.length = sizes(x)
         if self._slices is not None:
@@ -595,7 +540,7 @@ class StageRunner:
         state.start = time.perf_counter()
 
     def _segment(
-        self, state: _MicroBatchState, micro: MicroBatch, chunk: StageChunk, parts: Sequence[PassPart], x: Any
+        self, state: MicroBatchState, micro: MicroBatch, chunk: StageChunk, parts: Sequence[PassPart], x: Any
     ) -> Bundle:
         """A forward pass of consecutive parts as one autograd graph."""
         self._stopwatch.where.at(FORWARD)
@@ -608,7 +553,7 @@ class StageRunner:
                 x = passed(x)
                 continue
             if place > first and not self._border(x, section):
-                state.segments.append(_Segment(parts[first:place], entered, x))
+                state.segments.append(GraphSegment(parts[first:place], entered, x))
                 entered, first = entering(x), place
                 x = entered
             if section != "embed" and not isinstance(x, Tensor):
@@ -625,7 +570,7 @@ class StageRunner:
                 quick = not (self._paced or self._notes)
             elif section != "head" and self._paced:
                 self._end_pace("forward", state, communicated)
-        state.segments.append(_Segment(parts[first:], entered, x))
+        state.segments.append(GraphSegment(parts[first:], entered, x))
         return cast(Bundle, x)
 
     def _border(self, x: Bundle, section: str) -> bool:
@@ -646,7 +591,7 @@ class StageRunner:
             needing.register_hook(lambda _: self._telemetry.passed(kind))
         return needing is not None
 
-    def _loss_of(self, state: _MicroBatchState, output: Bundle, batch: Any) -> float | Tensor:
+    def _loss_of(self, state: MicroBatchState, output: Bundle, batch: Any) -> float | Tensor:
         """Computes the loss of a micro-batch. Returns the count of its targets."""
         logits = self._precision.leaving(output) if self._precision else output
         self._stopwatch.where.at(LOSS)
@@ -673,11 +618,11 @@ class StageRunner:
         """What goes to another stage, of which `x` is this device's part."""
         return x if self._slices is None else self._slices.join(single(x).detach())
 
-    def _like(self, x: Bundle, state: _MicroBatchState) -> Bundle:
+    def _like(self, x: Bundle, state: MicroBatchState) -> Bundle:
         """A tensor shaped as what came of `x` at the other stage."""
         return x if self._slices is None else self._slices.blank(single(x), state.length)
 
-    def _backward(self, act: Act, state: _MicroBatchState, chunk: StageChunk, *, last: bool) -> None:
+    def _backward(self, act: Act, state: MicroBatchState, chunk: StageChunk, *, last: bool) -> None:
         """One backward pass. `last`: no other one of the step goes through the chunk, and sums may begin."""
         telemetry = self._telemetry
         self._stopwatch.where.at(BACKWARD)
@@ -718,7 +663,7 @@ class StageRunner:
                 out, grads = self._like(out, state), self._slices.join(grad)
             self._made[act] = gradient_messages(out, grads)
 
-    def _recompute(self, state: _MicroBatchState, section: str, segment: _Segment) -> _Segment:
+    def _recompute(self, state: MicroBatchState, section: str, segment: GraphSegment) -> GraphSegment:
         """The segment of a block that recomputes its activations, with its autograd graph."""
         entered = segment.entered
         assert entered is not None
@@ -729,7 +674,7 @@ class StageRunner:
         self._telemetry.passed("recompute")
         return segment._replace(out=out)
 
-    def _backward_of(self, state: _MicroBatchState, segment: _Segment, grads: Gradients) -> None:
+    def _backward_of(self, state: MicroBatchState, segment: GraphSegment, grads: Gradients) -> None:
         """The backward pass of a segment; `grads`: of its output, which a loss has none of."""
         watches = self._steps <= _FIRST or self._steps % _SELDOM == 0
         draws, last = watching() if watches else nullcontext(Draws()), segment.parts[-1].sections[-1]
@@ -743,7 +688,7 @@ class StageRunner:
                 torch.autograd.backward(state.loss, torch.full_like(state.loss, self._scale))
         self._draws = self._draws or drawn.drew
 
-    def _end_pace(self, kind: str, state: _MicroBatchState, communicated: float) -> None:
+    def _end_pace(self, kind: str, state: MicroBatchState, communicated: float) -> None:
         """Slows a pass of a block, which began at `state.start`, down to an emulated speed."""
         spent = self._stopwatch.inside - communicated
         state.start = self._pace(kind, state.tokens, self._share, state.start, spent, state.squares)

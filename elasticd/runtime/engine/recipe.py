@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from numbers import Real
@@ -116,21 +116,6 @@ class Recipe:
     def module(self, name: str) -> Model:
         """A module of the model, by its name in the plan; of a model of one module that one."""
         return self.model if self.model.graph is None else self.model.graph.modules[name]
-
-    def counts(self, items: str) -> Sequence[int]:
-        """How many of these items each sample of the dataset has, by its index.
-
-        Raises:
-            ValueError: the dataset does not say it.
-        """
-        known = getattr(self.dataset, "counts", None)
-        if known is None or items not in known:
-            raise ValueError(
-                f"the dataset does not say how many {items} each sample has: give it an attribute counts, as "
-                f"in dataset.counts = {{{items!r}: [2, 0, 1, ...]}}, with a number for each sample"
-            )
-        counts: Sequence[int] = known[items]
-        return counts
 
     @cached_property
     def tokens(self) -> float:

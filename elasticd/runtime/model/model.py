@@ -18,9 +18,8 @@ from typing import Any, NoReturn, Self
 
 import torch
 from elasticd_migration.exchange import checksum
-from elasticd_planner.layout.layouts import Specs
 from elasticd_planner.spec.box import Box
-from elasticd_planner.spec.model import Cut, ModelSpec, Parameter, Units
+from elasticd_planner.spec.model import Cut, ModelSpec, Parameter, Specs, Units
 from torch import Tensor, nn
 
 from elasticd.runtime.model.batch_format import BatchFormat
@@ -179,6 +178,17 @@ class Model:
     def from_hf(cls, *_: object, **__: object) -> NoReturn:
         """The former name of `elasticd.from_hf`. Raises AttributeError, which names the present one."""
         raise AttributeError("Model.from_hf is elasticd.from_hf now: call that, with the same arguments")
+
+    @property
+    def all_own_names(self) -> Mapping[str, str]:
+        """`own_names`, of all modules."""
+        if self.graph is None:
+            return self.own_names
+        return {
+            f"{name}.{own}": f"{name}.{full}"
+            for name, module in self.graph.modules.items()
+            for own, full in module.own_names.items()
+        }
 
     @property
     def specs(self) -> Specs:

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 import torch
 from elasticd_migration.local_state import LocalState
-from elasticd_planner.layout.layouts import Layouts, Specs
+from elasticd_planner.layout.layouts import Layouts
 from elasticd_planner.layout.snapshot_layouts import StoodIn
 from elasticd_planner.spec.cluster import node_of
+from elasticd_planner.spec.model import Specs
 from elasticd_planner.spec.plan import Plan
 
 from elasticd.records import Recovery

@@ -18,8 +18,9 @@ from elasticd_migration.reshard import Lost, bytes_lacking, whole_bytes
 from elasticd_migration.schema import Disagreement, Schema
 from elasticd_migration.transport import ProcessGroupTransport, Transport
 from elasticd_planner.layout.channels import Channel
-from elasticd_planner.layout.layouts import Layouts, Specs
+from elasticd_planner.layout.layouts import Layouts
 from elasticd_planner.layout.surviving_layouts import Remains
+from elasticd_planner.spec.model import Specs
 from elasticd_planner.spec.plan import Plan
 
 from elasticd.records import Proposal, Recovery

@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 
 from elasticd_planner.layout.optimizer_sharding import Dealer, Dealt, Part, joined
 from elasticd_planner.spec.box import Box, Holding, TensorLayout
-from elasticd_planner.spec.model import ModelSpec, Parameter, member_box
+from elasticd_planner.spec.model import ModelSpec, Parameter, Specs, member_box
 from elasticd_planner.spec.plan import Plan, Stage
 from elasticd_planner.value import refuse
 
@@ -37,10 +37,6 @@ class Item(NamedTuple):
 _Holders = tuple[Holding, ...]
 
 
-#: A model of one module, or the modules of a model of several, by name.
-Specs = ModelSpec | Mapping[str, ModelSpec]
-
-
 class Layouts:
     """The layouts of a model's tensors under one plan.
 
@@ -48,21 +44,21 @@ class Layouts:
     written; names begin with the module's: "vision.blocks.0.proj.weight". Each module has its own in `views`.
     """
 
+    specs: Specs  #: of the model, or of each of its modules
     plan: Plan
 
-    def __init__(self, spec: Specs, plan: Plan) -> None:
-        self.plan = plan
+    def __init__(self, specs: Specs, plan: Plan) -> None:
+        self.specs, self.plan = specs, plan
         self._layouts: dict[tuple[str, int], TensorLayout] = {}
         self._families: dict[Hashable, _Family] = {}
         self._family: dict[str, _Family] = {}
-        if isinstance(spec, ModelSpec):
+        if isinstance(specs, ModelSpec):
             self._views: Mapping[str, Layouts] | None = None
-            self._spec: ModelSpec | None = spec
-            self._describe(spec, plan)
+            self._describe(specs, plan)
             self._dealt = not plan.state.zero
             return
-        self._views, self._spec, self._dealt = {}, None, True
-        for module, own in spec.items():
+        self._views, self._dealt = {}, True
+        for module, own in specs.items():
             view = self._views[module] = Layouts(own, plan.view(module))
             for family in view._families.values():
                 family.number = len(self._families)
@@ -101,9 +97,9 @@ class Layouts:
     @property
     def spec(self) -> ModelSpec:
         """The description of a model of one module. Refuses a model of several: each has its own view."""
-        if self._spec is None:
+        if not isinstance(self.specs, ModelSpec):
             refuse(f"plan {self.plan.number}: its modules {', '.join(self.views)} have a description each")
-        return self._spec
+        return self.specs
 
     @property
     def views(self) -> Mapping[str, Layouts]:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 
-from elasticd_planner.layout.layouts import Item, Layouts, Specs
+from elasticd_planner.layout.layouts import Item, Layouts
 from elasticd_planner.spec.box import Box, Holding, TensorLayout
+from elasticd_planner.spec.model import Specs
 from elasticd_planner.spec.plan import Plan
 from elasticd_planner.value import refuse
 

@@ -11,8 +11,9 @@ from collections.abc import Collection, Hashable, Iterator
 
 import msgspec
 
-from elasticd_planner.layout.layouts import Item, Layouts, Specs
+from elasticd_planner.layout.layouts import Item, Layouts
 from elasticd_planner.spec.box import Box, Holding, TensorLayout, subtract
+from elasticd_planner.spec.model import Specs
 from elasticd_planner.spec.plan import Plan
 
 

@@ -6,9 +6,9 @@ become units per rule by largest remainder, so any cut is legal: TP 3 over 8 hea
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import Literal
+from typing import Literal, TypeVar
 
 from elasticd_planner.spec.box import Box
 from elasticd_planner.value import Value, refuse
@@ -147,25 +147,18 @@ class ModelSpec(Value, frozen=True, kw_only=True):
             yield "head"
 
     @property
-    def fused(self) -> dict[str, int]:
-        """The fused parameters by full name: the dimension of their parts."""
+    def parameters(self) -> dict[str, Parameter]:
+        """All parameters and buffers by full name, in order, tied ones by each of their names."""
         return {
-            f"{section}.{parameter.name}": parameter.fused
+            f"{section}.{parameter.name}": parameter
             for section in self.sections(0, len(self.layers))
             for parameter in self.section(section)
-            if parameter.fused is not None
         }
 
     @property
     def frozen(self) -> tuple[str, ...]:
         """The full names of the parameters that are not trained; of tied ones the first name."""
-        names = (
-            f"{section}.{parameter.name}"
-            for section in self.sections(0, len(self.layers))
-            for parameter in self.section(section)
-            if parameter.kind == "frozen"
-        )
-        return tuple(name for name in names if self.owner(name) == name)
+        return tuple(name for name, each in owned_parameters(self).items() if each.kind == "frozen")
 
     def owner(self, name: str) -> str:
         """The parameter that a full name stands for, ties resolved."""
@@ -179,10 +172,42 @@ class ModelSpec(Value, frozen=True, kw_only=True):
         return refuse(f"model {self.name} has no units of kind {kind!r}")
 
 
+<<<<<<< HEAD
 def section_of(name: str) -> str:
     """The section that a parameter is named in, by its full name."""
     first, _, rest = name.partition(".")
     return f"blocks.{rest.partition('.')[0]}" if first == "blocks" else first
+=======
+_Of = TypeVar("_Of")
+
+#: A model of one module, or the modules of a model of several, by name.
+Specs = ModelSpec | Mapping[str, ModelSpec]
+
+
+def owned_parameters(specs: Specs) -> dict[str, Parameter]:
+    """The parameters and buffers of a model by full name, in order; of tied ones the first alone. In a model of
+    several modules full names begin with the module's."""
+    if isinstance(specs, ModelSpec):
+        return {name: each for name, each in specs.parameters.items() if specs.owner(name) == name}
+    return _together({module: owned_parameters(spec) for module, spec in specs.items()})
+
+
+def frozen_names(specs: Specs) -> frozenset[str]:
+    """The full names of the parameters that are not trained; of tied ones the first name."""
+    return frozenset(name for name, each in owned_parameters(specs).items() if each.kind == "frozen")
+
+
+def fused_parameters(specs: Specs) -> dict[str, int]:
+    """The fused parameters of a model by full name: the dimension of their parts."""
+    if isinstance(specs, ModelSpec):
+        return {name: each.fused for name, each in specs.parameters.items() if each.fused is not None}
+    return _together({module: fused_parameters(spec) for module, spec in specs.items()})
+
+
+def _together(by_module: Mapping[str, Mapping[str, _Of]]) -> dict[str, _Of]:
+    """What is known by names of the modules, by those of the whole model."""
+    return {f"{module}.{name}": each for module, own in by_module.items() for name, each in own.items()}
+>>>>>>> 116f32cc (Jobs of several modules in one process: Model(modules=), checkpoints, evaluations; a switch of one module; JobSpec.modules)
 
 
 @lru_cache(maxsize=4096)

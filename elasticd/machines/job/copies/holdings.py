@@ -6,11 +6,11 @@ from collections.abc import Collection
 
 from elasticd_migration.reshard import span
 from elasticd_planner.layout.surviving_layouts import Remains
-from elasticd_planner.spec.model import ModelSpec
+from elasticd_planner.spec.model import Specs
 from elasticd_planner.spec.plan import Plan
 
 
-def lost_boxes(spec: ModelSpec, plan: Plan, live: Collection[str], stale: Collection[str] = ()) -> str:
+def lost_boxes(spec: Specs, plan: Plan, live: Collection[str], stale: Collection[str] = ()) -> str:
     """Which part of the state none of the devices `live` holds under `plan`, in words; nothing if none."""
     gone = set(plan.members) - set(live)
     if not gone and not stale:

@@ -1,0 +1,84 @@
+"""What a job of a model of several modules cannot be asked for yet, each refused before the job starts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from elasticd_planner.spec.plan import Plan
+from elasticd_planner.spec.plan_checks import check_model
+from elasticd_planner.value import Invalid
+
+from elasticd.runtime.api.evaluation import HeldOut
+from elasticd.runtime.data.loader import item_counts
+from elasticd.runtime.data.stream import Stream
+from elasticd.runtime.engine.recipe import Recipe
+from elasticd.runtime.model.model import Module
+from elasticd.runtime.model.model_graph import ModelGraph
+
+
+def check_graph(recipe: Recipe, held_out: Mapping[str, HeldOut]) -> None:
+    """Refuses options and datasets that a model of several modules does not go with.
+
+    Raises:
+        ValueError: which, and what to do instead.
+    """
+    graph = recipe.model.graph
+    if graph is None:
+        return
+    if isinstance(recipe.dataset, Stream):
+        raise ValueError(
+            f"a model of the modules {_names(graph)} needs a map-style dataset with counts: of a stream nobody "
+            "knows beforehand how many items its samples have"
+        )
+    if recipe.data.packing is not None:
+        raise ValueError(
+            f"a model of the modules {_names(graph)} cannot pack sequences yet: leave DataOptions(packing=...) "
+            "out; micro_batch=1 pads nothing"
+        )
+    if recipe.parallelism.compile:
+        raise ValueError(
+            f"a model of the modules {_names(graph)} cannot be compiled yet: leave "
+            "ParallelismOptions(compile=...) out"
+        )
+    for name in graph.encoders:
+        items = graph.modules[name].items
+        item_counts(recipe.dataset, items)
+        for said, held in held_out.items():
+            try:
+                item_counts(held.dataset, items)
+            except ValueError as error:
+                raise ValueError(f"held-out set {said!r}: {error}") from None
+
+
+def check_plan_of(plan: Plan, graph: ModelGraph[Module]) -> None:
+    """Refuses a plan that is none of these modules.
+
+    Raises:
+        Invalid: with the module, and what it would need.
+    """
+    theirs, ours = {module.module: module.items for module in plan.modules}, graph.modules
+    if theirs != {name: module.items for name, module in ours.items()}:
+        raise Invalid(
+            f"the plan has the modules {_said(theirs)}, and the model "
+            f"{_said({name: module.items for name, module in ours.items()})}: give both the same"
+        )
+    for name, module in ours.items():
+        trained = any(parameter.kind == "trained" for parameter in module.spec.parameters.values())
+        planned = next(each.trainable for each in plan.modules if each.module == name)
+        if planned != trained:
+            raise Invalid(
+                f"the plan says that {name} is {'trained' if planned else 'frozen'}, and in the model it is "
+                f"{'trained' if trained else 'frozen'}: set trainable of its module plan"
+            )
+        try:
+            check_model(plan.view(name), module.spec)
+        except Invalid as error:
+            raise Invalid(f"module {name}: {error}") from None
+
+
+def _names(graph: ModelGraph[Module]) -> str:
+    return " and ".join(graph.modules)
+
+
+def _said(modules: Mapping[str, str]) -> str:
+    return ", ".join(f"{name} ({items or 'samples'})" for name, items in modules.items())

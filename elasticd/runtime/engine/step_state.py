@@ -1,0 +1,75 @@
+"""What the passes of a step on one device have come to, between its acts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from elasticd_planner.layout.pass_order import Act
+from elasticd_planner.spec.item_batch import GroupId
+from torch import Tensor
+
+from elasticd.runtime.data.prefetch import SampleError
+from elasticd.runtime.engine.stage_chunks import PassPart
+from elasticd.runtime.model.bundle import Bundle
+
+
+class GraphSegment(NamedTuple):
+    """Consecutive parts of a pass that are one autograd graph."""
+
+    parts: Sequence[PassPart]
+    entered: Bundle | None  #: what the first of them was called with, as leaves; None: a batch
+    out: Bundle
+
+
+@dataclass
+class MicroBatchState:
+    """What the backward pass of a micro-batch through a chunk needs of its forward pass."""
+
+    ids: Sequence[int]  #: what the ledger has of it, as it came with the activation
+    tokens: int = 0
+    length: int = 0  #: of its samples, in tokens; of a packed row, of all its pieces
+    squares: float = 0.0  #: the sum over its tokens of the length of their sequence
+    start: float = 0.0  #: when the pass of a block began, by perf_counter
+    received: Bundle | None = None  #: of the stage before; None: the chunk begins with the embedding
+    segments: list[GraphSegment] = field(default_factory=list)
+    #: What other modules made of the items that the embedding takes, as leaves.
+    items: dict[GroupId, Bundle] = field(default_factory=dict)
+    loss: Tensor | None = None  #: sum over targets; None: not the last stage
+    targets: float | Tensor = 0
+
+    @property
+    def output(self) -> Bundle:
+        """The output of the last section."""
+        return self.segments[-1].out
+
+
+@dataclass
+class StepState:
+    """What the passes of a step have come to."""
+
+    micro_batches: Sequence[Any]
+    expected: Sequence[Sequence[int]]  #: of each micro-batch what the ledger has of it
+    order: list[Act]  #: its passes
+    last: dict[int, Act] = field(default_factory=dict)  #: by chunk the pass after which sums may begin
+    passed: int = 0  #: passes so far
+    alive: dict[tuple[int, int], MicroBatchState] = field(default_factory=dict)
+    received: list[int] = field(default_factory=list)
+    unexpected: list[int] = field(default_factory=list)
+    losses: list[Tensor] = field(default_factory=list)
+    counts: list[float | Tensor] = field(default_factory=list)
+    tokens: int = 0
+    #: What other modules made of items, whose gradients are there and not sent.
+    taken: dict[GroupId, Bundle] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Passed:
+    """The forward and backward passes of a step on one rank."""
+
+    loss: float | Tensor  #: sum over targets, perhaps still on the device; 0 on ranks that compute no loss
+    count: float | Tensor  #: targets, likewise; 0 on ranks that compute no loss
+    tokens: int  #: counted where the pipeline begins, else 0
+    samples: int  #: hash of the sample ids that were seen
+    failure: SampleError | None = None  #: a sample that could not be read here; another one stood in for it

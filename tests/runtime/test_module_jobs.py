@@ -1,0 +1,186 @@
+"""A `Job` of a model of two modules, in one process: losses, checkpoints, evaluations, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import elasticd
+from elasticd.models.decoder import next_token_loss
+from elasticd.runtime.model.validation import ModelError
+from tests.runtime import image_model
+from tests.runtime.image_model import BATCH, SEED, Captions, model_of, pipeline, plan_of, stage
+from tests.runtime.test_modules import ADAM, STEPS, reference, sections
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """A process that nobody launched, on a node without an agent."""
+    for name in ("TORCHELASTIC_RUN_ID", "LOCAL_RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("ELASTICD_SOCKET", str(tmp_path / "none.sock"))
+    monkeypatch.setenv("ELASTICD_DEVICE", "cpu")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler, "signals are left as they were"
+
+
+def job(folder: Path | None = None, *, every: int = 100, **changes: Any) -> elasticd.Job:
+    made = {
+        "model": model_of(*copy.deepcopy(sections())),
+        "loss": next_token_loss,
+        "optimizer": lambda named: torch.optim.AdamW(named, **ADAM),
+        "dataset": Captions(),
+        "checkpointing": elasticd.CheckpointingOptions(folder=folder, every=every),
+    }
+    return elasticd.Job(global_batch=BATCH, seed=SEED, **made | changes)
+
+
+def losses(job: elasticd.Job, steps: int = STEPS) -> list[float]:
+    return [step.loss for step in job.steps(steps)]
+
+
+def test_it_trains_as_plain_torch_does() -> None:
+    expected, weights = reference()
+    trained = job()
+    assert losses(trained) == pytest.approx(expected, abs=1e-12)
+    own = trained.parameters()
+    assert own.keys() == weights.keys()
+    assert max(float((value - weights[name]).abs().max()) for name, (_, value) in own.items()) < 1e-12
+    place = trained.place("vision")
+    assert place is not None
+    assert (place.stage, trained.stages) == (0, 1)
+    assert "vision.head" in trained.modules()
+    whole = trained.state_dict()
+    assert whole.keys() == weights.keys()
+    assert torch.equal(whole["vision.embed.project.weight"], own["vision.embed.project.weight"][1])
+
+
+def test_a_run_goes_on_from_its_newest_checkpoint(tmp_path: Path) -> None:
+    expected, _ = reference()
+    assert losses(job(tmp_path / "c", every=1), 2) == pytest.approx(expected[:2], abs=1e-12)
+    assert losses(job(tmp_path / "c")) == pytest.approx(expected[2:], abs=1e-12)
+
+
+def test_an_evaluation_is_that_of_one_process() -> None:
+    trained = job(evaluation=elasticd.EvaluationOptions(held_out={"held": Captions()}))
+    for _ in trained.steps(1):
+        found = trained.evaluate("held")
+    modules = {
+        name: [section for path, section in trained.modules().items() if path.startswith(name)]
+        for name in ("vision", "language")
+    }
+    total, count = 0.0, 0
+    with torch.no_grad():
+        for index in range(len(Captions())):
+            sample = Captions()[index]
+            rows = []
+            for image in sample["images"]:
+                x: Any = image[None]
+                for section in modules["vision"]:
+                    x = section(x)
+                rows.append(x[0])
+            x = {"inputs": sample["inputs"][None], "images": torch.cat(rows) if rows else None}
+            for section in modules["language"]:
+                x = section(x)
+            loss, targets = next_token_loss(x, {"targets": sample["targets"][None]})
+            total, count = total + float(loss), count + int(targets)
+    assert found.loss == pytest.approx(total / count, abs=1e-12)
+    assert found.samples == len(Captions())
+
+
+class Uncounted:
+    """It does not say how many images its samples have."""
+
+    def __len__(self) -> int:
+        return len(Captions())
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return Captions()[index]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"dataset": Uncounted()}, "give it an attribute counts"),
+        ({"data": elasticd.DataOptions(packing=elasticd.Packing(), length=len)}, "cannot pack sequences yet"),
+        ({"parallelism": elasticd.ParallelismOptions(compile=True)}, "cannot be compiled yet"),
+        (
+            {"evaluation": elasticd.EvaluationOptions(held_out={"held": Uncounted()})},
+            "held-out set 'held': the dataset does not say how many images",
+        ),
+        (
+            {
+                "parallelism": elasticd.ParallelismOptions(
+                    plan=plan_of([pipeline(1, stage(0, 3, ("a/0", 1)))], [pipeline(5, stage(0, 5, ("a/0", 1)))])
+                )
+            },
+            "module vision: the plan has 3 blocks in each pipeline, and the model has 2",
+        ),
+        (
+            {
+                "parallelism": elasticd.ParallelismOptions(
+                    plan=plan_of(
+                        [pipeline(1, stage(0, 2, ("a/0", 1)))],
+                        [pipeline(5, stage(0, 5, ("a/0", 1)))],
+                        trainable=False,
+                    )
+                )
+            },
+            "the plan says that vision is frozen, and in the model it is trained",
+        ),
+    ],
+    ids=["counts", "packing", "compile", "held-out counts", "blocks", "frozen"],
+)
+def test_what_several_modules_do_not_go_with_is_refused_with_the_remedy(
+    changes: dict[str, Any], said: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as refusal:
+        job(**changes)
+    assert said in f"{refusal.value} {capfd.readouterr().err}"
+
+
+def encoder(**said: Any) -> elasticd.Module:
+    vision = image_model.vision_sections()
+    return elasticd.Module(embed=vision[0], blocks=vision[1:-1], head=vision[-1], width=16, **said)
+
+
+def decoder(**said: Any) -> elasticd.Module:
+    language = image_model.language_sections()
+    return elasticd.Module(embed=language[0], blocks=language[1:-1], head=language[-1], **said)
+
+
+@pytest.mark.filterwarnings("ignore:.*tensor-parallel rules")
+@pytest.mark.parametrize(
+    ("modules", "said"),
+    [
+        (lambda: {"a": encoder(items="images"), "b": decoder(takes={"images": "c"})}, "'b' takes 'c', and the"),
+        (lambda: {"a": encoder(items="images"), "b": decoder()}, "module 'a' feeds nothing"),
+        (lambda: {"a": encoder(), "b": decoder(takes={"images": "a"})}, "2 modules run on samples"),
+        (lambda: {"b": decoder(takes={"images": "b"})}, "b -> b is a cycle"),
+        (
+            lambda: {"a": encoder(items="images", takes={"x": "b"}), "b": decoder()},
+            "join the two in one module",
+        ),
+        (lambda: {"a.b": encoder(items="images"), "b": decoder(takes={"images": "a.b"})}, "without dots"),
+        (lambda: {"a": nn.Linear(2, 2), "b": decoder()}, "make it an elasticd.Module"),
+    ],
+    ids=["stranger", "idle", "two losses", "itself", "encoder of encoders", "dots", "no module"],
+)
+def test_modules_that_make_no_model_are_refused_with_the_remedy(modules: Any, said: str) -> None:
+    with pytest.raises(ModelError, match=said):
+        elasticd.Model(modules=modules())
+
+
+def test_a_model_needs_sections_or_modules() -> None:
+    with pytest.raises(ModelError, match="embed, blocks and head, or several modules"):
+        elasticd.Model()
