@@ -103,6 +103,7 @@ class PrevStage(_Neighbour):
     _passed: dict[int, int]
     _proven: int
     _headers: dict[int, tuple[Tensor, Any]]
+    _posted: set[int]  #: in this step
     _begun: dict[int, tuple[TensorHeader | dict[str, TensorHeader], tuple[int, ...], list[tuple[Tensor, Any]]]]
 
     def begin_step(self, order: Iterable[Pass]) -> None:
@@ -114,7 +115,7 @@ class PrevStage(_Neighbour):
             order: the passes of the previous stage in this step.
         """
         self._backward, self._passed, self._proven = [], {}, 0
-        self._headers, self._begun = {}, {}
+        self._headers, self._begun, self._posted = {}, {}, set()
         for kind, index, chunk in order:
             if chunk != self.chunk:
                 continue
@@ -124,8 +125,9 @@ class PrevStage(_Neighbour):
                 self._passed[index] = len(self._backward)
 
     def post(self, index: int, samples: int) -> None:
-        """Starts to receive the header of micro-batch `index`, unless it has started."""
-        if index not in self._headers:
+        """Starts to receive the header of micro-batch `index`, unless that has been started in this step."""
+        if index not in self._posted:
+            self._posted.add(index)
             header = empty_header(samples)
             self._headers[index] = header, self._everyone.post(header, self._source, self._tag(index))
 

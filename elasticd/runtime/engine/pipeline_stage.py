@@ -175,7 +175,6 @@ class StageRunner:
         self._one_queue = peers.communicators.one_queue
         self._ordered: tuple[object, tuple[Act, ...]] = (None, ())  # what a step does, by what it follows from
         self._made: dict[Act, list[Tensor]] = {}  # by pass what it has made for an adjacent stage
-        self._batch: object = None  # of the pass that comes next, if it reads one
         self._own: tuple[Sequence[int], int] = ((), 0)  # which of how many rows of the pipeline they are
         self._drawing, self.loss, self._loader = local.drawing, recipe.loss, loader
         self._telemetry, self._stopwatch, self._pace = (
@@ -273,7 +272,7 @@ class StageRunner:
             settle_compiler()
         if self._context is not None:
             self._context.begin_step()
-        self._scale, self._batch = scale, None
+        self._scale = scale
         self._paced = self._pace.emulates
         self._steps += torch.is_grad_enabled()
         self._made.clear()
@@ -441,7 +440,7 @@ class StageRunner:
         else:
             assert isinstance(neighbour, PrevStage)
             if chunk.after is None:
-                self._read(micro, chunk)  # while the activation is on its way
+                self._read(act, micro, chunk)  # while the activation is on its way
             neighbour.receive(index, len(ids))
 
     def _item_message(self, act: Act, group: GroupId) -> None:
@@ -469,13 +468,13 @@ class StageRunner:
             outputs[name] = joined(in_order_of(ids_of(micro), parts))
         return {**batch, **outputs}
 
-    def _read(self, micro: MicroBatch, chunk: StageChunk) -> None:
-        """Reads the batch of the next pass."""
+    def _read(self, act: Act, micro: MicroBatch, chunk: StageChunk) -> None:
+        """Reads the batch of a pass."""
         with self._stopwatch.measure("input"):
             batch = self._loader.batch(micro, packed=bool(self._rows))
         if chunk.before is None:
             self._telemetry.named(batch)
-        self._batch = converted(batch, self._accelerator.put)
+        self._step.batches[act.chunk, act.micro_batch] = converted(batch, self._accelerator.put)
 
     def _separate(self, number: int, *, last: bool) -> bool:
         """Returns True if each section of a pass is to be an autograd graph by itself.
@@ -499,9 +498,8 @@ class StageRunner:
         telemetry, index = self._telemetry, act.micro_batch
         state = MicroBatchState(ids=expected)
         if chunk.before is None:
-            self._read(micro, chunk)
-        batch: Any = self._batch
-        self._batch = None
+            self._read(act, micro, chunk)
+        batch: Any = self._step.batches.pop((act.chunk, index), None)
         x: Any = batch
         if chunk.before is not None:
             x, state.ids = chunk.before.activation(index)

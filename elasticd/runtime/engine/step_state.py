@@ -54,6 +54,7 @@ class StepState:
     order: list[Act]  #: its passes
     last: dict[int, Act] = field(default_factory=dict)  #: by chunk the pass after which sums may begin
     passed: int = 0  #: passes so far
+    batches: dict[tuple[int, int], Any] = field(default_factory=dict)  #: read for a pass, by chunk and index
     alive: dict[tuple[int, int], MicroBatchState] = field(default_factory=dict)
     received: list[int] = field(default_factory=list)
     unexpected: list[int] = field(default_factory=list)
