@@ -18,6 +18,7 @@ from elasticd_planner.layout.gradient_reduction import reductions
 from elasticd_planner.layout.layouts import Item, Layouts
 from elasticd_planner.spec.batch import BatchPlan
 from elasticd_planner.spec.plan import Plan
+from torch import Tensor
 
 from elasticd.runtime.accelerator import Accelerator
 from elasticd.runtime.comm.communicators import Communicators, Peers
@@ -225,11 +226,11 @@ class ModuleEngine:
         own = self.reducer.reached
         return {self.prefix + name for name in own} if self.prefix else own
 
-    def agree(self, unreached: Collection[str]) -> None:
+    def agree(self, unreached: Collection[str]) -> list[Tensor]:
         """See `ZeroState.agree`; names are as in `owned`."""
         if self.prefix:
             unreached = {name.removeprefix(self.prefix) for name in unreached if name.startswith(self.prefix)}
-        self.zero.agree(unreached)
+        return self.zero.agree(unreached)
 
     def named(self, values: Mapping[str, _Held]) -> Mapping[str, _Held]:
         """Values by their names among those of all modules."""
