@@ -172,12 +172,12 @@ class ModelSpec(Value, frozen=True, kw_only=True):
         return refuse(f"model {self.name} has no units of kind {kind!r}")
 
 
-<<<<<<< HEAD
 def section_of(name: str) -> str:
     """The section that a parameter is named in, by its full name."""
     first, _, rest = name.partition(".")
     return f"blocks.{rest.partition('.')[0]}" if first == "blocks" else first
-=======
+
+
 _Of = TypeVar("_Of")
 
 #: A model of one module, or the modules of a model of several, by name.
@@ -207,7 +207,6 @@ def fused_parameters(specs: Specs) -> dict[str, int]:
 def _together(by_module: Mapping[str, Mapping[str, _Of]]) -> dict[str, _Of]:
     """What is known by names of the modules, by those of the whole model."""
     return {f"{module}.{name}": each for module, own in by_module.items() for name, each in own.items()}
->>>>>>> 116f32cc (Jobs of several modules in one process: Model(modules=), checkpoints, evaluations; a switch of one module; JobSpec.modules)
 
 
 @lru_cache(maxsize=4096)
