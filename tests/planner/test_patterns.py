@@ -8,6 +8,7 @@ from elasticd_planner.problem_files.solve import solve
 
 from tests import sizes
 from tests.planner.patterns import PATTERNS, Drawn, drawn, with_shares
+from tests.planner.table_exact import can_be_below
 from tests.planner.test_solve import check
 
 #: One problem of every cell of patterns, objectives and shares.
@@ -36,3 +37,13 @@ def test_a_drawn_problem_has_a_plan_and_uneven_shares_make_none_worse(each: Draw
     if each.uneven:
         equal = solve(with_shares(each.problem, uneven=False), each.objective, ideal=False)
         assert value(planned) <= value(equal) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(("number", "limit"), [(357, 635.0), (360, 650.0)])
+def test_slow_nodes_whose_memory_all_plans_need_are_divided_as_well_as_others(
+    number: int, limit: float
+) -> None:
+    *_, each = drawn(254208, number + 1)
+    problem = with_shares(each.problem, uneven=False)
+    assert can_be_below(problem, limit, each.objective)
+    assert value(solve(problem, each.objective, ideal=False)) < limit

@@ -48,6 +48,10 @@ ORDERS, ORDERS_BRIEF = 4, 0
 #: schedule, and how many of these are.
 LEEWAY, KEPT = 1.12, 8
 
+#: So many times later than the bound the groups of a plan may end that are looked at. The first is enough where
+#: that finds a plan; where memory needs slow nodes, later ones are tried while they find better plans.
+LATER = (1.0, 1.5, 2.5, 5.0)
+
 #: (bound, number of pipelines, size of groups on normal nodes)
 Attempt = tuple[float, int, int | None]
 
@@ -81,6 +85,7 @@ class LargeSearch:
         self._equal: list[Found] = []
         self._size: int | None = None
         self._brief = False
+        self._later = 1.0
         self._known: dict[int | None, list[tuple[Paces, int]]] = {}
 
     # The bound.
@@ -268,6 +273,13 @@ class LargeSearch:
         self._try(sorted(attempts, key=lambda entry: (abs(entry[1] - best), entry))[:NEAR], BUDGET_SMALL)
 
     def _search_many(self) -> None:
+        for self._later in LATER:
+            before = self._best
+            self._search_sizes()
+            if self._best is not None and (self._later == 1.0 or self._best is before):
+                return
+
+    def _search_sizes(self) -> None:
         sizes = self._sizes()
         attempts = self._attempts(sizes)
         if self._brief:
@@ -393,7 +405,7 @@ class LargeSearch:
             low = self._proved(pipelines) - self._least_after(pipelines)
         if not math.isfinite(low) or low <= 0:
             return None
-        time = low / task.layers
+        time = low / task.layers * self._later
         divisions: list[Sequence[Division]] = []
         for kind in self.kinds:
             listed: Sequence[Division]

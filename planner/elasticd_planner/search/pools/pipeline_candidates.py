@@ -35,7 +35,7 @@ MULTIPLES = (1.08, 1.2, 1.35, 1.6, 2.0, 2.6, 3.5, 5.0)
 NEAR = 1.1
 
 #: Lines kept of a pipeline.
-LINES = 6
+LINES = 12
 
 #: Of `Ordering`: the most caps, and their range as factors of the cap that pipelines of equal pace would have.
 MOST_CAPS, LEAST, LARGEST = 72, 0.6, 2.2
@@ -122,19 +122,33 @@ class PipelineCandidates:
 
     def _lines(self, order: Order) -> tuple[Floats, Floats]:
         """(o, S) by pipeline (row) and cap tried, stages in this order; inf where impossible."""
-        rows, rules = self.rows, self.rules
-        have = self.grid[:, rows]
-        caps = self._candidates(have, order)
+        have = self.grid[:, self.rows]
+        tried = self._candidates(have, order)
+        caps, sums = self._under(have, order, tried)
+        if not self.binding:
+            return caps, sums
+        # Memory asks for larger caps of some than they would have: those next to the largest that is too small.
+        first = caps.min(axis=1, initial=np.inf)
+        below = np.where(np.isinf(caps) & (tried < first[:, None]), tried, 0.0).max(axis=1, initial=0.0)
+        rows = np.flatnonzero(np.isfinite(first) & (below > 0))
+        more = self._candidates(have[:, rows], order, below[rows])
+        near = np.full((2, len(have[0]), more.shape[1]), np.inf)
+        near[:, rows] = self._under(have[:, rows], order, more)
+        return np.concatenate([caps, near[0]], axis=1), np.concatenate([sums, near[1]], axis=1)
+
+    def _under(self, have: Ints, order: Order, caps: Floats) -> tuple[Floats, Floats]:
+        """(o, S) of pipelines of so many groups by column under these caps; inf where impossible."""
+        rules, depth = self.rules, have.sum(axis=0)
         limits = [self._room(have, order, index, caps) for index in range(len(self.columns))]
         total = np.zeros_like(caps)
-        possible = np.ones(caps.shape, dtype=bool)
+        possible = np.isfinite(caps)
         for index, room in enumerate(limits):
             total += room
             possible &= room >= have[index][:, None]
         possible &= total >= rules.layers
         if rules.steady:  # how the layers are filled does not matter
             return np.where(possible, caps, np.inf), np.where(possible, 0.0, np.inf)
-        left = np.broadcast_to((rules.layers - self.depth[rows])[:, None], caps.shape).astype(np.float64)
+        left = np.broadcast_to((rules.layers - depth)[:, None], caps.shape).astype(np.float64)
         sums = self._fixed(have, order)[:, None] + np.zeros_like(caps)
         for index in sorted(range(len(self.columns)), key=lambda i: self.columns[i].block):
             base = have[index][:, None]
@@ -143,16 +157,16 @@ class PipelineCandidates:
             sums += (more + base) * self.columns[index].block
         return np.where(possible, caps, np.inf), np.where(possible, sums, np.inf)
 
-    def _candidates(self, have: Ints, order: Order) -> Floats:
+    def _candidates(self, have: Ints, order: Order, above: Floats | None = None) -> Floats:
         """Caps to try: stages gain a layer there; coarser ones far above, where memory binds. None is below the
-        seconds of a first and a last stage with one layer."""
+        seconds of a first and a last stage with one layer. above: those next to these alone."""
         rules, (first, last) = self.rules, self._ends(have, order)
         block, embed, head = (
             np.array([getattr(column, name) for column in self.columns]) for name in ("block", "embed", "head")
         )
         alone = have.sum(axis=0) == 1
         edges = embed[first] / block[first] + head[last] / block[last]
-        least = (rules.layers + edges) / ((1 / block) @ have)
+        least = (rules.layers + edges) / ((1 / block) @ have) if above is None else above
         ends = np.maximum(embed[first] + block[first] + np.where(alone, head[first], rules.hop), 0.0)
         ends = np.maximum(ends, head[last] + block[last] + np.where(alone, embed[last], 0.0))
         parts = []
@@ -169,6 +183,8 @@ class PipelineCandidates:
         near = np.concatenate(parts, axis=1)
         if near.shape[1] > NEAREST:
             near = np.partition(near, NEAREST - 1, axis=1)[:, :NEAREST]
+        if above is not None:
+            return near
         coarse = np.maximum(least, ends)[:, None] * np.array(MULTIPLES) + rules.hop
         return np.concatenate([near, coarse], axis=1)
 
