@@ -97,6 +97,7 @@ def seed_host(seed: int) -> None:
     Args:
         seed: less than 2^62.
     """
+    host_seeds.restored()  # another thread that looks meanwhile is to see that they change
     if _python_is_known():
         _random.Random.seed(_PYTHON, seed)  # `random.seed` without its look at the kind of the seed
         _PYTHON.gauss_next = None

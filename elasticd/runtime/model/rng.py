@@ -292,14 +292,14 @@ class SeededSection:
         Raises:
             ScriptRefusal: it draws from the host's generators for the first time, and has changed its input.
         """
-        drawing = self._drawing
+        drawing, changes = self._drawing, host_seeds.changes
         if not drawing.keeps or drawing.drew is not None:
             with drawing.keyed(self._section):
                 output = self._module(entered)
         elif self._unseeded and host_seeds.undrawn():
             seed_torch(drawing.seed_of(self._place), drawing.generators)
             again = entered if type(entered) is Tensor else _again(entered)
-            versions, changes = _versions(again), host_seeds.changes
+            versions = _versions(again)
             output = self._module(entered)
             if not host_seeds.undrawn() and changes == host_seeds.changes:
                 output = self._repeat(again, versions)
