@@ -124,7 +124,9 @@ def _in_one_queue(order: Sequence[ModulePass]) -> None:
 
 def _act(one: ModulePass, what: str, name: GroupId | None = None) -> ModuleAct:
     new = tuple.__new__  # in few instructions: an order is made each step
-    return new(ModuleAct, (*one.group.key, new(Act, (what, one.kind, one.index, one.chunk)), name))
+    module, pipeline, lane, stage = one.group.key
+    act = new(Act, (what, one.kind, one.index, one.chunk))
+    return new(ModuleAct, (module, pipeline, lane, stage, act, name))
 
 
 #: The pass of the order that comes next, the time, a number (so that no two are equal), sender, receiver, and
@@ -233,20 +235,20 @@ class _ModuleRun:
 
     def _look(self, device: int, now: int) -> None:
         """Begins what is to begin on a device that is free."""
-        graph = self._graph
-        next_begin = _FAR
-        for group in graph.own[device]:
+        for group in self._graph.fillers[device]:
+            for each in group.devices:
+                if self._free[each] > now:
+                    break
+            else:
+                if (one := self._filler(group, now)) is not None:
+                    self._begin(one, now)
+                    return
+        for group in self._graph.own[device]:
             next_begin = self._next_begin(group)
-        for group in graph.fillers[device]:
-            free = all(self._free[each] <= now for each in group.devices)
-            if free and (one := self._filler(group, now)) is not None:
-                self._begin(one, now)
-                return
-        if next_begin <= now:
-            (group,) = graph.own[device]
-            self._begin(group.passes[group.begun], now)
-        elif next_begin < _FAR:
-            self._push(next_begin, device)
+            if next_begin <= now:
+                self._begin(group.passes[group.begun], now)
+            elif next_begin < _FAR:
+                self._push(next_begin, device)
 
     def _next_begin(self, group: PassGroup) -> int:
         """When the next pass of a stage of the module with the loss can begin, as far as that is known."""

@@ -155,30 +155,32 @@ class ModulePasses:
             row = each[1].micro_batch
             return row * self._period[each[1].pipeline, each[1].lane], row, each[0]
 
-        lanes: dict[tuple[int, int], list[PassGroup]] = {}
+        # By pipeline and lane, and by kind: TP group, chunk and time of 1,024 rows, in the order of passes.
+        lanes: dict[tuple[int, int], dict[str, list[tuple[PassGroup, int, int]]]] = {}
         for p, pipeline in enumerate(module.pipelines):
             for j, lane in enumerate(pipeline.by_lane):
-                lanes[p, j] = groups = self._groups(module.module, p, j, lane)
+                groups, times = self._groups(module.module, p, j, lane), [*map(_times, lane.stages)]
+                lanes[p, j] = {
+                    kind: [
+                        (group, chunk, stage[kind][chunk])
+                        for chunk in range(lane.chunks)
+                        for group, stage in zip(groups, times, strict=True)
+                    ][::step]
+                    for kind, step in (("forward", 1), ("backward", -1))
+                }
                 for group in groups:
                     group.ahead, group.lead = module.ahead, module.lead
                     beside = {id(own): own for device in group.devices for own in self.own[device]}
                     group.beside = list(beside.values())
                     for device in group.devices:
                         self.fillers[device].append(group)
-        times = {
-            (p, j): [_times(stage) for stage in lane.stages]
-            for p, pipeline in enumerate(module.pipelines)
-            for j, lane in enumerate(pipeline.by_lane)
-        }
         backward = self._backward and module.trainable
         for rank, (name, items) in enumerate(sorted(batch.walk(), key=when)):
-            at = name.pipeline, name.lane
-            self._add_group(lanes[at], times[at], name, items, rank, backward=backward)
+            self._add_group(lanes[name.pipeline, name.lane], name, items, rank, backward=backward)
 
     def _add_group(
         self,
-        groups: Sequence[PassGroup],
-        times: Sequence[_Times],
+        places: Mapping[str, Sequence[tuple[PassGroup, int, int]]],
         name: GroupId,
         items: ItemGroup,
         rank: int,
@@ -189,12 +191,11 @@ class ModulePasses:
         first = self._first[items.pipeline, items.lane]
         taking, giving = first["forward", items.micro_batch], first.get(("backward", items.micro_batch))
         rows = items.rows or ROWS * len(items.items)
-        chunks = len(times[0]["forward"])
-        places = [(group, chunk) for chunk in range(chunks) for group in groups]
+        chunks = places["forward"][-1][1] + 1
         before: ModulePass | None = None
         for kind in ("forward", "backward") if backward else ("forward",):
-            for group, chunk in places if kind == "forward" else reversed(places):
-                time = max(1, times[group.key[3]][kind][chunk] * rows // ROWS)
+            for group, chunk, whole in places[kind]:
+                time = max(1, whole * rows // ROWS)
                 order = rank * chunks + (chunks - 1 - chunk if kind == "forward" else chunk)
                 one = ModulePass(group, kind, name.number, chunk, time, order, items.micro_batch, taking.group)
                 self.count += 1
