@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import ClassVar, Literal
 
@@ -45,17 +46,38 @@ class SearchSpace(Value, frozen=True, kw_only=True):
             )
 
 
+class ModuleProblem(Value, frozen=True, kw_only=True):
+    """A module of items beside the module with the loss: an encoder of images, with what samples bring it."""
+
+    name: str
+    profile: ModelProfile  # micro-batches of any size: its items are sized by `rows_an_item`
+    items: str  # what it takes of a sample: "images"
+    items_a_sample: float  # in the mean
+    rows_an_item: float  # [tokens] in the mean
+    trained: bool = True  # False: it runs forward alone, and has neither gradients nor optimizer state
+
+    def __post_init__(self) -> None:
+        if not self.name or not self.items:
+            refuse("module of items: it needs a name, and the name of the items that it takes")
+        if not 0 < self.items_a_sample < math.inf or not 0 < self.rows_an_item < math.inf:
+            refuse(
+                f"module {self.name}: items_a_sample and rows_an_item are means, and must be positive, not "
+                f"{self.items_a_sample} and {self.rows_an_item}"
+            )
+
+
 class Problem(StoredValue, frozen=True, kw_only=True, tag="planner-problem"):
     """Plan `profile`'s model on `cluster` at `rates` (device name to how many times slower than normal;
     a dead device is left out of the cluster). `current` is the running plan, which near-equal plans are
     compared with. The profile's bytes and units come from the model's spec. `given` is a plan to answer with in
     place of a search, and `only_given` says that no other will do. `packed`: the sequences of a step, where
     they are packed in rows; the plan is made for them, and no pipeline is bound to a number of samples.
+    `modules`: those of items that feed the module with the loss, which `module` names; `profile` is that one's.
 
     A planner refuses a problem of a newer version than its own, and skips fields that it does not know: a new
     field without which a plan would be wrong comes with a new version (`newest`)."""
 
-    newest: ClassVar[int] = 1
+    newest: ClassVar[int] = 2  # 2: modules of items
 
     cluster: Cluster
     profile: ModelProfile
@@ -67,8 +89,14 @@ class Problem(StoredValue, frozen=True, kw_only=True, tag="planner-problem"):
     given: Plan | None = None
     only_given: bool = False
     packed: PackedSequences | None = None
+    module: str = "model"
+    modules: tuple[ModuleProblem, ...] = ()
 
     def __post_init__(self) -> None:
+        if self.version <= self.newest:  # the least that says all that is in it
+            msgspec.structs.force_setattr(self, "version", 2 if self.modules else 1)
+        if self.modules:
+            self._check_modules()
         if self.micro_batch < 1 or self.global_batch < 1 or self.global_batch % self.micro_batch:
             refuse(f"global_batch {self.global_batch} does not divide into micro-batches of {self.micro_batch}")
         odd = [size for size in self.search_space.micro_batches if self.global_batch % size]
@@ -77,6 +105,13 @@ class Problem(StoredValue, frozen=True, kw_only=True, tag="planner-problem"):
                 f"search space: global_batch {self.global_batch} is no multiple of micro-batches of {odd[0]}"
             )
         check_rates(self.rates, self.cluster)
+
+    def _check_modules(self) -> None:
+        names = [self.module, *(module.name for module in self.modules)]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            refuse(f"modules: two are named {twice[0]!r}; give each a name of its own")
+        if self.packed is not None:
+            refuse("modules: sequences are packed in models of one module alone; plan without packing")
 
 
 class Answer(StoredValue, frozen=True, kw_only=True, tag="planner-answer"):

@@ -18,7 +18,7 @@ from elasticd_agent.snapshots import transfer
 from elasticd_planner.cost.model_profile import ModelProfile, derive
 from elasticd_planner.detection.settings import DetectSettings
 from elasticd_planner.policy.policy import PolicySettings
-from elasticd_planner.problem import Problem, SearchSpace
+from elasticd_planner.problem import ModuleProblem, Problem, SearchSpace
 from elasticd_planner.problem_files import file_format
 from elasticd_planner.problem_files.file_format import (
     BatchEntry,
@@ -241,6 +241,23 @@ FIXED: dict[type, Any] = {
 #: One more value of classes whose fields exclude each other.
 MORE: dict[type, Any] = {
     Plan: MODULES,
+    Problem: Problem(
+        cluster=CLUSTER,
+        profile=PROFILE,
+        global_batch=8,
+        micro_batch=1,
+        module="language",
+        modules=(
+            ModuleProblem(
+                name="vision",
+                profile=PROFILE,
+                items="images",
+                items_a_sample=1.5,
+                rows_an_item=576.0,
+                trained=False,
+            ),
+        ),
+    ),
     TableProblem: TableProblem(
         cluster=ClusterEntry(
             nodes=(

@@ -20,7 +20,7 @@ from elasticd_planner.placement.state_movement import bytes_to_move, strategy
 from elasticd_planner.placement.stay_close import BETWEEN, WHOLE, nearest, rebalance_shares
 from elasticd_planner.placement.tp_rank_order import relax_shares, reorder_tp_ranks
 from elasticd_planner.problem import Answer, Problem
-from elasticd_planner.search import given_plan, interleave, lanes, packed
+from elasticd_planner.search import given_plan, interleave, lanes, modules, packed
 from elasticd_planner.search.balance.micro_batch_split import split_micro_batches
 from elasticd_planner.search.device_swaps import swapped
 from elasticd_planner.search.exhaustive import Combination, Exact, place
@@ -80,7 +80,8 @@ def plan(
     Up to EXACT_DEVICES devices it is the best of all plans, beyond it the best that the search finds. Where
     stages may be interleaved, it is what the best plain plan becomes with interleaved stages (`interleave`);
     where pipelines may have lanes, pipelines of equal borders are joined (`lanes`). Where sequences are packed,
-    it is the best for these (`packed`), of stages that are not interleaved.
+    it is the best for these (`packed`), of stages that are not interleaved. Of several modules it is the best
+    that `modules` finds.
 
     Args:
         problem: a job's problem in seconds, or a `UnitProblem`.
@@ -96,6 +97,12 @@ def plan(
         Of a problem with a given plan that plan. Where its devices are not there, or have not the memory: a
         plan near to it, or a refusal if no other will do.
     """
+    if problem.modules:
+
+        def alone(view: Problem, near: Form | None) -> Answer:
+            return plan(view, number, tolerance, like=near)
+
+        return modules.answer(problem, alone, number, tolerance)
     if problem.packed is not None:
 
         def dense(view: Problem, near: Form | None) -> Answer:

@@ -1,0 +1,238 @@
+"""The costs of the modules of a problem: seconds of a step by the order of its passes, and bytes by device.
+
+A step is played as ranks carry it out (`layout.module_order`), with the mean number of items in each sample,
+which are dealt to lanes as in a step. That order knows no messages: what they add to a step of the module with
+the loss alone is added here, and what comes after all passes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+from elasticd_planner.cost.memory import memory_by_device
+from elasticd_planner.cost.model import KnownCosts, after_seconds, stage_times, step_seconds
+from elasticd_planner.cost.model_profile import ModelProfile
+from elasticd_planner.cost.profile_cost import ProfileCost
+from elasticd_planner.cost.schedule import passes
+from elasticd_planner.layout.module_order import module_pass_times
+from elasticd_planner.layout.module_passes import ROWS
+from elasticd_planner.numeric import Floats
+from elasticd_planner.problem import ModuleProblem, Problem
+from elasticd_planner.spec.batch import BatchPlan, batch_plan
+from elasticd_planner.spec.item_batch import ItemBatch, SampleItem, item_batch
+from elasticd_planner.spec.plan import ModulePlan, Pipeline, Plan, Stage
+
+#: Of a mean step so many items are dealt one by one; where there are more, some of a sample go together.
+MOST_ITEMS = 4096
+
+#: A lane keeps at most so many items more than its part of those that are needed: items are whole.
+UNEVEN_ITEMS = 1
+
+
+def item_profile(module: ModuleProblem) -> ModelProfile:
+    """The profile of a module whose micro-batches are single items. One that is not trained keeps nothing of
+    its passes, and has no gradients and no optimizer state."""
+    profile = module.profile.sized(module.rows_an_item)
+    if module.trained:
+        return profile
+    kept = {"cut_activation": 0.0, "whole_activation": 0.0, "recomputed_activation": 0.0}
+    sections = {
+        name: msgspec.structs.replace(getattr(profile, name), **kept) for name in ("embed", "block", "head")
+    }
+    return msgspec.structs.replace(profile, gradient_factor=0.0, optimizer_factor=0.0, **sections)
+
+
+class ModuleCosts:
+    """What the plans of one problem cost."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.modules = {module.name: module for module in problem.modules}
+        self._profiles = {name: item_profile(module) for name, module in self.modules.items()}
+        self._known: dict[tuple[str, int], KnownCosts] = defaultdict(KnownCosts)
+        self._messages: dict[str, float] = {}
+
+    def cost(self, view: Plan) -> ProfileCost:
+        """The cost of the module of a view, under that plan. Of a module of items a micro-batch is an item."""
+        name, problem = view.module.module, self.problem
+        if name in self.modules:
+            profile = self._profiles[name]
+        else:
+            profile = problem.profile
+            if view.micro_batch != problem.micro_batch:
+                profile = profile.sized(profile.tokens / problem.micro_batch * view.micro_batch)
+        near = problem.cluster.within or problem.cluster.inside
+        return ProfileCost(
+            profile, state=view.state, pipelines=len(view.by_lane), members=len(view.members), near=near
+        ).under(view)
+
+    def lane_seconds(self, view: Plan) -> list[tuple[Floats, Floats]]:
+        """Seconds of a micro-batch, or of an item, on the stages of each lane: forward, backward [stage]."""
+        name, cost = view.module.module, self.cost(view)
+        known, module = self._known[name, view.micro_batch], self.modules.get(name)
+        found = []
+        for lane in view.by_lane:
+            times = stage_times(lane, self.problem.cluster, self.problem.rates, cost, known)
+            forward, backward = (
+                part.reshape(lane.chunks, -1).sum(0) for part in (times.forward, times.backward)
+            )
+            trained = module is None or module.trained
+            found.append((forward, backward if trained else np.zeros_like(backward)))
+        return found
+
+    def timed(self, plan: Plan) -> Plan:
+        """The plan with the times of its passes. Lanes of a stage have one time: that of the slowest."""
+        listed = []
+        for module in plan.modules:
+            scale = ROWS * 1e6 / self.modules[module.module].rows_an_item if module.items else 1e6
+            lanes = iter(self.lane_seconds(plan.view(module.module)))
+            pipelines = []
+            for pipeline in module.pipelines:
+                both = [next(lanes) for _ in pipeline.micro_batches_by_lane]
+                forward, backward = (np.max(part, axis=0) * scale for part in zip(*both, strict=True))
+                stages = tuple(
+                    msgspec.structs.replace(stage, microseconds=(max(1, round(f)), round(b)))
+                    for stage, f, b in zip(pipeline.stages, forward.tolist(), backward.tolist(), strict=True)
+                )
+                pipelines.append(msgspec.structs.replace(pipeline, stages=stages))
+            listed.append(msgspec.structs.replace(module, pipelines=tuple(pipelines)))
+        strategy = msgspec.structs.replace(plan.strategies[0], modules=tuple(listed))
+        return plan.replace(strategies=(strategy,))
+
+    def seconds(self, plan: Plan) -> float:
+        """Seconds of a mean step of a plan with times."""
+        times = module_pass_times(plan, self._batches(plan), passes)
+        played = max(each.stop for each in times) / 1e6
+        return played + self._message_seconds(plan.view(self.problem.module)) + self.after_seconds(plan)
+
+    def _message_seconds(self, view: Plan) -> float:
+        """Seconds that messages between stages add to the step of the module with the loss alone."""
+        if view.digest not in self._messages:
+            batch = batch_plan(view, 0, range(view.global_batch))
+            played = max(each.stop for each in module_pass_times(view, {view.module.module: batch}, passes))
+            self._messages[view.digest] = max(0.0, self.passes_seconds(view) - played / 1e6)
+        return self._messages[view.digest]
+
+    def after_seconds(self, plan: Plan) -> float:
+        """Seconds after all passes: each device reduces and updates the modules that it is in, one by one."""
+        by_device: dict[str, float] = defaultdict(float)
+        for module in plan.modules:
+            view = plan.view(module.module)
+            if module.trainable:
+                seconds = after_seconds(view, self.problem.cluster, self.cost(view))
+                for device in view.members:
+                    by_device[device] += seconds
+        return max(by_device.values(), default=0.0)
+
+    def _batches(self, plan: Plan) -> dict[str, BatchPlan | ItemBatch]:
+        """A mean step: its samples, and as many items in each as there are in the mean."""
+        batch = batch_plan(plan.view(self.problem.module), 0, range(plan.global_batch))
+        found: dict[str, BatchPlan | ItemBatch] = {self.problem.module: batch}
+        for module in self.problem.modules:
+            together = max(1, math.ceil(module.items_a_sample * plan.global_batch / MOST_ITEMS))
+            each = module.items_a_sample / together
+            ends = [math.floor(each * sample) for sample in range(plan.global_batch + 1)]
+            counts = {sample: ends[sample + 1] - ends[sample] for sample in range(plan.global_batch)}
+            size = max(1, round(module.rows_an_item * together))
+            rows = {SampleItem(sample, n): size for sample, count in counts.items() for n in range(count)}
+            found[module.name] = item_batch(plan, module.name, batch, counts, rows)
+        return found
+
+    def kept_items(self, plan: Plan, module: ModulePlan) -> list[int]:
+        """The most items that each lane of a module keeps, over all its pipelines: its part of the items of
+        `ahead` micro-batches of each lane of the module with the loss, and of those under way there."""
+        given, loss = self.modules[module.module], plan.view(self.problem.module)
+        samples = 0
+        for lane in loss.by_lane:
+            alive = min(lane.micro_batches, module.ahead + len(lane.stages) * lane.chunks)
+            samples += alive * plan.micro_batch
+        weights = [lane.micro_batches for lane in module.by_lane]
+        items = given.items_a_sample * samples
+        return [math.ceil(items * weight / sum(weights)) + UNEVEN_ITEMS for weight in weights]
+
+    def memory(self, plan: Plan) -> dict[str, int]:
+        """Bytes that each member needs, of all modules that it is in."""
+        needed = memory_by_device(plan.view(self.problem.module), self.cost(plan.view(self.problem.module)))
+        needed |= {device: self._carried(plan) for device in plan.carriers}
+        for module in plan.modules:
+            if module.items:
+                for device, size in self.item_memory(plan, module).items():
+                    needed[device] = needed.get(device, self._fixed(module.module)) + size
+        return needed
+
+    def _carried(self, plan: Plan) -> int:
+        view = plan.view(self.problem.module)
+        return memory_by_device(view.replace(carriers=plan.carriers), self.cost(view))[plan.carriers[0]]
+
+    def _fixed(self, name: str) -> int:
+        return math.ceil(self._profiles[name].fixed_bytes)
+
+    def item_memory(
+        self, plan: Plan, module: ModulePlan, kept_items: Sequence[int] | None = None
+    ) -> dict[str, int]:
+        """Bytes that a module of items adds on each of its devices: without `fixed_bytes`, which a device needs
+        once, and with the outputs that are kept until their gradients come.
+
+        Args:
+            plan: of all modules.
+            module: of items.
+            kept_items: how many items each lane keeps; None: as `kept_items` says.
+        """
+        view = plan.view(module.module)
+        cost, known = self.cost(view), dict[tuple[object, ...], int]()
+        profile = self._profiles[module.module]
+        found = {}
+        for lane, kept in zip(module.by_lane, kept_items or self.kept_items(plan, module), strict=True):
+            for index, stage in enumerate(lane.stages):
+                for position, device in enumerate(stage.devices):
+                    key = stage.chunks, stage.shares, position, stage.recompute, stage.sliced, index, kept
+                    if key not in known:
+                        known[key] = self._item_bytes(
+                            cost.for_stage(stage), stage, position, lane, kept, profile
+                        )
+                    found[device] = known[key]
+        return found
+
+    def _item_bytes(
+        self, cost: ProfileCost, stage: Stage, position: int, lane: Pipeline, kept: int, profile: ModelProfile
+    ) -> int:
+        first, last = stage.start == 0, stage.chunks[-1][1] == lane.layers
+        size = cost.memory(stage.layers, stage.shares, position, first=first, last=last, in_flight=kept)
+        outputs = profile.boundary_bytes * profile.tokens * kept if last else 0.0
+        return math.ceil(size - profile.fixed_bytes + outputs)
+
+    def busy(self, plan: Plan) -> dict[str, float]:
+        """Seconds of a mean step that each device spends in passes, of all modules of a plan."""
+        found: dict[str, float] = defaultdict(float)
+        for module in plan.modules:
+            lanes, scale = module.by_lane, 1.0
+            if module.items:
+                items = self.modules[module.module].items_a_sample * plan.global_batch
+                scale = items / sum(lane.micro_batches for lane in lanes)
+            times = self.lane_seconds(plan.view(module.module))
+            for lane, (forward, backward) in zip(lanes, times, strict=True):
+                for stage, seconds in zip(lane.stages, (forward + backward).tolist(), strict=True):
+                    for device in stage.devices:
+                        found[device] += seconds * lane.micro_batches * scale
+        return dict(found)
+
+    def passes_seconds(self, view: Plan) -> float:
+        """Seconds of a step of the module with the loss alone, without what comes after its passes."""
+        cost, cluster = self.cost(view), self.problem.cluster
+        return step_seconds(view, cluster, self.problem.rates, cost) - after_seconds(view, cluster, cost)
+
+    def item_work(self, module: ModuleProblem) -> float:
+        """Seconds of an item on a normal device, of the TP size that wastes least."""
+        profile = msgspec.structs.replace(self._profiles[module.name], overhead_seconds=0.0)
+        seconds = ProfileCost(profile).bound((1.0,) * profile.share_units, 1) * profile.share_units
+        return seconds if module.trained else seconds * profile.forward
+
+    def state_bytes(self, module: ModuleProblem) -> float:
+        """Bytes of a whole module: parameters, gradients and optimizer state."""
+        profile = self._profiles[module.name]
+        return profile.parameter_bytes * profile.state_factor

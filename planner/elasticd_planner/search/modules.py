@@ -1,0 +1,515 @@
+"""Plans of several modules: the module with the loss is planned as ever, and those of items are filled in.
+
+1. *The module with the loss* is planned on all devices, and with some left to items alone: the slowest devices,
+then whole nodes. Where modules of items do not fit beside it on each device, it is planned once more with less
+memory.
+2. *A module of items* is whole on devices where it fits, one lane each, and `item_lanes` says how many items
+each takes. Where it fits no device it gets a plan of its own in the memory that is left.
+3. *The best of these candidates* are played (`module_cost`), and of the best one a few pairs of `ahead` and
+`lead` for which there is memory. Of near-equal ones the one is taken that moves the fewest bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import msgspec
+
+from elasticd_planner.cost.memory import fits
+from elasticd_planner.cost.model_profile import with_room
+from elasticd_planner.cost.profile_cost import ProfileCost
+from elasticd_planner.numeric import EQUAL
+from elasticd_planner.placement.state_movement import bytes_to_move
+from elasticd_planner.problem import Answer, ModuleProblem, Problem, SearchSpace
+from elasticd_planner.readable import readable
+from elasticd_planner.search import given_plan
+from elasticd_planner.search.item_lanes import ItemLane, filled, weights
+from elasticd_planner.search.module_cost import ModuleCosts, item_profile
+from elasticd_planner.search.options import Form, form
+from elasticd_planner.search.task import UnitProblem, alive
+from elasticd_planner.spec.cluster import NORMAL, Cluster, node_of, rate_of
+from elasticd_planner.spec.plan import Edge, ModulePlan, Pipeline, Plan, Prediction, Stage, Strategy
+from elasticd_planner.spec.plan_summary import describe, some
+
+#: Plans a problem of one module: with the form of a good plan, or None.
+Search = Callable[[Problem, Form | None], Answer]
+
+#: The parts of all devices that are left to items, besides none and one device.
+LEFT = (1 / 16, 1 / 8, 1 / 4)
+
+#: So many candidates are played.
+PLAYED = 3
+
+#: Of the best candidate these are played: `ahead` [micro-batches] besides all of them, and `lead`.
+AHEADS, LEADS = (8, 2, 1), (1, 0, 3)
+
+#: A step with more micro-batches and items than these is played with fewer pairs.
+MANY = 2048
+
+#: How often lanes are filled anew without those that have not the memory for their items.
+REFILLED = 8
+
+#: How many times more room for activations a module of items gets in a plan of its own, until its items fit.
+ROOMS = (1.0, 2.0, 4.0, 8.0)
+
+#: For that plan memory is counted in so many parts of the largest device's, and there are so many items at most
+#: for each device: how its lanes share them is decided after.
+COARSE, MICRO_BATCHES = 8, 2
+
+
+def answer(problem: Problem, search: Search, number: int, tolerance: float) -> Answer:
+    """The best plan found of all modules of a problem, or a refusal that says what would help."""
+    if isinstance(problem, UnitProblem):
+        return Answer(plan=None, refusal="modules of items need seconds: give the problem model.times")
+    planner = ModulePlanner(problem=problem, search=search, number=number, tolerance=tolerance)
+    return planner.answer() if problem.given is None else planner.as_given(problem.given)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Candidate:
+    """A plan that may be the best, not played yet."""
+
+    plan: Plan
+    seconds: float  # of its passes, by what devices are busy
+    squeezed: bool = False  # a device that has a place otherwise has not the memory for it
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModulePlanner:
+    """One problem of several modules being planned."""
+
+    problem: Problem
+    search: Search
+    number: int
+    tolerance: float
+    tried: list[Answer] = field(default_factory=list)  # of the module with the loss; first on all devices
+    refused: list[str] = field(default_factory=list)  # why a module of items has no place
+
+    @cached_property
+    def costs(self) -> ModuleCosts:
+        """What plans of the problem cost."""
+        return ModuleCosts(self.problem)
+
+    def answer(self) -> Answer:
+        """The plan, or why there is none."""
+        candidates = sorted(self.candidates(), key=self._estimate)
+        current = self._current()
+        now = current.prediction.step_seconds if current is not None and current.prediction else None
+        count = sum(each.candidates for each in self.tried) + len(candidates)
+        if not candidates:
+            return Answer(plan=None, refusal=self._refusal(), current_seconds=now, candidates=count)
+        played = [self.played(candidate.plan) for candidate in candidates[:PLAYED]]
+        best = min(played, key=_seconds)
+        options = [*played, *self._pairs(best), *([] if current is None else [current])]
+        slack = self.tolerance if self.problem.current is not None else 0.0
+        limit = _seconds(min(options, key=_seconds)) * (1 + slack) * (1 + EQUAL)
+        near = [option for option in options if _seconds(option) <= limit]
+        chosen = min(near, key=lambda option: (self._moved(option), _seconds(option)))
+        return Answer(plan=self._finished(chosen), current_seconds=now, candidates=count)
+
+    def as_given(self, given: Plan) -> Answer:
+        """The answer where the job gives a plan: that plan, or one near to it where devices cannot run it."""
+        names = sorted(module.module for module in given.modules)
+        if names != sorted([self.problem.module, *self.costs.modules]):
+            wrong = f"its modules are {', '.join(names)}, and those of the job are others"
+        else:
+            wrong = given_plan.missing(given, self.problem)
+        if not wrong:
+            plan = self._predicted(self.costs.timed(given.replace(idle=self._idle(given), binding={})))
+            assert plan.prediction is not None
+            wrong = given_plan.lacking(plan.prediction.memory, self.problem.cluster)
+            if not wrong:
+                finished = self._finished(plan)
+                return Answer(
+                    plan=finished.replace(reason=f"given by the job: {finished.reason}"), candidates=1
+                )
+        if self.problem.only_given:
+            return Answer(plan=None, refusal=f"the plan that the job gives cannot be: {wrong}", candidates=1)
+        searched = msgspec.structs.replace(self.problem, given=None, current=self.problem.current or given)
+        found = answer(searched, self.search, self.number, self.tolerance)
+        if found.plan is None:
+            return found
+        reason = f"{found.plan.reason}; the plan that the job gives cannot be: {wrong}"
+        return msgspec.structs.replace(found, plan=found.plan.replace(reason=reason))
+
+    # Candidates.
+
+    def _estimate(self, candidate: Candidate) -> float:
+        """Seconds of a step of a candidate, before it is played."""
+        return candidate.seconds + self.costs.after_seconds(candidate.plan)
+
+    def candidates(self) -> Iterator[Candidate]:
+        """Plans for each number of devices that are left to items: these alone take items, or all do."""
+        usable, like = [device.name for device in alive(self.problem)], None
+        for count in _counts(len(usable)):
+            left = left_devices(self.problem, count)
+            loss = self._loss_plan(left, {}, like)
+            if loss is None:
+                continue
+            like = form(loss)
+            if count:
+                yield from self._placed(loss, left)
+            shared = list(self._placed(loss, usable))
+            yield from shared
+            if all(each.squeezed for each in shared):
+                tight = self._loss_plan(left, self._item_bytes(usable), None)
+                yield from [] if tight is None else self._placed(tight, usable)
+
+    def _loss_plan(self, left: Sequence[str], used: Mapping[str, int], like: Form | None) -> Plan | None:
+        """The plan of the module with the loss on other devices than these, with less memory."""
+        cluster = smaller(self.problem.cluster, used, left)
+        if cluster is None:
+            return None
+        names = {device.name for device in cluster.devices}
+        problem = msgspec.structs.replace(
+            self.problem,
+            cluster=cluster,
+            rates={name: rate for name, rate in self.problem.rates.items() if name in names},
+            modules=(),
+            given=None,
+            current=_view(self.problem.current, self.problem.module),
+        )
+        found = self.search(problem, like)
+        self.tried.append(found)
+        return found.plan
+
+    def _item_bytes(self, devices: Sequence[str]) -> dict[str, int]:
+        """Bytes that modules of items need on each device where all have a lane with two items; of a module
+        that fits no device its part of what it needs in all."""
+        used = 0
+        for module in self.problem.modules:
+            lanes = [self._whole(module, device) for device in devices]
+            plan = self._plan(
+                [ModulePlan(module=module.name, pipelines=tuple(lanes), items=module.items)], None
+            )
+            size = max(self.costs.item_memory(plan, plan.modules[0], [2] * len(devices)).values())
+            fitting = size < min(self.problem.cluster.memory.values())
+            used += size if fitting else 2 * size // len(devices)
+        return dict.fromkeys(devices, used)
+
+    def _placed(self, loss: Plan, devices: Sequence[str]) -> Iterator[Candidate]:
+        """The plan with modules of items on these devices beside the module with the loss, if they fit."""
+        again = (False, True) if self.problem.search_space.recompute else (False,)
+        for recompute in again:
+            found = self._beside(loss, devices, recompute=recompute)
+            if found is not None:
+                yield found
+                if not found.squeezed:
+                    return
+
+    def _beside(self, loss: Plan, devices: Sequence[str], *, recompute: bool) -> Candidate | None:
+        alone = self._plan([], loss)
+        made = Candidate(plan=alone, seconds=self.costs.passes_seconds(alone))
+        needs = sorted(self.problem.modules, key=lambda each: -self.costs.item_work(each) * each.items_a_sample)
+        for module in needs:
+            free = [device for device in devices if device not in loss.carriers]
+            found = self._with(made, loss, module, free, recompute=recompute)
+            if found is None:
+                return None
+            made = found
+        return made
+
+    def _with(
+        self, before: Candidate, loss: Plan, module: ModuleProblem, devices: Sequence[str], *, recompute: bool
+    ) -> Candidate | None:
+        """The plan with a module of items more."""
+        left = dict(self.problem.cluster.memory)
+        for device, size in self.costs.memory(before.plan).items():
+            left[device] -= size
+        lanes = [self._whole(module, device, recompute=recompute) for device in devices if left[device] > 0]
+        found = self._filled(before, loss, module, lanes, left)
+        if found is None and not recompute:
+            found = self._apart(before, loss, module, devices, left)
+        return found
+
+    def _whole(self, module: ModuleProblem, device: str, *, recompute: bool = False) -> Pipeline:
+        profile = module.profile
+        stage = Stage(
+            start=0, stop=profile.layers, devices=(device,), shares=(profile.share_units,), recompute=recompute
+        )
+        return Pipeline(stages=(stage,), micro_batches=1)
+
+    def _filled(
+        self,
+        before: Candidate,
+        loss: Plan,
+        module: ModuleProblem,
+        lanes: Sequence[Pipeline],
+        left: Mapping[str, int],
+    ) -> Candidate | None:
+        """The module on those of these lanes that have the memory for their items; None where none has."""
+        busy, items = self.costs.busy(before.plan), module.items_a_sample * loss.global_batch
+        for turn in range(REFILLED):
+            if not lanes:
+                return None
+            own = ModulePlan(
+                module=module.name, pipelines=tuple(lanes), items=module.items, trainable=module.trained
+            )
+            times = self.costs.lane_seconds(self._plan([own], None))
+            listed = [
+                ItemLane(pipeline=lane, seconds=tuple((forward + backward).tolist()))
+                for lane, (forward, backward) in zip(lanes, times, strict=True)
+            ]
+            filling = filled(listed, busy, items, before.seconds)
+            shares = weights(filling.items)
+            own = msgspec.structs.replace(
+                own,
+                pipelines=tuple(
+                    msgspec.structs.replace(lane, micro_batches=share)
+                    for lane, share in zip(lanes, shares, strict=True)
+                    if share
+                ),
+            )
+            made = self._plan([*_items_of(before.plan), own], loss)
+            needed = self.costs.item_memory(made, own)
+            short = {device for device, size in needed.items() if size > left[device]}
+            if not short:
+                squeezed = before.squeezed or turn > 0
+                return Candidate(plan=made, seconds=filling.seconds, squeezed=squeezed)
+            lanes = [
+                lane
+                for lane in lanes
+                if not short & {device for stage in lane.stages for device in stage.devices}
+            ]
+        return None
+
+    def _apart(
+        self,
+        before: Candidate,
+        loss: Plan,
+        module: ModuleProblem,
+        devices: Sequence[str],
+        left: Mapping[str, int],
+    ) -> Candidate | None:
+        """The module in a plan of its own, in what memory is left of these devices."""
+        memory = self.problem.cluster.memory
+        coarse = max(1, max(memory.values()) // COARSE)  # devices that are nearly alike count as alike
+        used = {device: memory[device] - size // coarse * coarse for device, size in left.items()}
+        others = [device.name for device in self.problem.cluster.devices if device.name not in set(devices)]
+        cluster = smaller(self.problem.cluster, used, others)
+        refusal = "it has no memory beside the module with the loss"
+        for room in ROOMS if cluster is not None else ():
+            assert cluster is not None
+            names = {device.name for device in cluster.devices}
+            items = module.items_a_sample * loss.global_batch
+            problem = Problem(
+                cluster=cluster,
+                profile=with_room(item_profile(module), room),
+                global_batch=max(1, min(round(items), MICRO_BATCHES * len(names))),
+                micro_batch=1,
+                rates={name: rate for name, rate in self.problem.rates.items() if name in names},
+                search_space=SearchSpace(
+                    states=(loss.state,), recompute=bool(self.problem.search_space.recompute)
+                ),
+            )
+            found = self.search(problem, None)
+            if found.plan is None:
+                refusal = found.refusal
+                break
+            made = self._filled(before, loss, module, found.plan.by_lane, left)
+            if made is not None:
+                return made
+            refusal = "what it keeps of the items that are needed ahead does not fit"
+        self.refused.append(f"module {module.name} beside {self.problem.module}: {refusal}")
+        return None
+
+    def _plan(self, items: Sequence[ModulePlan], loss: Plan | None) -> Plan:
+        """The plan of modules of items and the module with the loss (None: it is left out)."""
+        modules = list(items)
+        if loss is not None:
+            modules.append(msgspec.structs.replace(loss.modules[-1], module=self.problem.module))
+        order = {module.name: place for place, module in enumerate(self.problem.modules)}
+        modules.sort(key=lambda each: order.get(each.module, len(order)))
+        edges = () if loss is None else tuple(Edge(source=m.module, target=self.problem.module) for m in items)
+        of = self.problem if loss is None else loss
+        plan = Plan(
+            number=self.number,
+            strategies=(Strategy(modules=tuple(modules), edges=edges),),
+            state=self.problem.search_space.states[0] if loss is None else loss.state,
+            micro_batch=of.micro_batch,
+            global_batch=of.global_batch,
+            carriers=() if loss is None else loss.carriers,
+        )
+        return plan.replace(idle=self._idle(plan))
+
+    def _idle(self, plan: Plan) -> tuple[str, ...]:
+        used = {*plan.members}
+        return tuple(device.name for device in self.problem.cluster.devices if device.name not in used)
+
+    # Played plans.
+
+    def played(self, plan: Plan) -> Plan:
+        """The plan with times, a prediction, and the largest `ahead` that memory allows."""
+        aheads = self._aheads(plan)
+        return self._predicted(self.costs.timed(_with_pair(plan, aheads[0], min(LEADS[0], aheads[0]))))
+
+    def _aheads(self, plan: Plan) -> list[int]:
+        """Numbers of micro-batches that memory allows, all of them first."""
+        every = max(lane.micro_batches for lane in plan.view(self.problem.module).by_lane)
+        listed = [every, *(ahead for ahead in AHEADS if ahead < every)]
+        memory = self.problem.cluster
+        return [ahead for ahead in listed if fits(self.costs.memory(_with_pair(plan, ahead, 0)), memory)] or [1]
+
+    def _pairs(self, plan: Plan) -> Iterator[Plan]:
+        """The same plan with other pairs of `ahead` and `lead`."""
+        aheads = self._aheads(plan)
+        leads: tuple[int, ...] = LEADS
+        count = plan.global_batch * (1 + sum(module.items_a_sample for module in self.problem.modules))
+        if count > MANY:
+            aheads, leads = aheads[:1], LEADS[:2]
+        for ahead in aheads[:3]:
+            for lead in leads:
+                if lead <= ahead and (ahead, lead) != (aheads[0], LEADS[0]):
+                    yield self._predicted(_with_pair(plan, ahead, lead))
+
+    def _predicted(self, plan: Plan) -> Plan:
+        seconds, memory = self.costs.seconds(plan), self.costs.memory(plan)
+        return plan.replace(prediction=Prediction(step_seconds=seconds, bound_seconds=0.0, memory=memory))
+
+    def _current(self) -> Plan | None:
+        """The current plan with a prediction; None where it cannot run, or is of another problem."""
+        plan, problem = self.problem.current, self.problem
+        if plan is None or (plan.global_batch % problem.micro_batch, plan.global_batch) != (
+            0,
+            problem.global_batch,
+        ):
+            return None
+        layers = {problem.module: problem.profile.layers}
+        layers |= {module.name: module.profile.layers for module in problem.modules}
+        if {module.module: module.pipelines[0].layers for module in plan.modules} != layers:
+            return None
+        if given_plan.missing(plan, problem):
+            return None
+        plan = self._predicted(
+            self.costs.timed(plan.replace(number=self.number, idle=self._idle(plan), binding={}))
+        )
+        assert plan.prediction is not None
+        return plan if fits(plan.prediction.memory, problem.cluster) else None
+
+    def _moved(self, plan: Plan) -> int:
+        """Bytes that move from the current plan, of all modules."""
+        if self.problem.current is None:
+            return 0
+        profiles = {self.problem.module: self.problem.profile}
+        profiles |= {module.name: item_profile(module) for module in self.problem.modules}
+        return sum(
+            bytes_to_move(profile, _view(self.problem.current, name), plan.view(name))
+            for name, profile in profiles.items()
+        )
+
+    def _finished(self, plan: Plan) -> Plan:
+        assert plan.prediction is not None
+        bound = min(self._bound(), plan.prediction.step_seconds)
+        prediction = msgspec.structs.replace(plan.prediction, bound_seconds=bound)
+        return plan.replace(number=self.number, prediction=prediction, reason=self._reason(plan))
+
+    def _bound(self) -> float:
+        """Seconds that no plan beats: of the module with the loss alone, and all work over all speed."""
+        problem = self.problem
+        if not self.tried:
+            self._loss_plan((), {}, None)
+        alone = self.tried[0].plan
+        own = alone.prediction.bound_seconds if alone is not None and alone.prediction is not None else 0.0
+        slowdowns = [rate_of(problem.rates, device.name) for device in alive(problem)]
+        work = min(
+            ProfileCost(problem.profile.sized(problem.profile.tokens / problem.micro_batch * size)).bound(
+                slowdowns, problem.global_batch // size
+            )
+            for size in problem.search_space.micro_batches or (problem.micro_batch,)
+        )
+        items = sum(self.costs.item_work(each) * each.items_a_sample for each in problem.modules)
+        return max(own, work + items * problem.global_batch / sum(1 / each for each in slowdowns))
+
+    def _reason(self, plan: Plan) -> str:
+        """One sentence for each module."""
+        parts = []
+        for module in plan.modules:
+            if not module.items:
+                parts.append(f"{module.module}: {describe(plan.view(module.module), self.problem.rates)}")
+                continue
+            lanes = module.by_lane
+            devices = [device for lane in lanes for stage in lane.stages for device in stage.devices]
+            count = f"{len(lanes)} lane{'s' if len(lanes) > 1 else ''} on {some(devices)}"
+            parts.append(
+                f"{module.module}: {count}, at most {module.ahead} micro-batches ahead, lead {module.lead}"
+            )
+        text = "; ".join(parts)
+        return text + (f"; idle: {some(plan.idle)}" if plan.idle else "")
+
+    def _refusal(self) -> str:
+        first = self.tried[0] if self.tried else None
+        if first is None or first.plan is None:
+            return "no device to plan for: every device is dead; add a node" if first is None else first.refusal
+        sizes = ", ".join(
+            f"{module.name} needs {readable(round(self.costs.state_bytes(module)))} of state"
+            for module in self.problem.modules
+        )
+        reasons = "; ".join(dict.fromkeys(self.refused)) or "no device has room for a whole one"
+        return f"modules of items do not fit beside {self.problem.module}: {sizes}; {reasons}; add a node"
+
+
+def _seconds(plan: Plan) -> float:
+    assert plan.prediction is not None
+    return plan.prediction.step_seconds
+
+
+def _view(plan: Plan | None, name: str) -> Plan | None:
+    """The plan of a module alone, where there is such a module."""
+    if plan is None or all(module.module != name for module in plan.modules):
+        return None
+    return plan.view(name)
+
+
+def _items_of(plan: Plan) -> list[ModulePlan]:
+    return [module for module in plan.modules if module.items]
+
+
+def _with_pair(plan: Plan, ahead: int, lead: int) -> Plan:
+    """The plan with this `ahead` and `lead` in all modules of items."""
+    modules = tuple(
+        msgspec.structs.replace(module, ahead=ahead, lead=lead) if module.items else module
+        for module in plan.modules
+    )
+    return plan.replace(strategies=(msgspec.structs.replace(plan.strategies[0], modules=modules),))
+
+
+def _counts(devices: int) -> list[int]:
+    """Numbers of devices that are left to items."""
+    counts = {0, 1, *(round(devices * part) for part in LEFT)}
+    return sorted(count for count in counts if count < devices)
+
+
+def left_devices(problem: Problem, count: int) -> list[str]:
+    """So many devices that are left to items: the slowest first, then those of whole nodes, the last nodes
+    first, and of these such as have a slow device already."""
+    rates, nodes = problem.rates, [node.name for node in problem.cluster.nodes]
+    slow = {node_of(device.name) for device in alive(problem) if rate_of(rates, device.name) > NORMAL}
+
+    def place(device: str) -> tuple[float, bool, int]:
+        node = node_of(device)
+        return -rate_of(rates, device), node not in slow, -nodes.index(node)
+
+    return sorted((device.name for device in alive(problem)), key=place)[:count]
+
+
+def smaller(cluster: Cluster, used: Mapping[str, int], without: Sequence[str]) -> Cluster | None:
+    """The cluster without some devices, with less memory on others; None where nothing is left."""
+    away, nodes = {*without}, []
+    for node in cluster.nodes:
+        devices = tuple(
+            msgspec.structs.replace(device, memory=device.memory - used.get(device.name, 0))
+            for device in node.devices
+            if device.name not in away and device.memory > used.get(device.name, 0)
+        )
+        if devices:
+            nodes.append(msgspec.structs.replace(node, devices=devices))
+    if not nodes:
+        return None
+    names = {node.name for node in nodes}
+    levels = []
+    for level in cluster.levels:
+        groups = tuple(tuple(n for n in group if n in names) for group in level.groups)
+        levels.append(msgspec.structs.replace(level, groups=tuple(group for group in groups if group)))
+    return msgspec.structs.replace(cluster, nodes=tuple(nodes), levels=tuple(levels))

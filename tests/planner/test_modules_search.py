@@ -1,0 +1,181 @@
+"""Plans of several modules: they keep memory and the rules of plans, their predictions are of the order that
+ranks carry out, and what cannot be is refused with a remedy."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import msgspec
+import numpy as np
+import pytest
+from elasticd_planner.cost.schedule import passes
+from elasticd_planner.layout.module_order import module_pass_times
+from elasticd_planner.problem import Problem
+from elasticd_planner.search.item_lanes import ItemLane, filled, weights
+from elasticd_planner.search.module_cost import ModuleCosts
+from elasticd_planner.search.modules import left_devices, smaller
+from elasticd_planner.search.planner import plan
+from elasticd_planner.spec.plan import NO_TIMES, Pipeline, Plan, Stage
+from elasticd_planner.value import Invalid
+
+from tests.planner.drawn_module_problems import GIB, LOSS, cluster_of, drawn_problem
+from tests.sizes import number
+
+SEEDS = range(number(40, 12))
+
+
+def planned(problem: Problem) -> Plan:
+    answer = plan(problem, 3)
+    assert answer.plan is not None, answer.refusal
+    return answer.plan
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_plan_keeps_memory_and_says_what_it_is_played_as(seed: int) -> None:
+    problem = drawn_problem(seed, memory=(60, 24, 12)[seed % 3] * GIB, modules=1 + seed % 2)
+    answer = plan(problem, 3)
+    if answer.plan is None:
+        assert "add a node" in answer.refusal or "more on" in answer.refusal
+        assert seed % 3
+        return
+    found, prediction = answer.plan, answer.plan.prediction
+    assert prediction is not None
+    assert [module.module for module in found.modules] == [*(m.name for m in problem.modules), LOSS]
+    assert {(edge.source, edge.target) for edge in found.strategies[0].edges} == {
+        (module.name, LOSS) for module in problem.modules
+    }
+    assert all(size <= problem.cluster.memory[device] for device, size in prediction.memory.items())
+    assert {*prediction.memory} == {*found.members}
+    assert all(stage.microseconds != NO_TIMES for _, _, stage in found.walk())
+    costs = ModuleCosts(problem)
+    assert costs.timed(found) == found
+    assert prediction.step_seconds == costs.seconds(found)
+    assert 0 < prediction.bound_seconds <= prediction.step_seconds
+    busiest = max(costs.busy(found).values())
+    assert busiest <= prediction.step_seconds * (1 + 1e-3)
+    assert found == plan(problem, 3).plan
+    assert Plan.from_json(found.to_json()) == found
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_no_lane_keeps_more_items_than_memory_is_counted_for(seed: int) -> None:
+    problem = drawn_problem(seed)
+    made = plan(problem).plan
+    assert made is not None
+    costs, (module,) = ModuleCosts(problem), problem.modules
+    if not module.trained:
+        return
+    for ahead in (1, 2, 8, made.global_batch):
+        modules = tuple(
+            msgspec.structs.replace(each, ahead=ahead, lead=0) if each.items else each for each in made.modules
+        )
+        found = made.replace(strategies=(msgspec.structs.replace(made.strategies[0], modules=modules),))
+        batches = costs._batches(found)
+        items = batches[module.name]
+        kept: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
+        for act, start, stop in module_pass_times(found, batches, passes):
+            if act.module == module.name:
+                group = items.pipelines[act.pipeline][act.lane][act.act.micro_batch]  # type: ignore[union-attr]
+                forward = act.act.kind == "forward"
+                kept[act.pipeline, act.lane].append(
+                    (start, len(group.items)) if forward else (stop, -len(group.items))
+                )
+        allowed = costs.kept_items(found, found.view(module.name).module)
+        for (pipeline, _), changes in kept.items():
+            most = max(np.cumsum([count for _, count in sorted(changes)]))
+            assert most <= allowed[pipeline], (ahead, pipeline)
+
+
+def test_items_take_the_time_that_other_modules_leave() -> None:
+    lanes = [
+        ItemLane(
+            pipeline=Pipeline(
+                stages=(Stage(start=0, stop=1, devices=(device,), shares=(1,)),), micro_batches=1
+            ),
+            seconds=(seconds,),
+        )
+        for device, seconds in (("n0/0", 1.0), ("n0/1", 1.0), ("n0/2", 2.0))
+    ]
+    found = filled(lanes, {"n0/0": 10.0, "n0/1": 4.0}, 12.0, 10.0)
+    # (T - 10) + (T - 4) + T / 2 = 12
+    assert found.seconds == pytest.approx(10.4)
+    assert found.items == pytest.approx((0.4, 6.4, 5.2))
+    easy = filled(lanes, {"n0/0": 10.0, "n0/1": 4.0}, 5.5, 10.0)
+    assert easy.seconds == 10.0
+    assert easy.items == pytest.approx((0.0, 3.0, 2.5))
+
+
+def test_weights_are_whole_and_of_no_more_lanes_than_items() -> None:
+    assert weights([8.0, 4.0, 2.0]) == [4, 2, 1]
+    assert weights([0.5, 0.5, 0.5, 0.5]) == [1, 1, 0, 0]
+    assert weights([100.0, 0.1]) == [1, 0]
+
+
+def test_slow_devices_are_left_to_items_first_then_their_node() -> None:
+    problem = msgspec.structs.replace(drawn_problem(0), cluster=cluster_of(3, 2), rates={"n1/1": 2.0})
+    assert left_devices(problem, 1) == ["n1/1"]
+    assert left_devices(problem, 3) == ["n1/1", "n1/0", "n2/0"]
+
+
+def test_a_smaller_cluster_has_the_devices_and_bytes_that_are_left() -> None:
+    found = smaller(cluster_of(2, 2, 10), {"n0/0": 10, "n0/1": 4}, ["n1/0"])
+    assert found is not None
+    assert found.memory == {"n0/1": 6, "n1/1": 10}
+    assert smaller(cluster_of(1, 1, 10), {"n0/0": 10}, []) is None
+
+
+def test_an_encoder_that_fits_no_device_gets_a_plan_of_its_own() -> None:
+    problem = drawn_problem(1, memory=24 * GIB)
+    (module,) = problem.modules
+    block = msgspec.structs.replace(module.profile.block, cut_bytes=2 * GIB)
+    profile = msgspec.structs.replace(module.profile, block=block, layers=8)
+    large = msgspec.structs.replace(module, profile=profile, trained=True)
+    found = planned(msgspec.structs.replace(problem, modules=(large,)))
+    widest = max(len(stage.devices) for stage in found.view(large.name).pipelines[0].stages)
+    assert widest > 1 or len(found.view(large.name).pipelines[0].stages) > 1
+
+
+def test_what_does_not_fit_is_refused_with_a_remedy() -> None:
+    problem = drawn_problem(1, memory=8 * GIB)
+    (module,) = problem.modules
+    block = msgspec.structs.replace(module.profile.block, cut_bytes=20 * GIB)
+    large = msgspec.structs.replace(module, profile=msgspec.structs.replace(module.profile, block=block))
+    answer = plan(msgspec.structs.replace(problem, modules=(large,)))
+    assert answer.plan is None
+    assert "do not fit beside language: encoder0 needs" in answer.refusal
+    assert answer.refusal.endswith("add a node")
+
+
+def test_modules_need_names_of_their_own_and_no_packed_rows() -> None:
+    problem = drawn_problem(1)
+    with pytest.raises(Invalid, match="two are named 'encoder0'"):
+        msgspec.structs.replace(problem, modules=problem.modules * 2)
+    with pytest.raises(Invalid, match="must be positive"):
+        msgspec.structs.replace(problem.modules[0], items_a_sample=0.0)
+
+
+def test_a_running_plan_stays_where_none_is_better() -> None:
+    for seed in range(4):
+        problem = drawn_problem(seed)
+        first = planned(problem)
+        again = plan(msgspec.structs.replace(problem, current=first), 4)
+        assert again.plan is not None
+        assert again.current_seconds == pytest.approx(first.prediction.step_seconds)  # type: ignore[union-attr]
+        assert again.plan.strategies == first.strategies
+
+
+def test_a_given_plan_is_answered_or_the_reason_why_not() -> None:
+    problem = drawn_problem(2)
+    given = planned(problem)
+    answer = plan(msgspec.structs.replace(problem, given=given, only_given=True), 7)
+    assert answer.plan is not None
+    assert answer.plan.strategies == given.strategies
+    assert answer.plan.reason.startswith("given by the job: ")
+    small = msgspec.structs.replace(problem, cluster=cluster_of(2, 4, GIB), given=given, only_given=True)
+    assert "the plan that the job gives cannot be: does not fit" in plan(small).refusal
+
+
+def test_only_problems_with_modules_need_a_newer_planner() -> None:
+    problem = drawn_problem(0)
+    assert problem.version == Problem.newest == 2
+    assert msgspec.structs.replace(problem, modules=()).version == 1
