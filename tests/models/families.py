@@ -156,13 +156,13 @@ def tried(kind: Any) -> Family:
             refuse_at_sight(kind(_small_default(kind)))
         model = made(kind, small_config(kind))
     except ModelError as error:
-        return Family(name=name, outcome="refused", why=_said(error))
+        return Family(name=name, outcome="refused", why=said(error))
     except Exception as error:
-        return Family(name=name, outcome="not made", why=_said(error))
+        return Family(name=name, outcome="not made", why=said(error))
     try:
         described = elasticd.from_hf(model)
     except ModelError as error:
-        return Family(name=name, outcome="refused", why=_said(error))
+        return Family(name=name, outcome="refused", why=said(error))
     near = NEAR[described.dtype]
     loss, weight = apart(model, described)
     assert loss < near, f"{name}: the loss is {loss:.1e} off"
@@ -241,7 +241,8 @@ def cut(described: elasticd.Model) -> str:
     return ", ".join(sorted(words)) + (", vocabulary" if len(columns) > len(inner) else "")
 
 
-def _said(error: Exception) -> str:
+def said(error: Exception) -> str:
+    """An error in a row of the table."""
     text = " ".join(str(error).split()).replace("|", "/").removesuffix(f": {_REMEDY}")
     text = text.removesuffix(f", or {_REMEDY}")
     return _short(text if isinstance(error, ModelError) else f"{type(error).__name__}: {text}")

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from elasticd_planner.spec.batch import SequencePiece
 
 from elasticd.models.huggingface.split import split_model
 from elasticd.models.huggingface.vision_language import (
@@ -21,6 +22,7 @@ from elasticd.models.huggingface.vision_language import (
 )
 from elasticd.models.huggingface.vision_language_proof import ImageSample, compared_modules, samples_of
 from elasticd.runtime.model.model import ModelError
+from elasticd.runtime.parallel.packed_row import PackedRow, passing
 from tests import sizes
 from tests.models.double import DoubleThroughout
 
@@ -142,6 +144,33 @@ def _embedded(modules: dict[str, HfModule], sample: ImageSample) -> Any:
     return modules["language"].embed({"input_ids": sample.ids, IMAGES: rows, **sample.beside})
 
 
+def test_what_would_reach_no_section_is_refused_by_name() -> None:
+    model = made("Qwen3VL")
+    samples, seam, anatomy = samples_of(model)
+    embed = modules_of(model, anatomy, seam)["language"].embed
+    for name in ("pixel_values", "pixel_values_videos", "inputs_embeds"):
+        with pytest.raises(ModelError, match=rf"^{name}, which the forward of Qwen3VL.* reaches no section"):
+            embed({"input_ids": samples[1].ids, name: torch.zeros(1)})
+
+
+def test_packed_rows_are_refused() -> None:
+    model = made("Llava")
+    samples, seam, anatomy = samples_of(model)
+    ids = samples[1].ids
+    row = PackedRow([SequencePiece.whole(0, ids.shape[1])], ids.device)
+    with passing(row), pytest.raises(ModelError, match="can be padded, not packed"):
+        modules_of(model, anatomy, seam)["language"].embed({"input_ids": ids})
+
+
+@pytest.mark.parametrize("name", sizes.beside(["Mistral3"], ["Mistral3", "Glm4v", "PaliGemma"]))
+def test_classes_are_in_the_docs_with_what_becomes_of_them(name: str) -> None:
+    families = pytest.importorskip("tests.models.vision_families")
+    known = families.rows()
+    assert set(known) == set(families.classes())
+    full = f"{name}ForConditionalGeneration"
+    assert families.row(full) == known[full]
+
+
 def test_a_model_without_the_seam_is_refused() -> None:
     with torch.device("meta"):
         model = transformers.Blip2ForConditionalGeneration(transformers.Blip2Config())
@@ -172,9 +201,13 @@ def test_a_padded_micro_batch_gives_what_its_samples_give_by_themselves() -> Non
     with DoubleThroughout(), torch.no_grad():
         samples, seam, anatomy = samples_of(model)
         modules = modules_of(model, anatomy, seam)
-        ids = torch.nn.utils.rnn.pad_sequence([each.ids[0] for each in samples], batch_first=True)
+        given = [{"input_ids": each.ids, "token_type_ids": each.beside["token_type_ids"]} for each in samples]
+        padded = {
+            name: torch.nn.utils.rnn.pad_sequence([each[name][0] for each in given], batch_first=True)
+            for name in given[0]
+        }
         items = [modules["vision"].blocks[0](image)["rows"] for each in samples for image in each.images]
-        x: Any = {"input_ids": ids, IMAGES: torch.cat(items)}
+        x: Any = {**padded, IMAGES: torch.cat(items)}
         for _, section in modules["language"]:
             x = section(x)
         for row, sample in zip(x, samples, strict=True):

@@ -22,7 +22,18 @@ from tests.models.layouts import Training, alone, furthest, plan_of, stage, unde
 transformers = pytest.importorskip("transformers")
 vision_language = pytest.importorskip("tests.models.vision_language")
 
-MODELS = ("Llava", "Gemma3", "Qwen2_5_VL", "Qwen2VL", "Qwen3VL", "InternVL")
+MODELS = (
+    "Llava",
+    "Gemma3",
+    "Qwen2_5_VL",
+    "Qwen2VL",
+    "Qwen3VL",
+    "InternVL",
+    "Mistral3",
+    "Glm4v",
+    "GlmOcr",
+    "Exaone4_5_",
+)
 UNEVEN = (("a/0", 2), ("a/1", 1))
 
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from elasticd.models.huggingface import tiny_config
+from elasticd.models.huggingface.anatomy import REMEDY
+from elasticd.runtime.model.validation import ModelError
 
 #: The tokens that stand for images, for videos, and around them, in a small copy's vocabulary.
 MARKS = {
@@ -35,8 +38,6 @@ _GRID: Mapping[str, Any] = {
 }
 #: Parts of a head that are turned by a token's time, height and width, where the configuration does not say.
 _SECTION = [2, 3, 3]
-#: Fields of one whose encoder takes pixels.
-_PIXELS: Mapping[str, Any] = {"patch_size": PATCH, "image_size": SIDE}
 #: Fields of the whole configuration.
 _WHOLE: Mapping[str, Any] = {"mm_tokens_per_image": 1, "image_seq_length": 4}
 
@@ -48,19 +49,27 @@ def small_config(config: Any, depth: int) -> Any:
         config: of the model.
         depth: layers of the encoder.
     """
+    if getattr(config, "vision_config", None) is None:
+        raise ModelError(f"{type(config).__name__} has no vision_config, an encoder of images: {REMEDY}")
     made = tiny_config.small(config, 3)
     text, vision = made.get_text_config(), made.vision_config
     grid = _takes_grid(vision)
-    known, changes = tiny_config.values_of(vision), {"out_hidden_size": text.hidden_size}
-    changes |= {"depth": depth, "num_hidden_layers": depth, **(_GRID if grid else _PIXELS)}
+    side = 2 * SIDE if hasattr(made, "spatial_merge_size") else SIDE
+    known, changes = (
+        tiny_config.values_of(vision),
+        {"out_hidden_size": text.hidden_size, "projection_dim": text.hidden_size},
+    )
+    changes |= {"depth": depth, "num_hidden_layers": depth}
+    changes |= _GRID if grid else {"patch_size": PATCH, "image_size": side}
     changes = {name: value for name, value in changes.items() if name in known}
     if isinstance(known.get("image_size"), list | tuple) and "image_size" in changes:
-        changes |= {"image_size": [SIDE, SIDE], "patch_size": [PATCH, PATCH]}
+        changes |= {"image_size": [side, side], "patch_size": [PATCH, PATCH]}
     made.vision_config = tiny_config.remade(vision, changes)
     for name, value in {**_WHOLE, **MARKS}.items():
         if hasattr(made, name):
             setattr(made, name, value)
-    text.pad_token_id = None
+    with suppress(Exception):  # some configurations want one
+        text.pad_token_id = None
     rope = getattr(text, "rope_parameters", None)
     if grid and isinstance(rope, dict) and "rope_theta" in rope:
         rope.setdefault("mrope_section", _SECTION)
@@ -83,7 +92,8 @@ def images_of(base: Any, config: Any) -> Iterator[tuple[dict[str, Tensor], dict[
     """
     taken = inspect.signature(type(base).get_image_features).parameters
     vision: Any = config.vision_config
-    seeds = torch.Generator().manual_seed(5)
+    seeds, size = torch.Generator().manual_seed(5), getattr(vision, "image_size", SIDE)
+    side = size if isinstance(size, int) else size[0]
     while True:
         for width in (4, 2):
             if "image_grid_thw" in taken:
@@ -93,9 +103,9 @@ def images_of(base: Any, config: Any) -> Iterator[tuple[dict[str, Tensor], dict[
                 shape: tuple[int, ...] = (2 * width, channels * frames * PATCH**2)
                 beside = {"image_grid_thw": grid}
             else:
-                shape = (1, getattr(vision, "num_channels", 3), SIDE, SIDE)
+                shape = (1, getattr(vision, "num_channels", 3), side, side)
                 sized = "image_sizes" in taken and taken["image_sizes"].default is inspect.Parameter.empty
-                beside = {"image_sizes": torch.tensor([[SIDE, SIDE]])} if sized else {}
+                beside = {"image_sizes": torch.tensor([[side, side]])} if sized else {}
             yield {"pixel_values": _random(shape, seeds), **beside}, beside
 
 

@@ -34,6 +34,7 @@ class VisionLanguage:
     modules: Mapping[str, HfModule]  #: "vision", which runs on images; "language", which takes what it gives
     frozen: tuple[str, ...]  #: full names of the parameters that are not trained
     proved: str  #: how the modules were compared with the model, for `elasticd check` to print
+    apart: float  #: the furthest logit or gradient of the small copies, in units of the largest
     #: First values of a model that was made on the meta device, by the full name without its module; else None.
     init: Mapping[str, Init | None]
 
@@ -51,8 +52,8 @@ def split_model(model: Any, *, frozen: Iterable[str] = ()) -> VisionLanguage:
     """Splits a vision-language model in two: each section runs the model's own code, which is proved on small
     copies.
 
-    The modules share the model's. Parameters that no image and no token reaches are frozen, as `frozen` says of
-    others: they need no gradients any more in the model itself.
+    The modules share the model's. Parameters of the encoder that no image reaches are frozen, as `frozen` says
+    of others: they need no gradients any more in the model itself.
 
     Args:
         model: a `...ForConditionalGeneration` of transformers that takes `mm_encoder_outputs`, with or without
@@ -81,6 +82,7 @@ def split_model(model: Any, *, frozen: Iterable[str] = ()) -> VisionLanguage:
         modules=modules,
         frozen=(),
         proved=str(proof) + "".join(f"; whole in a TP group: {name} ({why})" for name, why in whole.items()),
+        apart=proof.apart,
         init={name: own_init(made, _their(module)) if blank else None for name, module in modules.items()},
     )
     unused = [name for name in named if described.their_name(name) in proof.unused]

@@ -67,8 +67,18 @@ _VISION: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("attention.q_proj", "attention.k_proj", "attention.v_proj", "mlp.fc1"),
         ("attention.projection_layer", "mlp.fc2"),
     ),
+    "pixtral": (
+        (
+            *("attention.q_proj", "attention.k_proj", "attention.v_proj"),
+            *("feed_forward.gate_proj", "feed_forward.up_proj"),
+        ),
+        ("attention.o_proj", "feed_forward.down_proj"),
+    ),
     "qwen2_vl": (("attn.qkv", "mlp.fc1"), ("attn.proj", "mlp.fc2")),
-    "qwen2_5_vl": (("attn.qkv", "mlp.gate_proj", "mlp.up_proj"), ("attn.proj", "mlp.down_proj")),
+    **dict.fromkeys(
+        ("qwen2_5_vl", "glm4v", "glm4v_moe", "glm_ocr", "exaone4_5"),
+        (("attn.qkv", "mlp.gate_proj", "mlp.up_proj"), ("attn.proj", "mlp.down_proj")),
+    ),
     **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), _QWEN_VIT),
 }
 #: Projections of queries, keys and values in one: three parts, or q, k and v of each head in turn.

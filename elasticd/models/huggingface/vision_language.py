@@ -36,6 +36,7 @@ from elasticd.models.huggingface.sections import (
 )
 from elasticd.runtime.model.tp_rules import Rule, UnitsOf
 from elasticd.runtime.model.validation import ModelError
+from elasticd.runtime.parallel.packed_row import current_row
 
 #: The items that the vision module runs on, and the key of a batch that has its outputs.
 IMAGES = "images"
@@ -43,8 +44,10 @@ IMAGES = "images"
 VISION, LANGUAGE = "vision", "language"
 #: The output of the vision module: rows of the language model's width, and those that it adds between layers.
 ROWS, DEEP = "rows", "deep"
-#: Arguments of a forward that say of each token what it is: 1 of an image, 0 of text.
-TOKEN_TYPES = ("mm_token_type_ids", "token_type_ids")
+#: An argument of a forward that says of each token what it is: 1 of an image, 0 of text.
+MODALITIES = "mm_token_type_ids"
+#: Arguments with a number for each token; what another one says is a processor's own.
+TOKEN_TYPES = (MODALITIES, "token_type_ids")
 #: Arguments of a forward that have a row for each image of a batch, not for each sample.
 OF_IMAGES = ("image_grid_thw", "image_sizes")
 #: What a batch may have for the whole model's forward beside these.
@@ -193,7 +196,10 @@ class HfLanguageEmbed(Section):
         taken = {*_parameters(model), *_parameters(model.get_submodule(seam.base))}
         self._token_types = tuple(name for name in TOKEN_TYPES if name in taken)
         self._of_images = tuple(name for name in OF_IMAGES if name in taken)
-        self._image_token = getattr(model.config, "image_token_id", None)
+        known = {*IDS, *_BESIDE, *self._token_types, *self._of_images, "labels", "return_dict", "kwargs"}
+        self._lost = frozenset(taken - known)
+        names = ("image_token_id", "image_token_index")
+        self._image_token = next((getattr(model.config, n) for n in names if hasattr(model.config, n)), -1)
 
     def forward(self, batch: Mapping[str, Any]) -> Tensor | dict[str, Tensor]:
         """Runs the model's forward up to the call of its language model.
@@ -207,9 +213,17 @@ class HfLanguageEmbed(Section):
             The activation [samples, tokens, width], alone or as `HIDDEN` among other named tensors.
         """
         ids, images = batch[next((name for name in IDS if name in batch), IDS[0])], batch.get(IMAGES)
+        if current_row(ids.device) is not None:
+            raise ModelError("samples of a vision-language model can be padded, not packed in one row")
+        for name in self._lost & batch.keys():
+            raise ModelError(
+                f"{name}, which the forward of {type(self._shell).__name__} takes, reaches no section: leave "
+                f"it out, and give images under {IMAGES!r}"
+            )
         beside = {name: batch[name] for name in _BESIDE if isinstance(batch.get(name), Tensor)}
-        for name in self._token_types:
-            beside[name] = batch[name] if name in batch else (ids == self._image_token).to(ids.dtype)
+        beside |= {name: batch[name] for name in self._token_types if name in batch}
+        if MODALITIES in self._token_types:
+            beside.setdefault(MODALITIES, (ids == self._image_token).to(ids.dtype))
         for name in self._of_images:
             if isinstance(batch.get(name), Tensor) and len(rows := _of_images(batch[name])):
                 beside[name] = rows

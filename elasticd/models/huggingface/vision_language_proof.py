@@ -2,7 +2,7 @@
 
 Samples with two images, without one, with one and with three go through the model itself, and through the
 sections of its modules, each cut off from the others in the autograd graph as on other devices. Logits and
-gradients are compared. What no image and no token reaches is found, too: such parameters are frozen.
+gradients are compared. The encoder's parameters that no image reaches are found, too: they are frozen.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class VisionLanguageProof:
 
     anatomy: Anatomy
     seam: Seam
-    unused: frozenset[str]  #: the parameters that nothing reaches, by their names in the model
+    unused: frozenset[str]  #: the encoder's parameters that no image reaches, by their names in the model
     apart: float  #: the furthest logit or gradient, in units of the largest
     model: str
 
@@ -88,15 +88,17 @@ def prove_modules(model: Any, adapters: Adapters | None = None) -> VisionLanguag
     kind, every = ModelMaker(type(model), adapters), [name for name, _ in model.named_parameters()]
     with on_the_side():
         copy_, (samples, seam, anatomy) = _small_with_samples(kind, model.config, DEPTHS[0])
-        apart, unused = compared_modules(copy_, samples, seam, anatomy)
-        found = [(unused, [name for name, _ in copy_.named_parameters()])]
+        apart, idle = compared_modules(copy_, samples, seam, anatomy)
+        found = [(idle, [name for name, _ in copy_.named_parameters()])]
         copy_, (samples, _, _) = _small_with_samples(kind, model.config, DEPTHS[1])
         found.append((_unreached(copy_, samples), [name for name, _ in copy_.named_parameters()]))
         _refuse_draws(kind, copy_.config, tiny_config.dropouts(model.config))
+    # An expert that no token of so few is sent to is no parameter that nothing reaches.
+    unused = {name for name in _unused_at_any_depth(found, every) if "expert" not in name}
     return VisionLanguageProof(
         anatomy=anatomy,
         seam=seam,
-        unused=frozenset(_unused_at_any_depth(found, every)),
+        unused=frozenset(name for name in unused if not name.startswith(f"{seam.language}.")),
         apart=apart,
         model=kind.__name__,
     )
