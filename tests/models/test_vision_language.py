@@ -10,6 +10,7 @@ import pytest
 import torch
 from elasticd_planner.spec.batch import SequencePiece
 
+import elasticd
 from elasticd.models.huggingface.split import split_model
 from elasticd.models.huggingface.vision_language import (
     IMAGES,
@@ -142,6 +143,26 @@ def test_grids_of_padded_samples_are_those_of_the_images() -> None:
 def _embedded(modules: dict[str, HfModule], sample: ImageSample) -> Any:
     rows = torch.cat([modules["vision"].blocks[0](image)["rows"] for image in sample.images])
     return modules["language"].embed({"input_ids": sample.ids, IMAGES: rows, **sample.beside})
+
+
+@pytest.mark.parametrize("name", ["Llava", "Qwen3VL"])
+def test_the_modules_are_those_of_a_model_of_several(name: str) -> None:
+    """An item has a dimension of 1 before its own; the vision module gives [1, rows, width]."""
+    split = split_model(made(name))
+    item = samples_of(made(name))[0][2].images[0]
+    x: Any = {key: value if name == "Llava" else value[None] for key, value in item.items()}
+    for _, section in split.modules["vision"]:
+        x = section(x)
+    assert all(each.dim() == 3 and each.shape[0] == 1 for each in x.values())
+    modules = {
+        key: elasticd.Module(
+            **{each: getattr(module, each) for each in ("embed", "blocks", "head", "width", "rules", "units")},
+            items=module.items,
+            takes=module.takes,
+        )
+        for key, module in split.modules.items()
+    }
+    assert elasticd.Model(modules=modules) is not None
 
 
 def test_what_would_reach_no_section_is_refused_by_name() -> None:

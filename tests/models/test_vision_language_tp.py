@@ -106,7 +106,7 @@ def joined(samples: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 def squares(output: dict[str, Tensor], batch: Any) -> tuple[Tensor, int]:
     total = sum((each.square().sum() for each in output.values()), torch.zeros((), dtype=torch.float64))
-    return total * 1e-3, output["rows"].shape[0]
+    return total * 1e-3, output["rows"].shape[-2]
 
 
 @pytest.mark.parametrize("name", sizes.beside(MODELS[1:5:2], MODELS))

@@ -108,8 +108,10 @@ class HfImage(nn.Module):
     `get_image_features` takes."""
 
     def forward(self, item: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Returns the tensors of the item."""
-        return dict(item)
+        """Returns the tensors of the item, without a dimension of 1 that a collate function put before theirs:
+        pixels [images, channels, height, width], or [patches, numbers] with a grid; all else [images, ...]."""
+        dims = dict.fromkeys(item, 2) | {"pixel_values": 2 if "image_grid_thw" in item else 4}
+        return {name: x.flatten(0, max(0, x.dim() - dims[name])) for name, x in item.items()}
 
 
 class HfVision(nn.Module):
@@ -160,11 +162,11 @@ class HfVision(nn.Module):
 
 
 class HfRows(nn.Module):
-    """The end of the vision module: its last block's output as it is."""
+    """The end of the vision module: its last block's output, as the output of one item."""
 
     def forward(self, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Returns the rows of an image."""
-        return dict(rows)
+        """Returns the rows of an image, each tensor [1, rows, width]."""
+        return {name: x[None] for name, x in rows.items()}
 
 
 def _rows(features: Any) -> Tensor:

@@ -292,7 +292,7 @@ def forward_and_backward(modules: Mapping[str, HfModule], sample: ImageSample, w
 
 
 def _joined(items: list[Mapping[str, Tensor]]) -> dict[str, Tensor] | None:
-    return {name: torch.cat([item[name] for item in items]) for name in items[0]} if items else None
+    return {name: torch.cat([item[name][0] for item in items]) for name in items[0]} if items else None
 
 
 class Chain:
