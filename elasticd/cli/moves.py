@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import msgspec
 from elasticd_planner.placement.state_bytes import PARTS, StateBytes
-from elasticd_planner.placement.state_movement import Held, bytes_by_member, holders, strategy
-from elasticd_planner.spec.plan import Pipeline, Plan, Stage, StatePolicy, spanned
+from elasticd_planner.placement.state_movement import Held, bytes_by_member, holders
+from elasticd_planner.spec.plan import Edge, ModulePlan, Pipeline, Plan, Stage, StatePolicy, Strategy, spanned
 from elasticd_planner.value import FILE_VERSION, Invalid, check_file_version, refuse
 from rich.console import Group
 from rich.text import Text
@@ -35,6 +35,10 @@ class _PipelineView(msgspec.Struct):
 class _ModuleView(msgspec.Struct):
     module: str
     pipelines: list[_PipelineView]
+    items: str = ""
+    ahead: int = 1
+    lead: int = 0
+    trained: bool = True
 
 
 class _PlanView(msgspec.Struct):
@@ -80,7 +84,21 @@ def answered(text: bytes, path: str) -> Answered:
 
 
 def _plan(view: _PlanView) -> Plan:
-    module = view.modules[0]
+    modules = tuple(map(_module, view.modules))
+    loss = [module.module for module in modules if not module.items]
+    edges = tuple(Edge(source=module.module, target=loss[0]) for module in modules if module.items)
+    return Plan(
+        number=0,
+        strategies=(Strategy(modules=modules, edges=edges),),
+        micro_batch=view.micro_batch,
+        global_batch=view.global_batch,
+        state=view.state,
+        carriers=tuple(view.carriers),
+        idle=tuple(view.idle),
+    )
+
+
+def _module(module: _ModuleView) -> ModulePlan:
     pipelines = tuple(
         Pipeline(
             stages=tuple(
@@ -101,14 +119,13 @@ def _plan(view: _PlanView) -> Plan:
         )
         for pipeline in module.pipelines
     )
-    return Plan(
-        number=0,
-        strategies=(strategy(pipelines, module.module),),
-        micro_batch=view.micro_batch,
-        global_batch=view.global_batch,
-        state=view.state,
-        carriers=tuple(view.carriers),
-        idle=tuple(view.idle),
+    return ModulePlan(
+        module=module.module,
+        pipelines=pipelines,
+        trainable=module.trained,
+        items=module.items,
+        ahead=module.ahead,
+        lead=module.lead,
     )
 
 

@@ -6,7 +6,7 @@ line.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 
 from elasticd_planner.spec.plan import Plan, Stage
@@ -48,6 +48,40 @@ def picture(plan: Plan, rates: Mapping[str, float], times: StageTimes | None = N
     if plan.idle:
         parts.append(Text.assemble(("idle ", "dim"), named(plan.idle, rates)))
     return Group(*parts)
+
+
+def modules_pictured(plan: Plan, rates: Mapping[str, float], times: StageTimes) -> RenderableType:
+    """The modules of a plan below each other, then the places of each device together. `times` are those of the
+    module with the loss."""
+    parts: list[RenderableType] = []
+    for module in plan.modules:
+        view = plan.view(module.module)
+        head = Text.assemble(("module ", "dim"), (module.module, "bold"))
+        if module.items:
+            head.append(
+                f"   takes {module.items}, at most {module.ahead} micro-batches ahead, lead {module.lead}"
+            )
+        parts += [head, picture(view, rates, None if module.items else times)]
+    parts.append(Text("devices", style="dim"))
+    shown = [device for device in plan.members if device not in plan.carriers][:SHOWN]
+    for device in shown:
+        parts.append(Text.assemble(f"{named([device], rates)}  ", "; ".join(_places(plan, device))))
+    if (more := len(plan.members) - len(plan.carriers) - len(shown)) > 0:
+        parts.append(Text(f"and {more} more devices"))
+    if plan.idle:
+        parts.append(Text.assemble(("idle ", "dim"), named(plan.idle, rates)))
+    return Group(*parts)
+
+
+def _places(plan: Plan, device: str) -> Iterator[str]:
+    """What a device computes in each module."""
+    for module in plan.modules:
+        for number, lane in enumerate(module.by_lane):
+            for index, stage in enumerate(lane.stages):
+                if device in stage.devices:
+                    width = f", TP{len(stage.devices)}" if len(stage.devices) > 1 else ""
+                    part = ("weight " if module.items else "micro-batches ") + str(lane.micro_batches)
+                    yield f"{module.module} lane {number}, stage {index}: layers {stage.named}{width}, {part}"
 
 
 def _loads(plan: Plan, times: StageTimes | None) -> Loads:

@@ -21,7 +21,7 @@ from elasticd.cli.batch import batch_lines, batch_of, dealt, step_lengths
 from elasticd.cli.console import command_console
 from elasticd.cli.moves import answered, moves_of, shown
 from elasticd.cli.options import cluster_options, json_option, write_json
-from elasticd.cli.picture import StageTimes, busy, lane_names, named, picture
+from elasticd.cli.picture import StageTimes, busy, lane_names, modules_pictured, named, picture
 from elasticd.cli.status import rates_of
 from elasticd.client import reach
 
@@ -142,6 +142,8 @@ def _solve(
     if asked:
         given = msgspec.structs.replace(given, pins=msgspec.structs.replace(given.pins, **asked))
     listing, model = explain
+    if given.modules and (listing or batch is not None):
+        raise click.UsageError("--explain and --batch are of problems of one module")
     if listing:
         from elasticd.cli import explanation  # loads the migration
 
@@ -173,13 +175,18 @@ def _solve(
         write_json(found)
         return
     task = convert.task_of(given, objective, planned.plan)
-    times = [stage_seconds(line, task.cluster, task.rates, task.cost) for line in planned.plan.by_lane]
-    console.print(picture(planned.plan, task.rates, times))
+    loss = planned.plan.view(planned.plan.loss_module.module)
+    times = [stage_seconds(line, task.cluster, task.rates, task.cost) for line in loss.by_lane]
+    if given.modules:
+        console.print(modules_pictured(planned.plan, task.rates, times))
+    else:
+        console.print(picture(planned.plan, task.rates, times))
     for line in _figures(planned.figures, objective, planned.unit, seconds):
         console.print(line)
     if near is not None:
         console.print(_nearness(near, planned.unit))
-    console.print(Text.assemble(("limited by ", "dim"), _limit(planned.plan, times, task.rates)))
+    if not given.modules:
+        console.print(Text.assemble(("limited by ", "dim"), _limit(planned.plan, times, task.rates)))
     if explained is not None:
         console.print(explanation.shown(explained))
     if rows is not None and lengths is not None:

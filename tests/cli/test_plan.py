@@ -301,3 +301,53 @@ def test_a_search_says_after_some_seconds_on_standard_error_how_far_it_is(
 def test_a_search_that_is_over_sooner_says_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "QUIET_SECONDS", 3600.0)
     assert run(written(tmp_path / "p.json")).stderr == ""
+
+
+def modules_problem(path: Path) -> str:
+    """A language model and an encoder on four devices, one of them slow."""
+
+    def model(name: str, layers: int, seconds: float) -> dict[str, Any]:
+        block = {"seconds_per_token": seconds, "tp_slowdown": {"1": 1.0}}
+        return {"name": name, "layers": layers, "times": {"block": block, "boundary_bytes": 8192}}
+
+    vision = {"name": "vision", "items": "images", "items_a_sample": 1.5, "rows_an_item": 576}
+    problem = {
+        "cluster": {"nodes": [{"name": "n0", "devices": 4, "memory_mib": 80000}]},
+        "model": model("lm", 8, 1e-6),
+        "batch": {"global_batch": 8, "micro_batch": 1, "sequence": 4096},
+        "rates": {"n0/3": 2.0},
+        "module": "language",
+        "modules": [{**vision, "model": model("vit", 4, 1e-6)}],
+    }
+    path.write_text(json.dumps(problem))
+    return str(path)
+
+
+def test_modules_are_planned_and_shown_one_by_one_and_devices_with_all_their_places(tmp_path: Path) -> None:
+    problem = modules_problem(tmp_path / "p.json")
+    result = run(problem)
+    assert result.exit_code == 0, result.output
+    assert "module vision   takes images, at most" in result.output
+    assert "module language" in result.output
+    places = result.output.partition("devices\n")[2]
+    assert {line.split()[0] for line in places.splitlines() if line.startswith("n0/")} == {
+        f"n0/{i}" for i in range(4)
+    }
+    again = run(problem, "--json")
+    answer = json.loads(again.output)
+    assert [module["module"] for module in answer["plan"]["modules"]] == ["vision", "language"]
+    (tmp_path / "a.json").write_text(again.output)
+    near = run(problem, "--current", str(tmp_path / "a.json"), "--json")
+    assert near.exit_code == 0, near.output
+    moved = json.loads(near.output)
+    assert moved["plan"]["modules"] == answer["plan"]["modules"]
+    assert moved["current"]["value"] == pytest.approx(answer["figures"]["step"])
+
+
+def test_modules_are_of_problems_in_seconds(tmp_path: Path) -> None:
+    seconds = json.loads(Path(modules_problem(tmp_path / "s.json")).read_text())
+    result = run(written(tmp_path / "p.json", modules=seconds["modules"]))
+    assert result.exit_code
+    assert "modules go with model.times" in result.output
+    result = run(modules_problem(tmp_path / "p.json"), "--explain")
+    assert "--explain and --batch are of problems of one module" in result.output

@@ -25,6 +25,7 @@ from elasticd_planner.problem_files.file_format import (
     ClusterEntry,
     Figures,
     InnerLinks,
+    ItemModuleEntry,
     LinkEntry,
     LinksEntry,
     ModelEntry,
@@ -41,6 +42,7 @@ from elasticd_planner.problem_files.times import (
     SectionState,
     SectionTimes,
     StateEntry,
+    TimedModel,
     TimesEntry,
     entry_of,
 )
@@ -238,6 +240,11 @@ FIXED: dict[type, Any] = {
         rates={"n0/1": 2.0},
     ),
 }
+TIMES = TimesEntry(
+    block=SectionTimes(seconds_per_token=1e-4, tp_slowdown={1: 1.5, 2: 1.25}, collectives=2),
+    boundary_bytes=64.0,
+    collectives={2: CollectiveTimes(seconds=1e-5)},
+)
 #: One more value of classes whose fields exclude each other.
 MORE: dict[type, Any] = {
     Plan: MODULES,
@@ -298,6 +305,33 @@ MORE: dict[type, Any] = {
         batch=BatchEntry(global_batch=8, micro_batch=1, sequence=16.0),
         pins=PinsEntry(
             tp=2, dp=1, zero=1, replicas=2, recompute=True, interleave=2, lanes=2, sequence_parallel=True
+        ),
+        module="language",
+        modules=(
+            ItemModuleEntry(
+                name="vision",
+                model=TimedModel(
+                    name="vit",
+                    layers=2,
+                    times=TIMES,
+                    units=8,
+                    groups=4,
+                    uneven_shares=False,
+                    state=StateEntry(block=SectionState(cut_bytes=64)),
+                    recompute=RecomputeEntry(slowdown=1.5, kept_activation=2.0),
+                ),
+                items="images",
+                items_a_sample=1.5,
+                rows_an_item=576.0,
+                trained=False,
+            ),
+            ItemModuleEntry(
+                name="audio",
+                model=TimedModel(name="conformer", layers=2, times=TIMES),
+                items="clips",
+                items_a_sample=0.5,
+                rows_an_item=64.0,
+            ),
         ),
     ),
 }

@@ -12,7 +12,7 @@ from typing import Any
 
 from elasticd_planner.cost.table_cost import MIB, TableCost
 from elasticd_planner.placement.state_bytes import SectionBytes, StateBytes, weights_of
-from elasticd_planner.problem import Problem, SearchSpace
+from elasticd_planner.problem import ModuleProblem, Problem, SearchSpace
 from elasticd_planner.problem_files.file_format import (
     InnerLinks,
     LinkEntry,
@@ -55,7 +55,19 @@ def problem_of(given: TableProblem) -> Problem:
         state=model.state,
         recompute=model.recompute,
     )
-    return Problem(profile=profile_of(timed, batch.sequence * batch.size), **common)
+    modules = tuple(
+        ModuleProblem(
+            name=entry.name,
+            profile=profile_of(entry.model, entry.rows_an_item),
+            items=entry.items,
+            items_a_sample=entry.items_a_sample,
+            rows_an_item=entry.rows_an_item,
+            trained=entry.trained,
+        )
+        for entry in given.modules
+    )
+    profile = profile_of(timed, batch.sequence * batch.size)
+    return Problem(profile=profile, module=given.module, modules=modules, **common)
 
 
 def cost_of(given: TableProblem) -> TableCost:
@@ -169,7 +181,7 @@ def task_of(given: TableProblem, objective: Objective = "step", plan: Plan | Non
         micro_batch=plan.micro_batch if plan is not None else given.batch.size,
         state=plan.state if plan is not None else problem.search_space.states[0],
         recompute=False,
-        pipelines=len(plan.by_lane) if plan is not None else given.pins.dp,
+        pipelines=len(plan.view(plan.loss_module.module).by_lane) if plan is not None else given.pins.dp,
         sequence_parallel=False,
     )
     return options.task_of(setting.problem(problem), steady=objective == "steady")

@@ -16,6 +16,7 @@ from elasticd_planner.problem_files.times import (
     SHARE_UNITS,
     RecomputeEntry,
     StateEntry,
+    TimedModel,
     TimesEntry,
     all_positive,
     none_negative,
@@ -230,19 +231,38 @@ class PinsEntry(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
             refuse(f"replicas {self.replicas} go with zero 1 or 2; with 0 every holder has its state")
 
 
+class ItemModuleEntry(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A module of items, as an encoder of images: its model with measured times, how many items a sample has
+    and how many rows an item, both in the mean, and whether it is trained."""
+
+    name: str
+    model: TimedModel
+    items: str
+    items_a_sample: float
+    rows_an_item: float
+    trained: bool = True
+
+    def __post_init__(self) -> None:
+        all_positive(self, "items_a_sample", "rows_an_item")
+
+
 class TableProblem(StoredValue, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="planning-problem"):
     """A whole problem. Rates by device name; null is a dead device. A file may leave tag and version
-    out."""
+    out. `modules` are those of items beside `model`, which then has the loss and is called `module`."""
 
     cluster: ClusterEntry
     model: ModelEntry
     batch: BatchEntry
     pins: PinsEntry = PinsEntry()
     rates: dict[str, float | None] = msgspec.field(default_factory=dict)
+    module: str = "model"
+    modules: tuple[ItemModuleEntry, ...] = ()
     version: int = FILE_VERSION
 
     def __post_init__(self) -> None:
         check_file_version(self.version)
+        if self.modules and self.model.times is None:
+            refuse("modules go with model.times: units know nothing of items")
         sizes = list(self.model.sizes)
         if self.pins.tp is not None and sizes and self.pins.tp not in sizes:
             refuse(f"pins.tp {self.pins.tp} is none of the sizes in model's tp_slowdown: {sizes}")
@@ -362,6 +382,8 @@ def answer(planned: Planned, planning_seconds: float) -> dict[str, Any]:
     modules = [
         {
             "module": module.module,
+            **({"items": module.items, "ahead": module.ahead, "lead": module.lead} if module.items else {}),
+            **({} if module.trainable else {"trained": False}),
             "pipelines": [
                 {
                     "micro_batches": pipeline.micro_batches,

@@ -15,6 +15,7 @@ from elasticd_planner.placement.state_movement import bytes_to_move
 from elasticd_planner.problem import Answer
 from elasticd_planner.problem_files.convert import problem_of, state_bytes, task_of
 from elasticd_planner.problem_files.file_format import SECONDS, UNITS, Figures, Objective, Planned, TableProblem
+from elasticd_planner.search.module_cost import item_profile
 from elasticd_planner.search.options import Watch, form
 from elasticd_planner.search.planner import plan as search
 from elasticd_planner.search.task import Task
@@ -65,8 +66,23 @@ def solve_from_current(
     allowed = problem.batch.micro_batch in (None, current.micro_batch)
     moved, weights = None, state_bytes(problem)
     if weights is not None and planned.plan is not None:
-        moved = bytes_to_move(weights.profile(problem.model.layers), current, planned.plan)
+        views = (plan.view(plan.loss_module.module) for plan in (current, planned.plan))
+        moved = bytes_to_move(weights.profile(problem.model.layers), *views)
+        moved += _moved_items(problem, current, planned.plan)
     return Near(planned=planned, current=answer.current_seconds if allowed else None, moved=moved)
+
+
+def _moved_items(problem: TableProblem, old: Plan, new: Plan) -> int:
+    """Bytes of modules of items that move between two plans."""
+    before = {module.module for module in old.modules}
+    return sum(
+        bytes_to_move(
+            item_profile(module),
+            old.view(module.name) if module.name in before else None,
+            new.view(module.name),
+        )
+        for module in problem_of(problem).modules
+    )
 
 
 def _solved(
@@ -83,8 +99,10 @@ def _solved(
     answer = search(given, steady=objective == "steady", like=shape, watch=watch)
     plan, found = answer.plan, None
     if plan is not None and plan.prediction is not None:
-        steady, step = figures(plan, task_of(problem, objective, plan))
         value = plan.prediction.step_seconds
+        steady, step = value, value
+        if not problem.modules:
+            steady, step = figures(plan, task_of(problem, objective, plan))
         found = Figures(
             steady=steady,
             step=step,
@@ -105,10 +123,10 @@ def _solved(
 
 
 def _check(problem: TableProblem, current: Plan) -> None:
-    layers = current.pipelines[0].layers
+    layers = current.loss_module.pipelines[0].layers
     if layers != problem.model.layers:
         refuse(f"the current plan has {layers} layers, the problem {problem.model.layers}")
-    if problem.model.times is None and any(p.chunks > 1 for p in current.pipelines):
+    if problem.model.times is None and any(p.chunks > 1 for p in current.loss_module.pipelines):
         refuse("the current plan has interleaved stages, of which units know no time: give model.times")
     if current.global_batch != problem.batch.global_batch:
         refuse(

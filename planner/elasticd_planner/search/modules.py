@@ -5,8 +5,9 @@ then whole nodes. Where modules of items do not fit beside it on each device, it
 memory.
 2. *A module of items* is whole on devices where it fits, one lane each, and `item_lanes` says how many items
 each takes. Where it fits no device it gets a plan of its own in the memory that is left.
-3. *The best of these candidates* are played (`module_cost`), and of the best one a few pairs of `ahead` and
-`lead` for which there is memory. Of near-equal ones the one is taken that moves the fewest bytes.
+3. *The best candidates* of those that share devices and of those that share none are played (`module_cost`),
+and of the best one a few pairs of `ahead` and `lead` for which there is memory. Of near-equal ones the one is
+taken that moves the fewest bytes.
 """
 
 from __future__ import annotations
@@ -39,8 +40,9 @@ Search = Callable[[Problem, Form | None], Answer]
 #: The parts of all devices that are left to items, besides none and one device.
 LEFT = (1 / 16, 1 / 8, 1 / 4)
 
-#: So many candidates are played.
-PLAYED = 3
+#: So many candidates are played of those whose modules share devices, and of those whose modules share none:
+#: passes of items may be too long for what the other passes leave, which only the played order shows.
+PLAYED = 2
 
 #: Of the best candidate these are played: `ahead` [micro-batches] besides all of them, and `lead`.
 AHEADS, LEADS = (8, 2, 1), (1, 0, 3)
@@ -100,7 +102,9 @@ class ModulePlanner:
         count = sum(each.candidates for each in self.tried) + len(candidates)
         if not candidates:
             return Answer(plan=None, refusal=self._refusal(), current_seconds=now, candidates=count)
-        played = [self.played(candidate.plan) for candidate in candidates[:PLAYED]]
+        sharing = [each for each in candidates if _shares_devices(each.plan)]
+        apart = [each for each in candidates if not _shares_devices(each.plan)]
+        played = [self.played(each.plan) for each in (*sharing[:PLAYED], *apart[:PLAYED])]
         best = min(played, key=_seconds)
         options = [*played, *self._pairs(best), *([] if current is None else [current])]
         slack = self.tolerance if self.problem.current is not None else 0.0
@@ -473,6 +477,13 @@ def _with_pair(plan: Plan, ahead: int, lead: int) -> Plan:
         for module in plan.modules
     )
     return plan.replace(strategies=(msgspec.structs.replace(plan.strategies[0], modules=modules),))
+
+
+def _shares_devices(plan: Plan) -> bool:
+    """Whether a device computes in two modules."""
+    return sum(len(plan.view(module.module).members) for module in plan.modules) > len(plan.members) - len(
+        plan.carriers
+    )
 
 
 def _counts(devices: int) -> list[int]:
