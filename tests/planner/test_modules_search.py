@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from elasticd_planner.cost.schedule import passes
 from elasticd_planner.layout.module_order import module_pass_times
-from elasticd_planner.problem import Problem
+from elasticd_planner.problem import Problem, SearchSpace
+from elasticd_planner.search import module_cost
 from elasticd_planner.search.item_lanes import ItemLane, filled, weights
 from elasticd_planner.search.module_cost import ModuleCosts
 from elasticd_planner.search.modules import left_devices, smaller
@@ -179,3 +180,20 @@ def test_only_problems_with_modules_need_a_newer_planner() -> None:
     problem = drawn_problem(0)
     assert problem.version == Problem.newest == 2
     assert msgspec.structs.replace(problem, modules=()).version == 1
+
+
+def test_a_part_of_a_large_step_takes_about_as_long_as_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = msgspec.structs.replace(
+        drawn_problem(5),
+        cluster=cluster_of(4, 8, 60 * GIB),
+        rates={},
+        global_batch=128,
+        search_space=SearchSpace(fixed_dp=8),
+    )
+    found = planned(problem)
+    assert found.prediction is not None
+    monkeypatch.setattr(module_cost, "MOST_PASSES", 256)
+    costs = ModuleCosts(problem)
+    part, _ = costs._part(found)
+    assert len(part.loss_module.pipelines) < len(found.loss_module.pipelines)
+    assert costs.seconds(found) == pytest.approx(found.prediction.step_seconds, rel=0.05)

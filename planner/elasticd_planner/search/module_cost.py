@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import msgspec
 import numpy as np
@@ -29,6 +30,9 @@ from elasticd_planner.spec.plan import ModulePlan, Pipeline, Plan, Stage
 
 #: Of a mean step so many items are dealt one by one; where there are more, some of a sample go together.
 MOST_ITEMS = 4096
+
+#: Of a step with more passes of the module with the loss than these a part is played.
+MOST_PASSES = 32_768
 
 #: A lane keeps at most so many items more than its part of those that are needed: items are whole.
 UNEVEN_ITEMS = 1
@@ -55,7 +59,6 @@ class ModuleCosts:
         self.modules = {module.name: module for module in problem.modules}
         self._profiles = {name: item_profile(module) for name, module in self.modules.items()}
         self._known: dict[tuple[str, int], KnownCosts] = defaultdict(KnownCosts)
-        self._messages: dict[str, float] = {}
 
     def cost(self, view: Plan) -> ProfileCost:
         """The cost of the module of a view, under that plan. Of a module of items a micro-batch is an item."""
@@ -105,18 +108,57 @@ class ModuleCosts:
         return plan.replace(strategies=(strategy,))
 
     def seconds(self, plan: Plan) -> float:
-        """Seconds of a mean step of a plan with times."""
-        times = module_pass_times(plan, self._batches(plan), passes)
+        """Seconds of a mean step of a plan with times. Of a large job a part is played, see `_part`."""
+        part, share = self._part(plan)
+        times = module_pass_times(part, self._batches(part, share), passes)
         played = max(each.stop for each in times) / 1e6
         return played + self._message_seconds(plan.view(self.problem.module)) + self.after_seconds(plan)
 
+    def _part(self, plan: Plan) -> tuple[Plan, float]:
+        """A part of a large plan that stands for all of it, and how many times more items its samples have, so
+        that its lanes of items have their part of the work: each n-th pipeline by time, the slowest among them,
+        with the lanes of items on its devices, and each n-th of the other lanes of items."""
+        loss = plan.loss_module
+        count = sum(2 * pipeline.micro_batches * len(pipeline.stages) for pipeline in loss.pipelines)
+        every = math.ceil(count / MOST_PASSES)
+        if every == 1:
+            return plan, 1.0
+        order = sorted(range(len(loss.pipelines)), key=lambda p: -_steady_microseconds(loss.pipelines[p]))
+        kept = tuple(loss.pipelines[p] for p in sorted(order[::every]))
+        devices, inside = _devices(loss.pipelines), _devices(kept)
+        samples = sum(pipeline.micro_batches for pipeline in kept) * plan.micro_batch
+        modules, part = [], 0.0
+        for module in plan.modules:
+            if not module.items:
+                modules.append(msgspec.structs.replace(module, pipelines=kept))
+                continue
+            beside = [lane for lane in module.pipelines if _devices([lane]) & devices]
+            others = [lane for lane in module.pipelines if not _devices([lane]) & devices]
+            lanes = [lane for lane in beside if _devices([lane]) & inside] + others[::every]
+            if not lanes:
+                return plan, 1.0
+            weights = [sum(lane.micro_batches for lane in listed) for listed in (lanes, module.pipelines)]
+            part = max(part, weights[0] / weights[1])
+            modules.append(msgspec.structs.replace(module, pipelines=tuple(lanes)))
+        strategy = msgspec.structs.replace(plan.strategies[0], modules=tuple(modules))
+        smaller = plan.replace(
+            strategies=(strategy,), global_batch=samples, carriers=(), idle=(), prediction=None
+        )
+        return smaller, part * plan.global_batch / samples
+
     def _message_seconds(self, view: Plan) -> float:
         """Seconds that messages between stages add to the step of the module with the loss alone."""
-        if view.digest not in self._messages:
-            batch = batch_plan(view, 0, range(view.global_batch))
-            played = max(each.stop for each in module_pass_times(view, {view.module.module: batch}, passes))
-            self._messages[view.digest] = max(0.0, self.passes_seconds(view) - played / 1e6)
-        return self._messages[view.digest]
+        cost, known = self.cost(view), self._known[view.module.module, view.micro_batch]
+        silent = 0.0
+        for lane in view.by_lane:
+            times = stage_times(lane, self.problem.cluster, self.problem.rates, cost, known)
+            times = replace(times, boundary=np.zeros_like(times.boundary))
+            if lane.chunks > 1:
+                seconds = cost.timing.interleaved(times, lane.micro_batches, lane.chunks)
+            else:
+                seconds = float(cost.timing.seconds(times, lane.micro_batches))
+            silent = max(silent, seconds)
+        return max(0.0, self.passes_seconds(view) - silent)
 
     def after_seconds(self, plan: Plan) -> float:
         """Seconds after all passes: each device reduces and updates the modules that it is in, one by one."""
@@ -129,13 +171,14 @@ class ModuleCosts:
                     by_device[device] += seconds
         return max(by_device.values(), default=0.0)
 
-    def _batches(self, plan: Plan) -> dict[str, BatchPlan | ItemBatch]:
-        """A mean step: its samples, and as many items in each as there are in the mean."""
+    def _batches(self, plan: Plan, share: float = 1.0) -> dict[str, BatchPlan | ItemBatch]:
+        """A mean step: its samples, and so many times the items in each that there are in the mean."""
         batch = batch_plan(plan.view(self.problem.module), 0, range(plan.global_batch))
         found: dict[str, BatchPlan | ItemBatch] = {self.problem.module: batch}
         for module in self.problem.modules:
-            together = max(1, math.ceil(module.items_a_sample * plan.global_batch / MOST_ITEMS))
-            each = module.items_a_sample / together
+            items = module.items_a_sample * share
+            together = max(1, math.ceil(items * plan.global_batch / MOST_ITEMS))
+            each = items / together
             ends = [math.floor(each * sample) for sample in range(plan.global_batch + 1)]
             counts = {sample: ends[sample + 1] - ends[sample] for sample in range(plan.global_batch)}
             size = max(1, round(module.rows_an_item * together))
@@ -236,3 +279,12 @@ class ModuleCosts:
         """Bytes of a whole module: parameters, gradients and optimizer state."""
         profile = self._profiles[module.name]
         return profile.parameter_bytes * profile.state_factor
+
+
+def _steady_microseconds(pipeline: Pipeline) -> int:
+    """The time of a pipeline's micro-batches on its slowest stage."""
+    return pipeline.micro_batches * max(sum(stage.microseconds) for stage in pipeline.stages)
+
+
+def _devices(pipelines: Iterable[Pipeline]) -> set[str]:
+    return {device for pipeline in pipelines for stage in pipeline.stages for device in stage.devices}
