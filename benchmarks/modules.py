@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 
 from _frame import PLANNER, Part, run
+from _module_plans import plan_rows, planning_rows
 from _results import Row, row
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -165,6 +166,8 @@ PARTS = {
     "order": Part(order_rows, PLANNER, {"times": 1}),
     "played": Part(played_rows, PLANNER, {"shapes": 1}),
     "uneven": Part(uneven_rows, PLANNER, {"draws": 2}),
+    "plans": Part(plan_rows, PLANNER, {"problems": 1}),
+    "planning": Part(planning_rows, PLANNER, {"sizes": 1}),
 }
 
 if __name__ == "__main__":

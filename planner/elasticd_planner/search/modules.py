@@ -149,19 +149,19 @@ class ModulePlanner:
         usable, like = [device.name for device in alive(self.problem)], None
         for count in _counts(len(usable)):
             left = left_devices(self.problem, count)
-            loss = self._loss_plan(left, {}, like)
+            loss = self.loss_plan(left, {}, like)
             if loss is None:
                 continue
             like = form(loss)
             if count:
-                yield from self._placed(loss, left)
-            shared = list(self._placed(loss, usable))
+                yield from self.placed(loss, left)
+            shared = list(self.placed(loss, usable))
             yield from shared
             if all(each.squeezed for each in shared):
-                tight = self._loss_plan(left, self._item_bytes(usable), None)
-                yield from [] if tight is None else self._placed(tight, usable)
+                tight = self.loss_plan(left, self._item_bytes(usable), None)
+                yield from [] if tight is None else self.placed(tight, usable)
 
-    def _loss_plan(self, left: Sequence[str], used: Mapping[str, int], like: Form | None) -> Plan | None:
+    def loss_plan(self, left: Sequence[str], used: Mapping[str, int], like: Form | None) -> Plan | None:
         """The plan of the module with the loss on other devices than these, with less memory."""
         cluster = smaller(self.problem.cluster, used, left)
         if cluster is None:
@@ -193,7 +193,7 @@ class ModulePlanner:
             used += size if fitting else 2 * size // len(devices)
         return dict.fromkeys(devices, used)
 
-    def _placed(self, loss: Plan, devices: Sequence[str]) -> Iterator[Candidate]:
+    def placed(self, loss: Plan, devices: Sequence[str]) -> Iterator[Candidate]:
         """The plan with modules of items on these devices beside the module with the loss, if they fit."""
         again = (False, True) if self.problem.search_space.recompute else (False,)
         for recompute in again:
@@ -347,14 +347,14 @@ class ModulePlanner:
     def played(self, plan: Plan) -> Plan:
         """The plan with times, a prediction, and the largest `ahead` that memory allows."""
         aheads = self._aheads(plan)
-        return self._predicted(self.costs.timed(_with_pair(plan, aheads[0], min(LEADS[0], aheads[0]))))
+        return self._predicted(self.costs.timed(with_pair(plan, aheads[0], min(LEADS[0], aheads[0]))))
 
     def _aheads(self, plan: Plan) -> list[int]:
         """Numbers of micro-batches that memory allows, all of them first."""
         every = max(lane.micro_batches for lane in plan.view(self.problem.module).by_lane)
         listed = [every, *(ahead for ahead in AHEADS if ahead < every)]
         memory = self.problem.cluster
-        return [ahead for ahead in listed if fits(self.costs.memory(_with_pair(plan, ahead, 0)), memory)] or [1]
+        return [ahead for ahead in listed if fits(self.costs.memory(with_pair(plan, ahead, 0)), memory)] or [1]
 
     def _pairs(self, plan: Plan) -> Iterator[Plan]:
         """The same plan with other pairs of `ahead` and `lead`."""
@@ -366,7 +366,7 @@ class ModulePlanner:
         for ahead in aheads[:3]:
             for lead in leads:
                 if lead <= ahead and (ahead, lead) != (aheads[0], LEADS[0]):
-                    yield self._predicted(_with_pair(plan, ahead, lead))
+                    yield self._predicted(with_pair(plan, ahead, lead))
 
     def _predicted(self, plan: Plan) -> Plan:
         seconds, memory = self.costs.seconds(plan), self.costs.memory(plan)
@@ -413,7 +413,7 @@ class ModulePlanner:
         """Seconds that no plan beats: of the module with the loss alone, and all work over all speed."""
         problem = self.problem
         if not self.tried:
-            self._loss_plan((), {}, None)
+            self.loss_plan((), {}, None)
         alone = self.tried[0].plan
         own = alone.prediction.bound_seconds if alone is not None and alone.prediction is not None else 0.0
         slowdowns = [rate_of(problem.rates, device.name) for device in alive(problem)]
@@ -470,7 +470,7 @@ def _items_of(plan: Plan) -> list[ModulePlan]:
     return [module for module in plan.modules if module.items]
 
 
-def _with_pair(plan: Plan, ahead: int, lead: int) -> Plan:
+def with_pair(plan: Plan, ahead: int, lead: int) -> Plan:
     """The plan with this `ahead` and `lead` in all modules of items."""
     modules = tuple(
         msgspec.structs.replace(module, ahead=ahead, lead=lead) if module.items else module
