@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from elasticd.models.decoder import Block, DecoderConfig, Head, next_token_loss
 from elasticd.runtime.model.model import Model, Module
-from elasticd.runtime.model.tp_rules import Column, Row, UnitsOf
+from elasticd.runtime.model.tp_rules import Column, Row, Rule, UnitsOf
 
 F64, PATCH, IMAGE = torch.float64, 6, 1
 VISION = DecoderConfig(vocabulary=8, width=16, layers=2, heads=4, kv_heads=2, hidden=20, dtype=F64)
@@ -85,7 +85,14 @@ def language_sections() -> list[nn.Module]:
     return [Merge(), *(Block(TEXT) for _ in range(TEXT.layers)), Head(TEXT)]
 
 
-def model_of(vision: list[nn.Module], language: list[nn.Module], *, frozen: bool = False) -> Model:
+def model_of(
+    vision: list[nn.Module],
+    language: list[nn.Module],
+    *,
+    frozen: bool = False,
+    rules: Mapping[str, Rule] = RULES,
+    units: Mapping[str, UnitsOf] = UNITS,
+) -> Model:
     """The two modules as elasticd trains them."""
     if frozen:
         for section in vision:
@@ -95,8 +102,8 @@ def model_of(vision: list[nn.Module], language: list[nn.Module], *, frozen: bool
         blocks=vision[1:-1],
         head=vision[-1],
         width=VISION.width,
-        rules=RULES,
-        units=UNITS,
+        rules=rules,
+        units=units,
         items="images",
         name="vision",
     )
@@ -104,8 +111,8 @@ def model_of(vision: list[nn.Module], language: list[nn.Module], *, frozen: bool
         embed=language[0],
         blocks=language[1:-1],
         head=language[-1],
-        rules=RULES | WORDS,
-        units=UNITS,
+        rules=dict(rules) | WORDS,
+        units=units,
         takes={"images": "vision"},
         name="language",
     )

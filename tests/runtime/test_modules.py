@@ -18,8 +18,10 @@ from elasticd_planner.layout.layouts import Layouts
 from elasticd_planner.spec.box import Box
 from elasticd_planner.spec.item_batch import SampleItem
 from elasticd_planner.spec.plan import Plan
+from torch import nn
 
 from elasticd.models.decoder import next_token_loss
+from elasticd.runtime.accelerator import CPU, Accelerator
 from elasticd.runtime.comm.communicators import Connect, GlooCommunicators
 from elasticd.runtime.comm.groups import PlanGroups
 from elasticd.runtime.comm.in_memory import run_threads, unpaced
@@ -28,10 +30,12 @@ from elasticd.runtime.engine.engine import Engine, first_state
 from elasticd.runtime.engine.item_border import in_order_of, joined
 from elasticd.runtime.engine.recipe import Recipe
 from elasticd.runtime.model.model import Model
+from elasticd.runtime.model.tp_rules import UnitsOf
 from tests.migration.ranks import together
 from tests.runtime import gang
 from tests.runtime.image_model import (
     BATCH,
+    RULES,
     SEED,
     TEXT,
     Captions,
@@ -170,15 +174,18 @@ def trained(
     plan_groups: PlanGroups,
     *,
     frozen: bool = False,
+    accelerator: Accelerator = CPU,
     connect: Connect = GlooCommunicators,
     state: LocalState | None = None,
     steps: range = range(STEPS),
 ) -> dict[str, Any]:
     """What one member has after training these steps under this plan."""
-    recipe = make_recipe(frozen=frozen, micro_batch=plan.micro_batch, connect=connect)
+    made = make_recipe(frozen=frozen, micro_batch=plan.micro_batch, connect=connect)
+    recipe = replace(made, accelerator=accelerator)
     layouts = Layouts(recipe.model.specs, plan)
     engine = Engine(recipe, layouts, plan_groups, unpaced)
-    engine.adopt(state if state is not None else first_state(recipe.model, layouts, device, SEED))
+    first = first_state(recipe.model, layouts, device, SEED, accelerator=accelerator)
+    engine.adopt(state if state is not None else first)
     done, encoder = [], []
     for step in steps:
         done.append(engine.step(step, lambda: 0, lambda: 0))
@@ -419,6 +426,52 @@ def test_a_switch_of_one_module_moves_nothing_of_the_other() -> None:
     transfers = reshard(old, new, dict.fromkeys(new.items, 8))
     assert transfers
     assert not [each for each in transfers if each.name.startswith("language.")]
+
+
+class Dropping(nn.Module):
+    """A block behind a dropout, whose input has an image as its first dimension."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.drop, self.block = nn.Dropout(0.3), block
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.block(self.drop(x))
+        return out
+
+
+def test_draws_are_those_of_the_image_under_every_layout() -> None:
+    """An image draws as under any other layout, whoever makes it."""
+    vision, language = copy.deepcopy(sections())
+    vision[1:-1] = [Dropping(block) for block in vision[1:-1]]
+    language[1] = Dropping(language[1])
+    renamed = {
+        pattern.replace("blocks.*.", "blocks.*.block.", 1) if pattern.startswith("blocks") else pattern: rule
+        for pattern, rule in RULES.items()
+    }
+    units = {
+        "heads": UnitsOf(attribute="blocks.*.attention.heads"),
+        "kv_heads": UnitsOf(follows="heads", attribute="blocks.*.attention.kv_heads"),
+    }
+    model = model_of(vision, language, rules=RULES | renamed, units=units)
+    seen: dict[str, list[float]] = {}
+    for name in ("one device", "disjoint", "fan-out: dp 1 to dp 4", "zero 2"):
+        plan = PLACEMENTS[name]
+
+        def losses(memory: Any, plan: Plan = plan) -> list[float]:
+            recipe = replace(make_recipe(), model=model)
+            layouts = Layouts(recipe.model.specs, plan)
+            engine = Engine(recipe, layouts, memory, unpaced)
+            engine.adopt(first_state(recipe.model, layouts, memory.me, SEED))
+            found = [engine.step(step, lambda: 0, lambda: 0).outcome.vote.loss for step in range(STEPS)]
+            engine.settle()
+            return found
+
+        seen[name] = run_threads(plan.members, losses)[plan.members[0]]
+    first, *others = seen.values()
+    assert first != pytest.approx(reference()[0], abs=1e-6)
+    for other in others:
+        assert other == pytest.approx(first, abs=1e-12)
 
 
 @pytest.mark.slow
