@@ -212,6 +212,8 @@ class ModuleSpec(Value, frozen=True, kw_only=True):
     model: ModelSpec  # its tensors
     items: str = ""  # the key under which a sample has the items that it runs on (empty: it runs on samples)
     takes: dict[str, str] = msgspec.field(default_factory=dict)  # by key in the batch: whose output it takes
+    items_a_sample: float = 0.0  # in the mean
+    rows_an_item: float = 0.0  # [tokens] in the mean (0: not known)
 
 
 class JobSpec(StoredValue, frozen=True, kw_only=True, tag="job-spec"):

@@ -31,10 +31,17 @@ Loads = Sequence[Sequence[float | None]]
 def picture(plan: Plan, rates: Mapping[str, float], times: StageTimes | None = None) -> RenderableType:
     """The plan's pipelines and what stands idle. With `times`, each stage shows how busy it is of the time
     that the busiest stage of the plan takes for its micro-batches."""
-    parts: list[RenderableType] = [_Pipelines(plan, rates, _loads(plan, times))]
-    more = len(plan.by_lane) - SHOWN
-    if more > 0:
-        parts.append(Text(f"and {more} more {'lanes' if plan.by_lane != plan.pipelines else 'pipelines'}"))
+    parts: list[RenderableType] = []
+    for module in plan.modules:
+        view = plan.view(module.module)
+        if len(plan.modules) > 1:
+            parts.append(
+                Text.assemble(("module ", "dim"), module.module, (f" of {module.items or 'samples'}", "dim"))
+            )
+        known = times if view.modules == plan.loss_view.modules else None
+        parts.append(_Pipelines(view, rates, _loads(view, known)))
+        if (more := len(view.by_lane) - SHOWN) > 0:
+            parts.append(Text(f"and {more} more {'lanes' if view.by_lane != view.pipelines else 'pipelines'}"))
     state = plan.state
     if state.zero:
         count = state.replicas or 1

@@ -365,11 +365,12 @@ def _job(
         expected = predicted(job)
         proposed = f", plan {job.proposal} is proposed" if job.proposal is not None else ""
         yield Text(f"  plan {job.plan.number}{expected}{proposed}")
-        lanes = len(job.plan.by_lane)
+        loss_view = job.plan.loss_view
+        lanes = len(loss_view.by_lane)
         if everything or lanes <= MOST_PIPELINES:
             yield picture(job.plan, rates)
         else:
-            stages = {len(lane.stages) for lane in job.plan.by_lane}
+            stages = {len(lane.stages) for lane in loss_view.by_lane}
             depth = f"{min(stages)}" if len(stages) == 1 else f"{min(stages)} to {max(stages)}"
             text = f"  {lanes:,} pipelines of {depth} stages on {len(job.plan.members):,} devices"
             idle = f", {len(job.plan.idle):,} stand by" if job.plan.idle else ""

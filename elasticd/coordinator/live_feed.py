@@ -618,7 +618,7 @@ def measurements(
     table = b"".join([_NOTHING if each is None else _packed(*_measured(each)) for each in taken])
     width = len(live.MEASURED)
     columns = np.frombuffer(table, "<f4").reshape(-1, width), _judged(job, plan.members)
-    readers = [found.get(device) for device in {lane.stages[0].devices[0] for lane in plan.by_lane}]
+    readers = [found.get(device) for device in {lane.stages[0].devices[0] for lane in plan.loss_view.by_lane}]
     told = [each for each in readers if each is not None and (each.plan, each.step) == (number, step)]
     if len(told) < len(readers):  # of a part of the step's sequences nothing is said
         told = []

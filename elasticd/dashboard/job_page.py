@@ -157,7 +157,7 @@ def batch(plan: Plan | None, job: JobStatus) -> views.BatchView | None:
     return views.BatchView(
         samples=plan.global_batch,
         micro_batch=plan.micro_batch,
-        by_pipeline=tuple(pipeline.micro_batches for pipeline in plan.pipelines),
+        by_pipeline=tuple(pipeline.micro_batches for pipeline in plan.loss_view.pipelines),
         sequences=packed.sequences if packed is not None else None,
         tokens=packed.tokens if packed is not None else None,
         cut=packed.cut if packed is not None else None,
@@ -179,7 +179,7 @@ def lanes(known: Knowledge, job: str) -> tuple[views.LaneRow, ...]:
             slowdown=max(rates.get(device, 1.0) for stage in lane.stages for device in stage.devices),
             rows=lane.micro_batches,
         )
-        for p, pipeline in enumerate(plan.pipelines)
+        for p, pipeline in enumerate(plan.loss_view.pipelines)
         if pipeline.rows
         for number, lane in enumerate(pipeline.by_lane)
     )

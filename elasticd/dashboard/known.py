@@ -256,7 +256,10 @@ class Knowledge:
             job = self.cluster.jobs.get(name)
             if job is None or job.over:
                 continue
-            for device, place in plan.places.items():
+            for module in plan.modules:
+                for device, place in plan.view(module.module).places.items():
+                    self.uses[device] = Use(job=name, place=place)
+            for device, place in plan.loss_view.places.items():
                 self.uses[device] = Use(job=name, place=place)
             for device in plan.carriers:
                 self.uses[device] = Use(job=name, carrier=True)

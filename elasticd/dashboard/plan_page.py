@@ -42,7 +42,7 @@ def cost_of(problem: Problem, plan: Plan) -> ProfileCost:
     if plan.micro_batch != problem.micro_batch:
         profile = profile.sized(profile.tokens / problem.micro_batch * plan.micro_batch)
     near = problem.cluster.within or problem.cluster.inside
-    return ProfileCost(profile, near=near).under(plan)
+    return ProfileCost(profile, near=near).under(plan.loss_view)
 
 
 def times_of(record: HistoryRecord) -> list[tuple[str, int, int, Pipeline, Times]]:
@@ -51,7 +51,7 @@ def times_of(record: HistoryRecord) -> list[tuple[str, int, int, Pipeline, Times
     cost, known = cost_of(problem, plan), KnownCosts()
     return [
         (module.module, p, number, lane, stage_times(lane, problem.cluster, problem.rates, cost, known))
-        for module in plan.modules
+        for module in plan.loss_view.modules  # the profile is of that one alone
         for p, pipeline in enumerate(module.pipelines)
         for number, lane in enumerate(pipeline.by_lane)
     ]
@@ -225,7 +225,7 @@ def communications(record: HistoryRecord, spec: JobSpec | None) -> tuple[tuple[v
     tokens = round(problem.profile.tokens / problem.micro_batch * plan.micro_batch)
     try:
         found = explain_step(
-            Layouts(spec.model, plan),
+            Layouts(spec.specs, plan),
             problem.cluster,
             tokens=tokens,
             boundary=problem.profile.bundle_bytes,

@@ -67,11 +67,6 @@ def connect(
     offer = partial(offered, other=other)
     if runs_alone(os.environ):
         return _alone(recipe, held_out, offer, tries)
-    if recipe.model.graph is not None:
-        raise ValueError(
-            f"a model of the modules {' and '.join(recipe.model.graph.modules)} is trained in one process so "
-            "far: start the script with python, without elasticd run or torchrun"
-        )
     name = environment(NAME)
     parent_death.end_with(os.getppid())
     if remedy := parent_death.without_restarts(os.environ):

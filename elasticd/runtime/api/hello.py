@@ -21,10 +21,10 @@ from elasticd_planner.spec.sequence_lengths import Lengths
 from elasticd_planner.value import Invalid
 from torch.utils.data import DataLoader
 
-from elasticd.records import JobSpec, ModuleSpec
+from elasticd.records import JobSpec
 from elasticd.runtime.accelerator import Accelerator
 from elasticd.runtime.api.evaluation import HeldOut
-from elasticd.runtime.api.several_modules import check_plan_of
+from elasticd.runtime.api.several_modules import check_plan_of, module_specs
 from elasticd.runtime.checkpoint.loader import longest_trained, offered
 from elasticd.runtime.data.collate import Unlike, text_parts
 from elasticd.runtime.data.loader import length_of, reading
@@ -339,7 +339,7 @@ def job_spec(
         ValueError: the batch does not divide into micro-batches, or the profile is not one of this model.
     """
     may_recompute, recomputed = asked(recipe.parallelism.recompute, recipe.model.layers)
-    modules = module_specs(recipe.model)
+    modules = module_specs(recipe)
     return JobSpec(
         job=job,
         model=recipe.model.spec,
@@ -362,16 +362,6 @@ def job_spec(
         keep_plan=recipe.parallelism.keep_plan,
         shifts=hasattr(recipe.dataset, "at_length"),
         modules=modules,
-    )
-
-
-def module_specs(model: Model) -> tuple[ModuleSpec, ...]:
-    """The modules of a model of several; none of a model of one."""
-    if model.graph is None:
-        return ()
-    return tuple(
-        ModuleSpec(name=name, model=module.spec, items=module.items, takes=module.takes)
-        for name, module in model.graph.modules.items()
     )
 
 

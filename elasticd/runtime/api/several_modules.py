@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+import torch
 from elasticd_planner.spec.plan import Plan
 from elasticd_planner.spec.plan_checks import check_model
 from elasticd_planner.value import Invalid
 
+from elasticd.records import ModuleSpec
 from elasticd.runtime.api.evaluation import HeldOut
+from elasticd.runtime.data.collate import pad
 from elasticd.runtime.data.loader import item_counts
 from elasticd.runtime.data.stream import Stream
+from elasticd.runtime.engine.mixed_precision import converted
 from elasticd.runtime.engine.recipe import Recipe
+from elasticd.runtime.model.bundle import sizes
 from elasticd.runtime.model.model import Module
 from elasticd.runtime.model.model_graph import ModelGraph
+
+log = logging.getLogger(__name__)
 
 
 def check_graph(recipe: Recipe, held_out: Mapping[str, HeldOut]) -> None:
@@ -74,6 +83,45 @@ def check_plan_of(plan: Plan, graph: ModelGraph[Module]) -> None:
             check_model(plan.view(name), module.spec)
         except Invalid as error:
             raise Invalid(f"module {name}: {error}") from None
+
+
+def module_specs(recipe: Recipe) -> tuple[ModuleSpec, ...]:
+    """The modules of a model of several; none of a model of one."""
+    graph = recipe.model.graph
+    if graph is None:
+        return ()
+    return tuple(_spec(recipe, name, module) for name, module in graph.modules.items())
+
+
+def _spec(recipe: Recipe, name: str, module: Module) -> ModuleSpec:
+    if not module.items:
+        return ModuleSpec(name=name, model=module.spec, takes=module.takes)
+    counts = item_counts(recipe.dataset, module.items)
+    return ModuleSpec(
+        name=name,
+        model=module.spec,
+        items=module.items,
+        items_a_sample=sum(map(int, counts)) / max(1, len(counts)),
+        rows_an_item=_rows(recipe, module, counts),
+    )
+
+
+def _rows(recipe: Recipe, module: Module, counts: Sequence[int]) -> float:
+    """Rows that the module makes of the first item of the dataset, by shapes alone; 0 where that fails."""
+    dataset = recipe.dataset
+    assert not isinstance(dataset, Stream)
+    first = next((index for index, count in enumerate(counts) if count), None)
+    if first is None:
+        return 0.0
+    x: Any = converted(pad([dataset[first][module.items][0]]), lambda tensor: tensor.to("meta"))
+    try:
+        with torch.no_grad():
+            for section in module.sections.values():
+                x = section(x)
+        return float(sizes(x)[1])
+    except Exception:
+        log.debug("the rows of an item could not be found by shapes", exc_info=True)
+        return 0.0
 
 
 def _names(graph: ModelGraph[Module]) -> str:

@@ -46,6 +46,13 @@ def hash_samples(ids: Iterable[int]) -> int:
     return _hash(tuple(ids))
 
 
+def hash_items(ids: Iterable[int]) -> int:
+    """The same of items, of each the id of its sample and its number, in any order: passes of items go in the
+    order that suits the other modules."""
+    numbers = tuple(ids)
+    return _hash(tuple(chain.from_iterable(sorted(zip(numbers[::2], numbers[1::2], strict=True)))))
+
+
 @lru_cache(maxsize=64)
 def _hash(ids: tuple[int, ...]) -> int:
     """Cached, because a rank asks for its own samples twice: as it saw them and as the batch plan has them."""
@@ -69,9 +76,7 @@ def expected_hash(plan: Plan, batch: BatchPlan | ItemBatch, device: str) -> int:
     if place is None:
         return NO_SAMPLES
     if isinstance(batch, ItemBatch):
-        return hash_samples(
-            chain.from_iterable(entries(group.items, packed=False) for group in batch.of(place))
-        )
+        return hash_items(chain.from_iterable(entries(group.items, packed=False) for group in batch.of(place)))
     return hash_samples(chain.from_iterable(entries(m, packed=batch.packed) for m in batch.of(place)))
 
 

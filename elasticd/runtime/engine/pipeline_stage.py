@@ -30,7 +30,7 @@ from torch.autograd.grad_mode import set_multithreading_enabled
 from elasticd.runtime.comm.communicators import Peers
 from elasticd.runtime.comm.running_group import OneDevice, running
 from elasticd.runtime.data.loader import Loader
-from elasticd.runtime.data.sample_ledger import draws_of, entries, hash_samples
+from elasticd.runtime.data.sample_ledger import draws_of, entries, hash_items, hash_samples
 from elasticd.runtime.engine.activation_checkpoint import recomputed_blocks
 from elasticd.runtime.engine.compiled_blocks import (
     BlockCalls,
@@ -170,7 +170,7 @@ class StageRunner:
                 makes them.
             gives: of a module of items: where the outputs of its last stage go. None: it computes a loss.
         """
-        self._slices, self._takes = slices, takes or {}
+        self._slices, self._takes, self._of_items = slices, takes or {}, gives is not None
         self._rows: list[PackedRow] = []  # of the micro-batches of the step; empty: they are padded
         self._one_queue = peers.communicators.one_queue
         self._ordered: tuple[object, tuple[Act, ...]] = (None, ())  # what a step does, by what it follows from
@@ -342,7 +342,7 @@ class StageRunner:
             loss=_total(step.losses),
             count=_total(step.counts),
             tokens=step.tokens if counts_tokens else 0,
-            samples=hash_samples((*seen, *step.unexpected)),
+            samples=(hash_items if self._of_items else hash_samples)((*seen, *step.unexpected)),
             failure=failure,
         )
 

@@ -231,7 +231,7 @@ def union(a: Box, b: Box) -> Box | None:
 def with_carriers(plan: Plan) -> Plan:
     """`plan` with idle devices as members where its replicas need them: if those that compute are on fewer
     nodes than each box is to have replicas, all idle devices of the nodes with the most of them carry some."""
-    nodes = {node_of(device) for device in plan.places}
+    nodes = {node_of(device) for device in plan.members if device not in plan.carriers}
     spare: dict[str, list[str]] = defaultdict(list)
     for device in (*plan.idle, *plan.carriers):
         spare[node_of(device)].append(device)

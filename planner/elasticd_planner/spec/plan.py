@@ -550,6 +550,11 @@ class Plan(StoredValue, frozen=True, kw_only=True, dict=True, tag="plan"):
             prediction=None,
         )
 
+    @cached_property
+    def loss_view(self) -> Plan:
+        """The view of the module that has the loss."""
+        return self.view(self.loss_module.module)
+
     @property
     def pipelines(self) -> tuple[Pipeline, ...]:
         """The pipelines of a plan of one module."""

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from elasticd_planner.spec.cluster import Rates, rate_of
-from elasticd_planner.spec.plan import Pipeline, Plan, Stage
+from elasticd_planner.spec.plan import ModulePlan, Pipeline, Plan, Stage
 
 #: How many of a kind are named before the rest is counted.
 NAMED = 8
@@ -15,10 +15,10 @@ NAMED = 8
 def describe(plan: Plan, rates: Rates) -> str:
     """One sentence: the shape and what is beside it (micro-batches, ZeRO, recomputation), where the slow
     devices are, who is idle. What is long is counted."""
-    pipelines = plan.pipelines
-    forms = Counter(_form(pipeline) for pipeline in pipelines)
-    listed = [form if count == 1 else f"{count} times {form}" for form, count in forms.items()]
-    text = f"{len(pipelines)} pipeline{'s' if len(pipelines) > 1 else ''}: {some(listed, '; ')}"
+    several = len(plan.modules) > 1
+    text = "; ".join(
+        f"{module.module}: {_pipelines(module)}" if several else _pipelines(module) for module in plan.modules
+    )
     if plan.micro_batch > 1:
         text += f"; micro-batches of {plan.micro_batch}"
     if plan.state.zero:
@@ -30,6 +30,13 @@ def describe(plan: Plan, rates: Rates) -> str:
     if plan.idle:
         text += f"; idle: {some(plan.idle)}"
     return text
+
+
+def _pipelines(module: ModulePlan) -> str:
+    pipelines = module.pipelines
+    forms = Counter(_form(pipeline) for pipeline in pipelines)
+    listed = [form if count == 1 else f"{count} times {form}" for form, count in forms.items()]
+    return f"{len(pipelines)} pipeline{'s' if len(pipelines) > 1 else ''}: {some(listed, '; ')}"
 
 
 def _form(pipeline: Pipeline) -> str:

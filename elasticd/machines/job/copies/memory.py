@@ -18,7 +18,7 @@ import msgspec
 from elasticd_planner.cost.model_profile import ModelProfile
 from elasticd_planner.layout.layouts import Item, Layouts
 from elasticd_planner.spec.box import Box
-from elasticd_planner.spec.model import ModelSpec, item_size
+from elasticd_planner.spec.model import Specs, item_size
 from elasticd_planner.spec.plan import Plan
 from elasticd_planner.value import Value
 
@@ -55,7 +55,7 @@ def room_for(turn: Turn, plan: Plan, source: Source | None) -> Room:
         for node in turn.nodes.values()
         for device in node.record.devices
     }
-    found = room(plan, old, job.spec.model, job.profile, memory, holders=holders, anew=older)
+    found = room(plan, old, job.spec.specs, job.profile, memory, holders=holders, anew=older)
     if found.cramped and not older and not job.no_aside and _hosts_hold(turn, found.changing):
         return msgspec.structs.replace(found, aside=tuple(sorted(found.changing)))
     # An older state is read from where it stays; of `old` no copy is needed once snapshots of it can be read.
@@ -70,7 +70,7 @@ def room_for(turn: Turn, plan: Plan, source: Source | None) -> Room:
 def room(
     plan: Plan,
     old: Plan | None,
-    spec: ModelSpec,
+    specs: Specs,
     profile: ModelProfile,
     memory: Mapping[str, int],
     *,
@@ -80,7 +80,7 @@ def room(
     """For a switch from `old` (None: from nothing) to `plan`. Without ZeRO the planner alone says whether one
     copy fits. memory: bytes that each device may use; holders: whoever has its copy of `old`; anew: all of
     `plan` is read from elsewhere, not only what changes."""
-    new = Layouts(spec, plan)
+    new = Layouts(specs, plan)
     if plan.state.zero:
         needs = _resident(new, profile)
         for device in plan.members:
@@ -92,7 +92,7 @@ def room(
                 )
     if old is None:
         return Room()
-    before = Layouts(spec, old)
+    before = Layouts(specs, old)
     changed = _changed(before, new, profile, anew=anew)
     both = _resident(before, profile) if changed else {}
     needs = {device: both.get(device, 0.0) * (device in holders) + size for device, size in changed.items()}

@@ -16,7 +16,7 @@ def measured(turn: Turn, plan: Plan, step: Step) -> None:
     told = dict(zip(step.devices, map(int, step.column("slowdown").tolist()), strict=True))
     before = turn.job.shares
     # Of each lane the first device of its first stage stands for all.
-    heads = [lane.stages[0].devices[0] for lane in plan.by_lane]
+    heads = [lane.stages[0].devices[0] for lane in plan.loss_view.by_lane]
     after = {device: told[device] for device in heads if told.get(device, 0) > 0}
     if after == before and turn.job.shares_plan == plan.number:
         return
