@@ -9,10 +9,11 @@ import msgspec
 from elasticd_planner.cost.model_profile import ModelProfile, derive, suited
 from elasticd_planner.detection.lengths import attention_rise, evaluated
 from elasticd_planner.detection.stragglers import expectation, observe
+from elasticd_planner.layout.module_passes import ROWS
 from elasticd_planner.placement.state_movement import bytes_to_move
 from elasticd_planner.policy.policy import Decision, decide, measured_price
 from elasticd_planner.policy.stability import payoff_horizon, settled
-from elasticd_planner.problem import Problem, SearchSpace
+from elasticd_planner.problem import ModuleProblem, Problem, SearchSpace
 from elasticd_planner.profiling.fit import fit
 from elasticd_planner.profiling.section_bytes import with_bytes
 from elasticd_planner.readable import counted, readable_seconds
@@ -61,6 +62,8 @@ MOST_RECENT = 3
 MOST_PARTIAL = 64
 #: Characters that are kept of why steps change no weight, whatever a worker says.
 MOST_WHY = 200
+#: Items of a sample where the dataset has none: a planner divides by it.
+_FEW = 0.01
 
 
 def measured(turn: Turn, worker: Worker, report: Report) -> None:
@@ -144,12 +147,12 @@ def _fit(turn: Turn, plan: Plan) -> None:
     try:
         packed = data_lengths.packed(turn.job)
         links = step_prediction.links_of(turn.settings)
-        profile = fit(profile, plan, sampled, links, turn.job.rates.rates, packed)
+        profile = fit(profile, plan.loss_view, sampled, links, turn.job.rates.rates, packed)
     except Invalid as error:  # what the workers measured makes no sense
         turn.note("refused", f"the profile stays as it is: {error}", number=plan.number)
         return
     guessed = turn.job.prediction_guessed
-    turn.set(profile=profile, taught_by=plan.number, rehearsed=turn.job.rehearsed - plan.tp_widths)
+    turn.set(profile=profile, taught_by=plan.number, rehearsed=turn.job.rehearsed - plan.loss_view.tp_widths)
     before, seconds = turn.job.predicted_seconds, step_prediction.predict_anew(turn, packed)
     step_prediction.keep_profile(turn)
     text = f"profile fitted from {len(sampled)} steps of plan {plan.number}"
@@ -167,7 +170,7 @@ def _teaches(turn: Turn, plan: Plan, profile: ModelProfile) -> bool:
     if not profile.fitted:
         return True
     known = profile.collective_seconds.keys() - turn.job.rehearsed
-    return profile.block.collectives > 0 and not plan.tp_widths <= known
+    return profile.block.collectives > 0 and not plan.loss_view.tp_widths <= known
 
 
 def request(turn: Turn) -> None:
@@ -259,6 +262,35 @@ def first_profile(spec: JobSpec, flops: float) -> ModelProfile:
     return evaluated(profile, before, spec.packed.lengths, rise, rows=True)
 
 
+def module_problems(spec: JobSpec, flops: float, pace: float = 1.0) -> tuple[ModuleProblem, ...]:
+    """The modules of items of a job, by their shapes; none of a job of one module.
+
+    Args:
+        spec: the record of the job.
+        flops: of a device [1/s].
+        pace: how many times as long as by these a block takes in fact.
+    """
+    return tuple(
+        ModuleProblem(
+            name=module.name,
+            profile=suited(
+                derive(module.model, module.rows_an_item or ROWS, 1, flops=flops / pace), spec.numbers
+            ),
+            items=module.items,
+            items_a_sample=max(module.items_a_sample, _FEW),
+            rows_an_item=module.rows_an_item or ROWS,
+            trained=any(parameter.kind == "trained" for parameter in module.model.parameters.values()),
+        )
+        for module in spec.modules
+        if module.items
+    )
+
+
+def loss_module(spec: JobSpec) -> str:
+    """The name of the module with the loss in plans of a job."""
+    return next((module.name for module in spec.modules if not module.items), "model")
+
+
 def problem_now(turn: Turn) -> Problem | None:
     """What a plan would be made for now; None before the first was."""
     job, devices = turn.job, _devices(turn)
@@ -280,7 +312,11 @@ def _basis(turn: Turn, devices: tuple[Device, ...], profile: ModelProfile) -> Ba
 
 
 def _problem(turn: Turn, basis: Basis, spec: JobSpec) -> Problem:
+    flops = turn.settings.flops
+    pace = basis.profile.block.seconds / first_profile(spec, flops).block.seconds if spec.modules else 1.0
     return Problem(
+        module=loss_module(spec),
+        modules=module_problems(spec, flops, pace),
         cluster=_cluster(turn, basis.devices),
         profile=basis.profile,
         global_batch=spec.global_batch,
@@ -406,9 +442,17 @@ def _worth_it(turn: Turn, plan: Plan, new: Plan, found: Deferred) -> Decision:
         policy,
         found.answer.current_seconds,
         seconds,
-        bytes_to_move(found.problem.profile, plan, new),
+        _bytes_to_move(found.problem, plan, new),
         price=measured_price(policy, job.moved),
         payoff=payoff_horizon(job.stability, found.basis.rates, job.rates.step, policy.horizon_steps),
+    )
+
+
+def _bytes_to_move(problem: Problem, old: Plan, new: Plan) -> int:
+    """Of all modules."""
+    return bytes_to_move(problem.profile, old.loss_view, new.loss_view) + sum(
+        bytes_to_move(module.profile, old.view(module.name), new.view(module.name))
+        for module in problem.modules
     )
 
 

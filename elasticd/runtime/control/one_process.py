@@ -26,11 +26,11 @@ from elasticd_planner.cost.model_profile import GUESSED_FLOPS
 from elasticd_planner.problem import Problem, SearchSpace
 from elasticd_planner.search import planner
 from elasticd_planner.spec.cluster import Cluster, Device, Node, node_of
-from elasticd_planner.spec.plan import Edge, ModulePlan, Pipeline, Plan, Stage, Strategy
+from elasticd_planner.spec.plan import Plan
 from elasticd_planner.value import Invalid
 
 from elasticd.codec.message import Message
-from elasticd.machines.job.replan import first_profile, remedy
+from elasticd.machines.job.replan import first_profile, loss_module, module_problems, remedy
 from elasticd.records import JobSpec, Proposal
 from elasticd.runtime.comm.groups import BootstrapKeyValue
 from elasticd.runtime.comm.torch_store import TorchStore
@@ -88,6 +88,8 @@ def plan_alone(spec: JobSpec, memory: int, longest: int = 0) -> Plan:
             global_batch=spec.global_batch,
             micro_batch=spec.micro_batch,
             packed=packed,
+            module=loss_module(spec),
+            modules=module_problems(spec, GUESSED_FLOPS),
             search_space=SearchSpace(
                 states=(spec.state,), recompute=spec.recompute, sequence_parallel=spec.sequence_parallel
             ),
@@ -100,30 +102,7 @@ def plan_alone(spec: JobSpec, memory: int, longest: int = 0) -> Plan:
             f"one process cannot train this job: {answer.refusal}{remedy(spec, answer.refusal)}; "
             "several devices may: elasticd run --job NAME SCRIPT"
         )
-    plan = _with_encoders(answer.plan, spec) if spec.modules else answer.plan
-    return msgspec.structs.replace(plan, binding={DEVICE: _INCARNATION})
-
-
-def _with_encoders(plan: Plan, spec: JobSpec) -> Plan:
-    """The plan with each module of items beside the one that computes the loss."""
-    own = plan.loss_module
-    modules, edges = [], []
-    for module in spec.modules:
-        if not module.items:
-            modules.append(msgspec.structs.replace(own, module=module.name))
-            edges += [Edge(source=source, target=module.name) for source in module.takes.values()]
-            continue
-        stage = Stage(start=0, stop=len(module.model.layers), devices=(DEVICE,), shares=(1,))
-        trained = any(parameter.kind == "trained" for parameter in module.model.parameters.values())
-        modules.append(
-            ModulePlan(
-                module=module.name,
-                pipelines=(Pipeline(stages=(stage,), micro_batches=1),),
-                items=module.items,
-                trainable=trained,
-            )
-        )
-    return plan.replace(strategies=(Strategy(modules=tuple(modules), edges=tuple(edges)),))
+    return msgspec.structs.replace(answer.plan, binding={DEVICE: _INCARNATION})
 
 
 class OneProcess:

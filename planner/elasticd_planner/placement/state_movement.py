@@ -55,8 +55,8 @@ FEW = 8
 
 
 def holders(plan: Plan | None, units: int) -> Holders:
-    """What each member of a plan holds."""
-    return held_by(plan.pipelines if plan is not None else (), units)
+    """What each member of a plan holds, of the module with the loss."""
+    return held_by(plan.loss_view.pipelines if plan is not None else (), units)
 
 
 def held_by(pipelines: Sequence[Pipeline], units: int) -> Holders:
@@ -80,7 +80,8 @@ def held_by(pipelines: Sequence[Pipeline], units: int) -> Holders:
 
 
 def bytes_to_move(profile: ModelProfile, old: Plan | None, new: Plan) -> int:
-    """Bytes of parameters and optimizer state that the members of `new` lack under `old`."""
+    """Bytes of parameters and optimizer state that the members of `new` lack under `old`, of the module with
+    the loss."""
     return round(sum(bytes_by_member(profile, old, new).values()))
 
 
@@ -108,7 +109,7 @@ def bytes_by_member(
 
 
 def _zero(plan: Plan) -> Zero:
-    return Zero(policy=plan.state, pipelines=len(plan.by_lane), members=max(1, len(plan.members)))
+    return Zero(policy=plan.state, pipelines=len(plan.loss_view.by_lane), members=max(1, len(plan.members)))
 
 
 def lacking(profile: ModelProfile, old: Held | None, new: Held) -> float:

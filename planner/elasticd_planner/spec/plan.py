@@ -552,8 +552,8 @@ class Plan(StoredValue, frozen=True, kw_only=True, dict=True, tag="plan"):
 
     @cached_property
     def loss_view(self) -> Plan:
-        """The view of the module that has the loss."""
-        return self.view(self.loss_module.module)
+        """The view of the module that has the loss; a plan of one module is its own."""
+        return self if len(self.modules) == 1 else self.view(self.loss_module.module)
 
     @property
     def pipelines(self) -> tuple[Pipeline, ...]:

@@ -35,7 +35,7 @@ def predict_anew(turn: Turn, packed: PackedSequences | None) -> float | None:
     if job.plan is None or job.profile is None or not job.profile.fitted:
         return None
     links, slowdowns = links_of(turn.settings), job.stability.planned
-    seconds = predicted_seconds(job.profile, job.plan, links, slowdowns, packed)
+    seconds = predicted_seconds(job.profile, job.plan.loss_view, links, slowdowns, packed)
     if not math.isfinite(seconds):
         return None
     turn.set(prediction=StepPrediction(number=job.number, seconds=seconds))
