@@ -148,7 +148,12 @@ def pause_of(number: int, told: Sequence[EventRecord]) -> float:
 
 def use(made: Plan, name: str) -> str:
     """What a plan does with a device, in a few words."""
-    if place := made.places.get(name):
+    if len(made.modules) > 1:
+        views = ((module.module, made.view(module.module)) for module in made.modules)
+        found = [f"{module}: {use(view, name)}" for module, view in views if name in view.places]
+        if found:
+            return "; ".join(found)
+    elif place := made.places.get(name):
         stage, own = made.stage(place), made.pipeline(place)
         count = own.micro_batches
         taken = f"{count} micro-batch{'es' * (count > 1)} a step"

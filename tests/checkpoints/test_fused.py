@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from elasticd_planner.layout.layouts import Layouts
+from elasticd_planner.spec.model import fused_parameters
 from elasticd_planner.spec.plan import Plan
 from safetensors.torch import load_file
 
@@ -55,7 +56,7 @@ def saved(folder: Path, model: Model, plan: Plan) -> Path:
                 members=plan.members,
                 held=Staging().copy(pieces(state, mine)),
                 shapes={item: layouts.layout(item).shape for item in mine if item in state.tensors},
-                fused=spec.model.fused,
+                fused=fused_parameters(spec.specs),
                 small=without_planes(state, mine),
             )
         )
@@ -66,7 +67,7 @@ def saved(folder: Path, model: Model, plan: Plan) -> Path:
 def test_exports_and_torchs_own_index_have_the_shapes_of_the_modules(
     tmp_path: Path, gpt: train_gpt2.GPT, model: Model, plan: Plan
 ) -> None:
-    assert model.spec.fused, "a model of which parameters are fused"
+    assert fused_parameters(model.spec), "a model of which parameters are fused"
     path = saved(tmp_path, model, plan)
     manifest = look(path).manifest
     assert manifest is not None

@@ -10,6 +10,7 @@ import torch
 from elasticd_migration.local_state import LocalState
 from elasticd_planner.layout.layouts import Layouts
 from elasticd_planner.spec.box import Box
+from elasticd_planner.spec.model import fused_parameters
 from elasticd_planner.spec.plan import Plan
 from torch import Tensor
 
@@ -77,7 +78,7 @@ def saved(folder: Path, model: Model, plan: Plan = PLANS[TP3], states: States | 
                 members=layouts.plan.members,
                 held=Staging().copy(pieces(state, mine)),
                 shapes={item: layouts.layout(item).shape for item in mine if item in state.tensors},
-                fused=spec.model.fused,
+                fused=fused_parameters(spec.specs),
                 small=without_planes(state, mine),
                 pretrained=model.pretrained.describe() if model.pretrained is not None else "",
                 frozen=model.frozen_digest,

@@ -176,7 +176,8 @@ def in_one_process(
                 x = section(x)
             loss, targets = next_token_loss(x, {"targets": sample["targets"][None]})
             total, count = total + loss, count + int(targets)
-        (total / count).backward()
+        if total.requires_grad:  # else the decoder is frozen, and no sample has an image
+            (total / count).backward()
         stepped.step()
         losses.append(float(total.detach()) / count)
     return losses, {name: parameter.detach() for name, parameter in named.items()}

@@ -29,7 +29,9 @@ def bundles(draw: st.DrawFn) -> dict[str, Tensor]:
     """Up to as many tensors as pass, one of them of floating point."""
     others = draw(st.dictionaries(NAMES, drawn(), max_size=TENSORS - 1))
     hidden = torch.empty(2, 3, dtype=draw(st.sampled_from(FLOATING)))
-    return dict(draw(st.permutations(list((others | {"a name of just 24 bytes.": hidden}).items()))))
+    return dict(
+        draw(st.permutations(list((others | {"a name of a tensor that has 40 bytes, so": hidden}).items())))
+    )
 
 
 def received(bundle: Bundle, ids: list[int], own: torch.dtype) -> tuple[object, tuple[int, ...]]:
@@ -75,7 +77,7 @@ X = torch.ones(1, 2, 3)
         ({"x": X, "y": X.to(torch.complex64)}, "'y', a tensor of torch.complex64: types that pass"),
         ({"x": X, "y": torch.empty(1, 1, 1, 1, 1)}, "'y', a tensor of 5 dimensions"),
         ({f"x{i}": X for i in range(17)}, "17 tensors: at most 16 pass"),
-        ({"x": X, "ä" * 13: X}, "a tensor named 'äää.*': a name has at most 24 bytes"),
+        ({"x": X, "ä" * 21: X}, "a tensor named 'äää.*': a name has at most 40 bytes"),
         ({"x": torch.ones(3), "y": X}, r"no hidden states: .* must be \[samples, tokens, ...\]"),
         ({"ids": torch.ones(1, 2, dtype=torch.int64)}, "no hidden states"),
         ({"x": X, "y": 3}, "'y', a int: a bundle has tensors by their names"),

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from elasticd_planner.spec.batch import Sampler
 from torch import nn
 
 import elasticd
@@ -183,6 +184,35 @@ def decoder(**said: Any) -> elasticd.Module:
 def test_modules_that_make_no_model_are_refused_with_the_remedy(modules: Any, said: str) -> None:
     with pytest.raises(ModelError, match=said):
         elasticd.Model(modules=modules())
+
+
+@pytest.mark.filterwarnings("ignore:.*tensor-parallel rules")
+def test_what_modules_must_not_share_is_refused() -> None:
+    given = encoder(items="images")
+    with pytest.raises(ModelError, match="takes 'vision' as images and as again: take it once"):
+        elasticd.Model(
+            modules={"vision": given, "language": decoder(takes={"images": "vision", "again": "vision"})}
+        )
+    shared = nn.Linear(16, 24)
+    vision, language = image_model.vision_sections(), image_model.language_sections()
+    vision[-1].out, language[0].out = shared, shared
+    one = elasticd.Module(embed=vision[0], blocks=vision[1:-1], head=vision[-1], width=16, items="images")
+    two = elasticd.Module(embed=language[0], blocks=language[1:-1], head=language[-1], takes={"images": "one"})
+    with pytest.raises(ModelError, match=r"is the same parameter as one\.head\.out"):
+        elasticd.Model(modules={"one": one, "two": two})
+
+
+def test_samples_that_the_script_gives_are_refused_and_indices_taken() -> None:
+    expected, _ = reference()
+    trained = job()
+    data = Captions()
+    assert trained.next(2) is not None
+    with pytest.raises(ValueError, match="as indices of the dataset"):
+        trained.step([data[index] for index in range(BATCH)])
+    sampler = Sampler(size=len(data), global_batch=BATCH, seed=SEED)
+    step = trained.step(sampler.samples(0))
+    assert step is not None
+    assert step.loss == pytest.approx(expected[0], abs=1e-12)
 
 
 def test_a_model_needs_sections_or_modules() -> None:

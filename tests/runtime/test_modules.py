@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import cache, partial
 from typing import Any, cast
 
+import msgspec
 import pytest
 import torch
 from elasticd_migration.local_state import LocalState
@@ -17,7 +18,7 @@ from elasticd_planner.layout.channels import Channel
 from elasticd_planner.layout.layouts import Layouts
 from elasticd_planner.spec.box import Box
 from elasticd_planner.spec.item_batch import SampleItem
-from elasticd_planner.spec.plan import Plan
+from elasticd_planner.spec.plan import Plan, StatePolicy
 from torch import nn
 
 from elasticd.models.decoder import next_token_loss
@@ -25,12 +26,14 @@ from elasticd.runtime.accelerator import CPU, Accelerator
 from elasticd.runtime.comm.communicators import Connect, GlooCommunicators
 from elasticd.runtime.comm.groups import PlanGroups
 from elasticd.runtime.comm.in_memory import run_threads, unpaced
+from elasticd.runtime.data.options import DataOptions
 from elasticd.runtime.data.prefetch import SampleError
 from elasticd.runtime.engine.engine import Engine, first_state
 from elasticd.runtime.engine.item_border import in_order_of, joined
 from elasticd.runtime.engine.recipe import Recipe
 from elasticd.runtime.model.model import Model
 from elasticd.runtime.model.tp_rules import UnitsOf
+from elasticd.runtime.model.validation import ModelError
 from tests.migration.ranks import together
 from tests.runtime import gang
 from tests.runtime.image_model import (
@@ -102,6 +105,11 @@ PLACEMENTS = {
         [pipeline(1, stage(0, 2, ("a/0", 1)), stage(2, 5, ("a/1", 1)))],
         micro_batch=BATCH,
     ),
+    "both in stages on the same devices": plan_of(
+        [pipeline(1, stage(0, 1, ("a/0", 1)), stage(1, 2, ("a/1", 1)))],
+        [pipeline(5, stage(0, 2, ("a/0", 1)), stage(2, 5, ("a/1", 1)))],
+        ahead=2,
+    ),
     "lanes": plan_of(
         [pipeline((1, 1), stage(0, 2, ("a/0", 1), ("b/0", 1), lanes=(1, 1)))],
         [pipeline((3, 2), stage(0, 5, ("a/0", 1), ("a/1", 1), ("b/0", 1), lanes=(2, 1)))],
@@ -115,6 +123,11 @@ PLACEMENTS = {
         zero=1,
         ahead=2,
     ),
+    "zero 1, a carrier": plan_of(
+        [pipeline(1, stage(0, 2, ("a/0", 1))), pipeline(1, stage(0, 2, ("b/0", 1)))],
+        [pipeline(5, stage(0, 2, ("a/0", 1)), stage(2, 5, ("a/1", 1)))],
+        zero=1,
+    ).replace(state=StatePolicy(zero=1, replicas=2), carriers=("b/1",)),
     "zero 2": plan_of(
         [pipeline(1, stage(0, 2, ("a/0", 1))), pipeline(1, stage(0, 2, ("b/0", 1)))],
         [pipeline(3, stage(0, 5, ("a/0", 1))), pipeline(2, stage(0, 5, ("a/1", 1)))],
@@ -334,6 +347,96 @@ def test_a_frozen_encoder_gets_no_gradient_and_keeps_no_state() -> None:
     assert counted(plan, frozen=True)
     layouts = Layouts(make_recipe(frozen=True).model.specs, plan)
     assert {item.role for item in layouts.items if item.name.startswith("vision.")} == {"value"}
+
+
+@pytest.mark.parametrize("name", ["one device", "both in stages on the same devices", "zero 1"])
+def test_an_encoder_is_trained_before_a_frozen_decoder(name: str) -> None:
+    """The first stage of LLaVA: gradients go through what does not train."""
+    vision, language = copy.deepcopy(sections())
+    for section in language:
+        section.requires_grad_(requires_grad=False)
+    recipe, data, plan = make_recipe(), Captions(), PLACEMENTS[name]
+    batches = [[data[index] for index in recipe.sampler.samples(step)] for step in range(STEPS)]
+    losses, _ = in_one_process(vision, language, batches, **ADAM)
+    model = model_of(vision, language)
+
+    def trained_so(memory: Any) -> list[float]:
+        own = replace(recipe, model=model)
+        layouts = Layouts(own.model.specs, frozen_decoder(plan))
+        engine = Engine(own, layouts, memory, unpaced)
+        engine.adopt(first_state(own.model, layouts, memory.me, SEED))
+        found = [engine.step(step, lambda: 0, lambda: 0).outcome.vote.loss for step in range(STEPS)]
+        engine.settle()
+        return found
+
+    for found in run_threads(plan.members, trained_so).values():
+        assert found == pytest.approx(losses, abs=1e-12)
+
+
+def frozen_decoder(plan: Plan) -> Plan:
+    encoder, decoder = plan.modules
+    frozen = msgspec.structs.replace(decoder, trainable=False)
+    strategy = msgspec.structs.replace(plan.strategies[0], modules=(encoder, frozen))
+    return plan.replace(strategies=(strategy,))
+
+
+class Tiled(nn.Module):
+    """A head that gives the halves of an image as two items."""
+
+    def __init__(self, head: nn.Module) -> None:
+        super().__init__()
+        self.head = head
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.head(x)
+        return torch.cat([out, out])
+
+
+def test_an_output_that_has_other_items_than_came_is_refused() -> None:
+    vision, language = copy.deepcopy(sections())
+    vision[-1] = Tiled(vision[-1])
+    model, plan = model_of(vision, language), PLACEMENTS["one device"]
+
+    def refused(memory: Any) -> None:
+        recipe = replace(make_recipe(), model=model)
+        layouts = Layouts(recipe.model.specs, plan)
+        engine = Engine(recipe, layouts, memory, unpaced)
+        engine.adopt(first_state(recipe.model, layouts, memory.me, SEED))
+        with pytest.raises(ModelError, match=r"head of vision gave a tensor of shape \(2, \d, 24\) for 1 item"):
+            engine.step(0, lambda: 0, lambda: 0)
+
+    run_threads(plan.members, refused)
+
+
+class Hidden(Captions):
+    """A dataset that says of a sample with images that it has none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wrong = next(i for i in make_recipe().sampler.samples(0) if self.counts["images"][i] == 2)
+        self.known, self.counts = self.counts, copy.deepcopy(self.counts)
+        self.counts["images"][self.wrong] = 0
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        said, self.counts = self.counts, self.known
+        try:
+            return super().__getitem__(index)
+        finally:
+            self.counts = said
+
+
+def test_a_sample_with_images_that_is_counted_as_without_is_named() -> None:
+    plan, data = PLACEMENTS["one device"], Hidden()
+
+    def refused(memory: Any) -> None:
+        recipe = replace(make_recipe(), dataset=data, data=DataOptions(readers=0))
+        layouts = Layouts(recipe.model.specs, plan)
+        engine = Engine(recipe, layouts, memory, unpaced)
+        engine.adopt(first_state(recipe.model, layouts, memory.me, SEED))
+        with pytest.raises(SampleError, match="it has 2 images, and the dataset's counts say 0"):
+            engine.step(0, lambda: 0, lambda: 0)
+
+    run_threads(plan.members, refused)
 
 
 class Miscounted(Captions):

@@ -440,6 +440,11 @@ class Job(RankInfo):
         feed = self._recipe.feed
         if not isinstance(feed, Mapped):
             raise RuntimeError("a stream's samples are trained on in its own order: loop over job.steps(total)")
+        if self._recipe.model.graph is not None and any(not isinstance(each, int) for each in batch):
+            raise ValueError(
+                "a model of several modules takes the batch of job.step as indices of the dataset, whose "
+                "counts say how many items each sample has; samples themselves were given"
+            )
         feed.give(self._now.index, batch)
         self._now = None
         each = next(self._running, None)

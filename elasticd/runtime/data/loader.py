@@ -6,7 +6,7 @@ the activations, so that the hash in the vote proves which samples a forward pas
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import nullcontext, suppress
 from typing import Any
 
@@ -145,7 +145,7 @@ class Loader:
         reads: BatchFormat | None = None,
         drawing: Drawing | None = None,
         *,
-        items: Iterable[str] = (),
+        counts: Mapping[str, Sequence[int]] | None = None,
     ) -> None:
         """
         Args:
@@ -153,12 +153,13 @@ class Loader:
             collate: makes a padded batch of samples.
             reads: makes of samples and batches what the model reads; None: they are that.
             drawing: keys what `collate` and the dataset draw; None: by no seed and no step.
-            items: the keys of samples that other modules take, and that batches have not.
+            counts: of the items that other modules take, and that batches have not: by key of the sample how
+                many each sample has, by its id.
         """
         self._reader, self._collate, self._reads = reader, reading(reads, collate), reads
         self._drawing = drawing if drawing is not None else Drawing()
         self._own = collate is not pad  # it may draw, and change its samples
-        self._items = frozenset(items)
+        self._items = counts or {}
         self.asked: list[int] = []
         self.failure: SampleError | None = None
 
@@ -191,8 +192,11 @@ class Loader:
         if self._reader.here:  # perhaps found by taking that one
             with self._drawing.keyed(DATASET, (index,)):
                 sample = self._reader.take(index)
-        if self._items and isinstance(sample, Mapping):
-            sample = {key: part for key, part in sample.items() if key not in self._items}
+        if self._items:
+            for key, counts in self._items.items():
+                items_of(sample, index, key, counts)
+            if isinstance(sample, Mapping):
+                sample = {key: part for key, part in sample.items() if key not in self._items}
         return fresh(sample) if self._own else sample
 
     def _padded(self, found: dict[int, Any], micro_batch: MicroBatch) -> Batch:
@@ -268,6 +272,22 @@ class Loader:
         return asked, failure
 
 
+def items_of(sample: Any, index: int, key: str, counts: Sequence[int]) -> Sequence[Any]:
+    """The items of a sample under a key.
+
+    Raises:
+        SampleError: it has not as many as counted, or none of that name.
+    """
+    items = sample.get(key) if isinstance(sample, Mapping) else None
+    if items is None and not counts[index]:
+        return ()
+    if not isinstance(items, Sequence | Tensor | np.ndarray):
+        raise SampleError(index, f"it must be a mapping with a list under {key!r}")
+    if len(items) != counts[index]:
+        raise SampleError(index, f"it has {len(items)} {key}, and the dataset's counts say {counts[index]}")
+    return items  # type: ignore[return-value]
+
+
 class ItemLoader(Loader):
     """Makes the batches of a module of items, an item each: tensors [1, ...]."""
 
@@ -295,13 +315,23 @@ class ItemLoader(Loader):
                 found.append(self._item(item.sample, item.number))
             except SampleError as error:
                 self.failure = self.failure or error
-                found.append(self._stand_in(lambda index: self._item(index, 0)))
-        return pad(found)
+                found.append(self._other_item())
+        try:
+            return pad(found)
+        except Unlike as error:
+            self.failure = self.failure or SampleError(
+                micro_batch[0].sample,
+                f"{self._key}[{micro_batch[0].number}] is no tensor, nor a mapping of tensors: {error.args[0]}",
+            )
+            return pad([self._other_item()])
+
+    def _other_item(self) -> Any:
+        """The first item of the dataset that can be read, among a few."""
+        having = [index for index, count in enumerate(self._counts) if count][:_STAND_INS]
+        for index in having:
+            with suppress(Exception):
+                return pad([self._item(index, 0)])[0]
+        raise NothingRead(f"{self.failure}; nor can any of the first {self._key} stand in") from self.failure
 
     def _item(self, sample: int, number: int) -> Any:
-        items = self._sample(sample)[self._key]
-        if len(items) != self._counts[sample]:
-            raise SampleError(
-                sample, f"it has {len(items)} {self._key}, and the dataset's counts say {self._counts[sample]}"
-            )
-        return items[number]
+        return items_of(self._sample(sample), sample, self._key, self._counts)[number]

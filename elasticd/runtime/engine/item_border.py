@@ -25,6 +25,7 @@ from elasticd.runtime.data.sample_ledger import entries
 from elasticd.runtime.engine.activation_header import TensorHeader, empty_header, pack_header, unpack_header
 from elasticd.runtime.engine.p2p import gradient_messages
 from elasticd.runtime.model.bundle import Bundle, Gradients, entering, going_back, tensors
+from elasticd.runtime.model.validation import ModelError
 
 _Parts = TensorHeader | dict[str, TensorHeader]
 
@@ -94,7 +95,16 @@ class ItemBorder:
 
         Raises:
             ValueError: this output cannot pass between modules.
+            ModelError: it does not begin with the items.
         """
+        count = len(self.groups[key].items)
+        odd = [part for part in tensors(x) if part.dim() < 2 or part.shape[0] != count]
+        if odd:
+            raise ModelError(
+                f"the head of {key.module} gave a tensor of shape {tuple(odd[0].shape)} for {count} "
+                f"item{'s' if count > 1 else ''}: each tensor must begin with the items, [{count}, rows, ...]; "
+                "put the parts of an item (crops, tiles) one behind the other in its rows"
+            )
         header, destinations = (
             pack_header(x, ids, self._dtype),
             self._flow(key).at_source(self._me).destinations,
@@ -105,7 +115,14 @@ class ItemBorder:
 
     def send(self, key: GroupId) -> None:
         """Sends an output that was announced; returns at once."""
-        self._send(self._flow(key).at_source(self._me).destinations, tensors(self._outputs[key][0]))
+        flow = self._flow(key)
+        self._send(flow.at_source(self._me).destinations, tensors(self._outputs[key][0]))
+        here = self._target.places.get(self._me)
+        group = self.groups[key]
+        taker = group.pipeline, group.lane, 0
+        taken_here = here is not None and (here.pipeline, here.lane, here.stage) == taker
+        if not self.trained and not taken_here:
+            del self._outputs[key]
 
     def receive(self, key: GroupId) -> None:
         """Waits for the header of an output, and starts to receive it, unless it was made here."""
@@ -127,9 +144,10 @@ class ItemBorder:
         """Waits for an output that `receive` started to receive. Returns it, as new leaves of the autograd
         graph, with its items."""
         if key in self._outputs:
-            x, ids = self._outputs[key]
             if self.trained:
+                x, ids = self._outputs[key]
                 return entering(x), ids
+            x, ids = self._outputs.pop(key)  # no gradient will ask for it
             return x.detach() if isinstance(x, Tensor) else {
                 name: part.detach() for name, part in x.items()
             }, ids
@@ -258,7 +276,12 @@ def joined(parts: Sequence[Bundle]) -> Bundle | None:
     if not parts:
         return None
     first = parts[0]
+    alike = [part for part in parts if isinstance(part, Tensor)]
+    if len(alike) == len(parts):
+        return torch.cat(alike)
     if isinstance(first, Tensor):
-        return torch.cat([part for part in parts if isinstance(part, Tensor)])
+        raise ModelError("a module of items must give a tensor of each item, or named tensors of each")
     named = [part for part in parts if not isinstance(part, Tensor)]
+    if len(named) < len(parts) or any(part.keys() != first.keys() for part in named):
+        raise ModelError("a module of items must give the same named tensors of each item")
     return {name: torch.cat([part[name] for part in named]) for name in first}

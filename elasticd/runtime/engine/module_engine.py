@@ -143,7 +143,8 @@ class ModuleEngine:
             return Loader(reader, collate, reads, drawing)
         if items := graph.modules[self.name].items:
             return ItemLoader(reader, items, item_counts(dataset, items), drawing)
-        return Loader(reader, collate, reads, drawing, items=graph.items)
+        counts = {items: item_counts(dataset, items) for items in sorted(graph.items)}
+        return Loader(reader, collate, reads, drawing, counts=counts)
 
     def forward(self, batch: BatchPlan, loader: Loader, loss: Loss) -> Passed:
         """Runs the forward passes of a round of an evaluation, if this device has any.
@@ -216,7 +217,7 @@ class ModuleEngine:
         if self.prefix:
             digest = hashlib.blake2b(f"{seed}/{self.name}".encode(), digest_size=7).digest()
             seed = int.from_bytes(digest, "big")
-        self.local.drawing.begin(seed, step)
+        self.local.drawing.begin(seed, step, dataset=self._seed)
         if self._telemetry is not None:
             self._telemetry.forget()
 
@@ -258,6 +259,7 @@ class ModuleEngine:
         for name, parameter in self._frozen.items():
             if parameter.requires_grad:
                 raise ModelError(
-                    f"{name} was frozen when its module was given to elasticd.Model, and the job's optimizer "
-                    "does not have it: give it unfrozen, and freeze it in Callback.before_step until then"
+                    f"{self.prefix}{name} was frozen when its module was given to elasticd.Model, and the "
+                    "job's optimizer does not have it: give it unfrozen, and freeze it in Callback.before_step "
+                    "until then"
                 )

@@ -28,13 +28,11 @@ from elasticd.runtime.data.loader import Loader, item_counts
 from elasticd.runtime.data.sample_ledger import NO_SAMPLES, expected_hash
 from elasticd.runtime.engine.item_border import ItemBorder
 from elasticd.runtime.engine.module_engine import ModuleEngine
+from elasticd.runtime.engine.p2p import HEADERS
 from elasticd.runtime.engine.recipe import Recipe
 from elasticd.runtime.engine.step_state import Passed
 from elasticd.runtime.model.model import Loss, Module
 from elasticd.runtime.model.model_graph import ModelGraph
-
-#: Tags of headers of each module, and of each border between modules, in the group of all members.
-HEADERS = 1 << 18
 
 
 def item_borders(recipe: Recipe, layouts: Layouts, peers: Peers) -> dict[str, ItemBorder]:
@@ -211,8 +209,9 @@ class ModulePasses:
     def _running(self, name: str) -> Iterator[None]:
         module = self._modules[name]
         assert module.runner is not None
-        # Nothing goes back behind a module that is frozen.
-        with module.runner.running(), nullcontext() if module.trained else torch.no_grad():
+        # Nothing goes back into a module of items that is frozen.
+        trains = module.trained or name == self._own
+        with module.runner.running(), nullcontext() if trains else torch.no_grad():
             yield
 
     def _wanted(self, order: Sequence[ModuleAct], batches: _Batches) -> list[int]:

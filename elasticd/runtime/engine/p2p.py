@@ -28,6 +28,9 @@ from elasticd.runtime.comm.groups import Group
 from elasticd.runtime.engine.activation_header import TensorHeader, empty_header, pack_header, unpack_header
 from elasticd.runtime.model.bundle import Bundle, Gradients, going_back
 
+#: Tags of headers of each module, and of each border between modules, in the group of all members.
+HEADERS = 1 << 18
+
 
 class _Neighbour:
     """This device's connection with an adjacent stage of its pipeline, for one chunk of layers."""
@@ -43,6 +46,7 @@ class _Neighbour:
         implies_all_received: bool,
         chunk: int,
         chunks: int,
+        first_tag: int = 0,
     ) -> None:
         """
         Args:
@@ -55,7 +59,9 @@ class _Neighbour:
                 what the sender must have received before it, because they wait for each other in a block.
             chunk: the chunk of layers that activations come from.
             chunks: chunks of a stage of this pipeline.
+            first_tag: of headers of this module, the first of `HEADERS`.
         """
+        self._first_tag = first_tag
         self._everyone, self._dtype, self._accelerator = everyone, dtype, accelerator
         self._implies_all_received, self.chunk, self._chunks = implies_all_received, chunk, chunks
         receives, sends = self._uses
@@ -92,7 +98,7 @@ class _Neighbour:
 
     def _tag(self, index: int) -> int:
         """The tag of a header in the group of all members."""
-        return index * self._chunks + self.chunk
+        return self._first_tag + index * self._chunks + self.chunk
 
 
 class PrevStage(_Neighbour):

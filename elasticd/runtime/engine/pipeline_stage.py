@@ -41,7 +41,7 @@ from elasticd.runtime.engine.compiled_blocks import (
 )
 from elasticd.runtime.engine.item_border import ItemBorder, ItemSource, in_order_of, joined, row_of
 from elasticd.runtime.engine.mixed_precision import converted
-from elasticd.runtime.engine.p2p import PrevStage, gradient_messages
+from elasticd.runtime.engine.p2p import HEADERS, PrevStage, gradient_messages
 from elasticd.runtime.engine.recipe import Recipe
 from elasticd.runtime.engine.stage_chunks import PassPart, StageChunk, stage_chunks
 from elasticd.runtime.engine.step_state import GraphSegment, MicroBatchState, Passed, StepState
@@ -192,6 +192,7 @@ class StageRunner:
         stage = plan.stage(place)
         self._stage, self._position, self._lane = place.stage, place.position, place.lane
         self._pipeline = place.pipeline
+        self._trains = any(parameter.kind == "trained" for parameter in model.spec.parameters.values())
         self._stages = len(plan.pipeline(place).stages)
         self._share, self._layers = stage.fraction(place.position), stage.layers
         self.calls, self.before_first_pass = BlockCalls(), None
@@ -201,11 +202,15 @@ class StageRunner:
             compile_blocks(local.modules)
         elif recipe.parallelism.compile:
             warn_of_slices()
-        self._recomputed = recomputed_blocks(stage, recipe.recomputed, local)
+        named = () if gives is not None else recipe.recomputed  # blocks of the module with the loss
+        self._recomputed = recomputed_blocks(stage, named, local)
         passes = local.passes | {name: block.forward for name, block in self._recomputed.items()}
         whole = self._compiles and recipe.parallelism.compile == "chunks"
         run_of = partial(CompiledRun, local) if whole else None
-        self._chunks = stage_chunks(recipe, model, plan, peers, passes, self._recomputed, run_of, gives)
+        graph = recipe.model.graph
+        number = 0 if graph is None else [*graph.modules].index(plan.module.module)
+        tags = number * HEADERS
+        self._chunks = stage_chunks(recipe, model, plan, peers, passes, self._recomputed, run_of, gives, tags)
         self._context = _context(model, plan, peers)
         alone = len(stage.devices) == 1
         channel = Channel("tensor", stage.devices)
@@ -462,7 +467,8 @@ class StageRunner:
                 leaf, ids = border.activation(key)
                 if ids != border.expected(key):
                     self._step.unexpected.extend(ids)  # so that the vote reports them
-                state.items[key] = leaf
+                if border.trained:
+                    state.items[key] = leaf
                 for place, item in enumerate(border.groups[key].items):
                     parts.append((item, row_of(leaf, place)))
             outputs[name] = joined(in_order_of(ids_of(micro), parts))
@@ -509,8 +515,8 @@ class StageRunner:
         else:
             telemetry.mark()
             if self._takes:
-                x = batch = self._with_items(state, index, micro, batch)
-            x = self._precision.entering(batch) if self._precision else batch
+                x = self._with_items(state, index, micro, batch)
+            x = self._precision.entering(x) if self._precision else x
         for parts in graphs:
             x = self._segment(state, micro, chunk, parts, x)
         counted: float | Tensor = 0
@@ -682,7 +688,7 @@ class StageRunner:
                     backward(segment.out, grads)
             elif _none(state.targets):  # no sample of it has a target: nothing is added to any gradient
                 backward(segment.out, nothing(segment.out))
-            else:
+            elif self._trains or state.loss.requires_grad:  # a frozen module without an item has no gradient
                 torch.autograd.backward(state.loss, torch.full_like(state.loss, self._scale))
         self._draws = self._draws or drawn.drew
 

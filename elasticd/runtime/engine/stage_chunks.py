@@ -106,6 +106,7 @@ def stage_chunks(
     alone: Collection[str],
     run_of: Callable[[tuple[str, ...]], Callable[..., Any]] | None,
     gives: ItemSource | None = None,
+    first_tag: int = 0,
 ) -> list[StageChunk]:
     """The chunks of this device's stage in their order, each with its connections to the adjacent stages.
 
@@ -118,6 +119,7 @@ def stage_chunks(
         alone: sections that need an autograd graph of their own.
         run_of: makes one pass of consecutive blocks; None: each block is passed by itself.
         gives: where the outputs of the head go, of a module of items; None: to the loss.
+        first_tag: of headers of this module.
     """
     me = peers.everyone.me
     place = plan.places[me]
@@ -138,6 +140,7 @@ def stage_chunks(
             implies_all_received=width == 1 or model.communicates(blocks),
             chunk=chunk,
             chunks=pipeline.chunks,
+            first_tag=first_tag,
         )
 
     around: Sequence[Border] = borders(pipeline, place, me) if depth > 1 else ()

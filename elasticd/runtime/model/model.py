@@ -170,6 +170,15 @@ class Model:
         for own, module in modules.items():
             if not isinstance(module, Module):
                 raise ModelError(f"module {own!r} is a {type(module).__name__}: make it an elasticd.Module")
+        owner: dict[int, tuple[str, str]] = {}
+        for own, module in modules.items():
+            for name, parameter in module.handed_over.parameters().items():
+                other = owner.setdefault(id(parameter), (own, name))
+                if other[0] != own:
+                    raise ModelError(
+                        f"{own}.{name} is the same parameter as {'.'.join(other)}: modules share none; give "
+                        "each its own"
+                    )
         graph = ModelGraph({own: module for own, module in modules.items() if isinstance(module, Module)}, name)
         self.__dict__.update(graph.loss_module.__dict__)
         self.graph, self.name = graph, name

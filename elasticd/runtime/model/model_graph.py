@@ -43,6 +43,13 @@ class ModelGraph(Generic[_Module]):
                 raise ModelError(
                     f"module {own!r} takes {strangers[0]!r}, and the modules are {', '.join(self.modules)}"
                 )
+        for own, module in self.modules.items():
+            twice = [key for key, of in module.takes.items() if [*module.takes.values()].count(of) > 1]
+            if twice:
+                raise ModelError(
+                    f"module {own!r} takes {module.takes[twice[0]]!r} as {' and as '.join(twice)}: take it "
+                    "once, and use it twice in embed"
+                )
         losses = [own for own, module in self.modules.items() if not module.items]
         if len(losses) != 1:
             raise ModelError(

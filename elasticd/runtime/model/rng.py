@@ -75,7 +75,7 @@ class Drawing:
     generators: list[torch.Generator]  #: torch's, of which those are
 
     def __init__(self) -> None:
-        self._seed = self._step = 0
+        self._seed = self._step = self._dataset = 0
         self.tokens, self.drew, self.repeats = None, None, False
         self._samples: Sequence[int] | None = None
         self._of_pass: Any = None  # the hash of seed, step and samples; None: not made yet
@@ -85,8 +85,15 @@ class Drawing:
         # By site and mark the number of a call that is not the first in its pass.
         self._later: dict[str, dict[int, int]] = {}
 
-    def begin(self, seed: int, step: int) -> None:
-        """Keys the draws of a step: the same seed and step give the same draws."""
+    def begin(self, seed: int, step: int, *, dataset: int | None = None) -> None:
+        """Keys the draws of a step: the same seed and step give the same draws.
+
+        Args:
+            seed: of the module's draws.
+            step: its index.
+            dataset: the seed of the dataset's draws, the same for all modules; None: `seed`.
+        """
+        self._dataset = seed if dataset is None else dataset
         self._seed, self._step, self._passes, self._of_pass = seed, step, 0, None
         self._later.clear()
 
@@ -239,7 +246,8 @@ class Drawing:
         if samples is None:
             seed = self.seed_of(f"{place}/0".encode())
         else:
-            seed = _key(self._seed, self._step, ",".join(map(str, samples)), place, 0) & _SEEDS
+            own = self._dataset if place == DATASET else self._seed
+            seed = _key(own, self._step, ",".join(map(str, samples)), place, 0) & _SEEDS
         with self.kept(), alone:
             seed_all(seed, self.generators)
             seeded = states() if self.drew is not None and place != DATASET else None

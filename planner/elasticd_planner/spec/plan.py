@@ -533,20 +533,21 @@ class Plan(StoredValue, frozen=True, kw_only=True, dict=True, tag="plan"):
     def view(self, name: str) -> Plan:
         """The plan of one of its modules alone: that module's pipelines, and the devices that compute in them.
 
-        Its members are in the order that they have there; no carrier is among them. A plan of one module is its
-        own view.
+        Its members are in the order that they have there. The module with the loss has the carriers. A plan of
+        one module is its own view.
         """
         if len(self.modules) == 1 and self.modules[0].module == name:
             return self
         module = next((module for module in self.modules if module.module == name), None)
         if module is None:
             refuse(f"plan {self.number}: it has no module {name!r}")
-        devices = _devices_of(module)
+        carriers = () if module.items else self.carriers
+        members = (*_devices_of(module), *carriers)
         return self.replace(
             strategies=(Strategy(modules=(module,)),),
-            carriers=(),
+            carriers=carriers,
             idle=(),
-            binding={device: self.binding[device] for device in devices if self.binding},
+            binding={device: self.binding[device] for device in members if self.binding},
             prediction=None,
         )
 
