@@ -29,19 +29,15 @@ Loads = Sequence[Sequence[float | None]]
 
 
 def picture(plan: Plan, rates: Mapping[str, float], times: StageTimes | None = None) -> RenderableType:
-    """The plan's pipelines and what stands idle. With `times`, each stage shows how busy it is of the time
-    that the busiest stage of the plan takes for its micro-batches."""
-    parts: list[RenderableType] = []
-    for module in plan.modules:
-        view = plan.view(module.module)
-        if len(plan.modules) > 1:
-            parts.append(
-                Text.assemble(("module ", "dim"), module.module, (f" of {module.items or 'samples'}", "dim"))
-            )
-        known = times if view.modules == plan.loss_view.modules else None
-        parts.append(_Pipelines(view, rates, _loads(view, known)))
-        if (more := len(view.by_lane) - SHOWN) > 0:
-            parts.append(Text(f"and {more} more {'lanes' if view.by_lane != view.pipelines else 'pipelines'}"))
+    """The plan's pipelines and what stands idle; of several modules those of each, and where each device is.
+    With `times`, each stage of the module with the loss shows how busy it is of the time that the busiest one
+    takes for its micro-batches."""
+    if len(plan.modules) > 1:
+        return _modules(plan, rates, times)
+    parts: list[RenderableType] = [_Pipelines(plan, rates, _loads(plan, times))]
+    more = len(plan.by_lane) - SHOWN
+    if more > 0:
+        parts.append(Text(f"and {more} more {'lanes' if plan.by_lane != plan.pipelines else 'pipelines'}"))
     state = plan.state
     if state.zero:
         count = state.replicas or 1
@@ -57,9 +53,8 @@ def picture(plan: Plan, rates: Mapping[str, float], times: StageTimes | None = N
     return Group(*parts)
 
 
-def modules_pictured(plan: Plan, rates: Mapping[str, float], times: StageTimes) -> RenderableType:
-    """The modules of a plan below each other, then the places of each device together. `times` are those of the
-    module with the loss."""
+def _modules(plan: Plan, rates: Mapping[str, float], times: StageTimes | None) -> RenderableType:
+    """The modules of a plan below each other, then the places of each device together."""
     parts: list[RenderableType] = []
     for module in plan.modules:
         view = plan.view(module.module)
@@ -81,7 +76,7 @@ def modules_pictured(plan: Plan, rates: Mapping[str, float], times: StageTimes) 
 
 
 def _places(plan: Plan, device: str) -> Iterator[str]:
-    """What a device computes in each module."""
+    """The places of a device in all modules."""
     for module in plan.modules:
         for number, lane in enumerate(module.by_lane):
             for index, stage in enumerate(lane.stages):

@@ -21,7 +21,7 @@ from elasticd.cli.batch import batch_lines, batch_of, dealt, step_lengths
 from elasticd.cli.console import command_console
 from elasticd.cli.moves import answered, moves_of, shown
 from elasticd.cli.options import cluster_options, json_option, write_json
-from elasticd.cli.picture import StageTimes, busy, lane_names, modules_pictured, named, picture
+from elasticd.cli.picture import StageTimes, busy, lane_names, named, picture
 from elasticd.cli.status import rates_of
 from elasticd.client import reach
 
@@ -175,12 +175,9 @@ def _solve(
         write_json(found)
         return
     task = convert.task_of(given, objective, planned.plan)
-    loss = planned.plan.view(planned.plan.loss_module.module)
-    times = [stage_seconds(line, task.cluster, task.rates, task.cost) for line in loss.by_lane]
-    if given.modules:
-        console.print(modules_pictured(planned.plan, task.rates, times))
-    else:
-        console.print(picture(planned.plan, task.rates, times))
+    lines = planned.plan.loss_view.by_lane
+    times = [stage_seconds(line, task.cluster, task.rates, task.cost) for line in lines]
+    console.print(picture(planned.plan, task.rates, times))
     for line in _figures(planned.figures, objective, planned.unit, seconds):
         console.print(line)
     if near is not None:

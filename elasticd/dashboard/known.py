@@ -256,11 +256,9 @@ class Knowledge:
             job = self.cluster.jobs.get(name)
             if job is None or job.over:
                 continue
-            for module in plan.modules:
+            for module in sorted(plan.modules, key=lambda each: not each.items):  # that with the loss last
                 for device, place in plan.view(module.module).places.items():
                     self.uses[device] = Use(job=name, place=place)
-            for device, place in plan.loss_view.places.items():
-                self.uses[device] = Use(job=name, place=place)
             for device in plan.carriers:
                 self.uses[device] = Use(job=name, carrier=True)
             for device in plan.idle:

@@ -52,7 +52,7 @@ def length_of(dataset: Dataset) -> Callable[[int], int] | None:
 
 
 def item_counts(dataset: object, items: str) -> Sequence[int]:
-    """How many of these items each sample of a dataset has, by its index: its attribute `counts`.
+    """The number of these items that each sample of a dataset has, by its index: its attribute `counts`.
 
     Raises:
         ValueError: the dataset does not say it.

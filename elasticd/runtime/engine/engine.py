@@ -336,7 +336,7 @@ class Engine:
         return self.module.forward(batch, held_out.loaders[self.module.name], loss)
 
     def held_out(self, dataset: Dataset, collate: Collate, reads: BatchFormat | None) -> HeldOutReader:
-        """What reads a held-out dataset.
+        """Makes the readers of a held-out dataset.
 
         Args:
             dataset: a map-style one.

@@ -78,7 +78,7 @@ class ItemBorder:
         return self._needs.get((pipeline, lane, micro_batch), ())
 
     def expected(self, key: GroupId) -> tuple[int, ...]:
-        """What the ledger has of a group."""
+        """The entries of a group in the ledger."""
         return entries(self.groups[key].items, packed=False)
 
     def _flow(self, key: GroupId) -> TensorFlow:
@@ -148,9 +148,9 @@ class ItemBorder:
                 x, ids = self._outputs[key]
                 return entering(x), ids
             x, ids = self._outputs.pop(key)  # no gradient will ask for it
-            return x.detach() if isinstance(x, Tensor) else {
-                name: part.detach() for name, part in x.items()
-            }, ids
+            if isinstance(x, Tensor):
+                return x.detach(), ids
+            return {name: part.detach() for name, part in x.items()}, ids
         parts, ids, came, work = self._begun.pop(key)
         assert self._mesh is not None
         self._mesh.finish(work)
@@ -249,12 +249,12 @@ class ItemSource:
 
 
 def row_of(x: Bundle, place: int) -> Bundle:
-    """What a module of items made of one item: [rows, ...], or named tensors of that shape."""
+    """The output for one item of a group: [rows, ...], or named tensors of that shape."""
     return x[place] if isinstance(x, Tensor) else {name: part[place] for name, part in x.items()}
 
 
 def in_order_of(samples: Sequence[int], parts: Sequence[tuple[SampleItem, Bundle]]) -> list[Bundle]:
-    """What was made of items in the order of their samples, and of the items of each.
+    """Outputs in the order of the samples of their items, and of the items of each.
 
     Args:
         samples: of a micro-batch; one may be there several times.

@@ -90,7 +90,7 @@ class ModulePasses:
         }
 
     def _batches(self, batch: BatchPlan, dataset: object = None) -> _Batches:
-        """What each module takes in a step, in which the module that computes the loss takes `batch`; of an
+        """The batch of each module in a step, in which the module that computes the loss takes `batch`; of an
         evaluation of a held-out dataset."""
         if self._known is not None and self._known[0] is batch:
             return self._known[1]

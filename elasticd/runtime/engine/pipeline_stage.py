@@ -408,7 +408,7 @@ class StageRunner:
             self._loader.prepare([piece.sample for micro in micro_batches for piece in micro])
 
     def reads_in(self, act: Act) -> bool:
-        """Whether a forward pass reads samples here."""
+        """Returns True if a forward pass reads samples here."""
         chunk = self._chunks[act.chunk]
         return chunk.before is None or chunk.after is None
 

@@ -46,7 +46,7 @@ class StageChunk:
 
     @property
     def ends_with_head(self) -> bool:
-        """Whether its last section is the head, whose output no member of a TP group has slices of."""
+        """True if its last section is the head, whose output no member of a TP group has slices of."""
         return "head" in self.passes
 
     @cached_property

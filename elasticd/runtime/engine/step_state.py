@@ -47,7 +47,7 @@ class MicroBatchState:
 
 @dataclass
 class StepState:
-    """What the passes of a step have come to."""
+    """The state of a step between its acts."""
 
     micro_batches: Sequence[Any]
     expected: Sequence[Sequence[int]]  #: of each micro-batch what the ledger has of it

@@ -92,7 +92,7 @@ class ModelGraph(Generic[_Module]):
         return self.modules[module], rest
 
     def together(self, of: Callable[[_Module], Mapping[str, _Value]]) -> dict[str, _Value]:
-        """What each module has by its own names, by the names of the whole model."""
+        """Values that each module has by its own names, by the names of the whole model."""
         return {
             f"{module}.{name}": value
             for module, each in self.modules.items()

@@ -55,7 +55,7 @@ FEW = 8
 
 
 def holders(plan: Plan | None, units: int) -> Holders:
-    """What each member of a plan holds, of the module with the loss."""
+    """The part of the module with the loss that each member of a plan holds."""
     return held_by(plan.loss_view.pipelines if plan is not None else (), units)
 
 

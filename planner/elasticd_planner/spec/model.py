@@ -205,7 +205,7 @@ def fused_parameters(specs: Specs) -> dict[str, int]:
 
 
 def _together(by_module: Mapping[str, Mapping[str, _Of]]) -> dict[str, _Of]:
-    """What is known by names of the modules, by those of the whole model."""
+    """Values by names of the modules, by those of the whole model."""
     return {f"{module}.{name}": each for module, own in by_module.items() for name, each in own.items()}
 
 
