@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from elasticd.coordinator.events.event_log import EventRecord
 from elasticd.coordinator.events.switch_gain import StepRecord
-from elasticd.dashboard.why import earlier_starts, gained
+from elasticd.dashboard.why import earlier_starts, gained, use
+from tests.runtime import image_model
 
 
 def step(index: int, plan: int, seconds: float) -> StepRecord:
@@ -27,3 +28,15 @@ def test_the_starts_before_a_plan_are_those_whose_numbers_are_below_it() -> None
     assert [earlier_starts(number, told) for number in (2, 4, 7, 8, 20)] == [0, 3, 3, 7, 7]
     older = EventRecord(id=1, time=1.0, kind="started_again", job="j", text="", data={"step": 4})
     assert earlier_starts(5, [older]) == 0
+
+
+def test_a_device_of_several_modules_is_told_each_of_its_places() -> None:
+    plan = image_model.plan_of(
+        [image_model.pipeline(1, image_model.stage(0, 2, ("a/0", 1)))],
+        [image_model.pipeline(5, image_model.stage(0, 2, ("a/0", 1)), image_model.stage(2, 5, ("a/1", 1)))],
+    )
+    both, one = use(plan, "a/0"), use(plan, "a/1")
+    assert both.startswith("vision: pipeline 0, layers 0-1")
+    assert "; language: pipeline 0, layers 0-1" in both
+    assert one.startswith("language: pipeline 0, layers 2-4")
+    assert use(plan, "b/0") == "no part of it"
