@@ -223,7 +223,6 @@ def _sums(
         layouts = Layouts(spec, view)
         listed = buckets(layouts, reductions(layouts), most=1 << 12)
         places = sums_after(sections_done(order, view, spec), listed, spec)
-        assert list(places) == sorted(places)
         last: dict[str, int] = {}  # of each device the place of its last pass of the module
         for index, act in enumerate(order):
             if act.module == module.module and act.act.what == "pass":

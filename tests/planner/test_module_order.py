@@ -160,7 +160,6 @@ def test_so_are_those_of_an_evaluation_of_fewer_samples(block: int) -> None:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_a_sum_stands_behind_the_last_backward_pass_of_its_sections_on_any_device(seed: int) -> None:
-    """Not later than one of the sums before it."""
     step = drawn_step(seed)
     order = step.order()
     for module in step.plan.modules:
@@ -173,15 +172,13 @@ def test_a_sum_stands_behind_the_last_backward_pass_of_its_sections_on_any_devic
         layouts = Layouts(spec, view)
         listed = buckets(layouts, reductions(layouts), most=1 << 12)
         places = sums_after(sections_done(order, view, spec), listed, spec)
-        least = -1
         for bucket, place in zip(listed, places, strict=True):
             names = {piece.name for piece in bucket.pieces}
             names |= {alias for alias, owner in spec.ties if owner in names}
             users = [
                 index for section, index in last.items() for name in names if name.startswith(f"{section}.")
             ]
-            least = max(least, *users) if last else len(order) - 1
-            assert place == least
+            assert place == (max(users) if last else len(order) - 1)
 
 
 def test_with_sums_after_a_rank_s_own_passes_most_plans_wait_for_ever() -> None:

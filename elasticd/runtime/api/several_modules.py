@@ -14,7 +14,7 @@ from elasticd_planner.value import Invalid
 from elasticd.records import ModuleSpec
 from elasticd.runtime.api.evaluation import HeldOut
 from elasticd.runtime.data.collate import pad
-from elasticd.runtime.data.loader import item_counts
+from elasticd.runtime.data.loader import item_counts, item_rows
 from elasticd.runtime.data.stream import Stream
 from elasticd.runtime.engine.mixed_precision import converted
 from elasticd.runtime.engine.recipe import Recipe
@@ -52,9 +52,11 @@ def check_graph(recipe: Recipe, held_out: Mapping[str, HeldOut]) -> None:
     for name in graph.encoders:
         items = graph.modules[name].items
         item_counts(recipe.dataset, items)
+        item_rows(recipe.dataset, items)
         for said, held in held_out.items():
             try:
                 item_counts(held.dataset, items)
+                item_rows(held.dataset, items)
             except ValueError as error:
                 raise ValueError(f"held-out set {said!r}: {error}") from None
 
@@ -107,8 +109,11 @@ def _spec(recipe: Recipe, name: str, module: Module) -> ModuleSpec:
 
 
 def _rows(recipe: Recipe, module: Module, counts: Sequence[int]) -> float:
-    """Rows that the module makes of the first item of the dataset, by shapes alone; 0 where that fails."""
+    """Rows of an item on average, if the dataset says them; else those that the module makes of the first item
+    of the dataset, by shapes alone; 0 where that fails."""
     dataset = recipe.dataset
+    if (known := item_rows(dataset, module.items)) is not None:
+        return sum(sum(map(int, each)) for each in known) / max(1, sum(map(int, counts)))
     assert not isinstance(dataset, Stream)
     first = next((index for index, count in enumerate(counts) if count), None)
     if first is None:

@@ -6,13 +6,15 @@ the activations, so that the hash in the vote proves which samples a forward pas
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import nullcontext, suppress
-from typing import Any
+from itertools import islice
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from elasticd_planner.spec.batch import MicroBatch, ids_of
+from elasticd_planner.spec.item_batch import SampleItem
 from torch import Tensor
 
 from elasticd.runtime.data.collate import Batch, Collate, Unlike, fresh, pad, untokenized
@@ -72,6 +74,52 @@ def item_counts(dataset: object, items: str) -> Sequence[int]:
     return counts
 
 
+def item_rows(dataset: object, items: str) -> Sequence[Sequence[int]] | None:
+    """The rows [tokens] that the module of these items makes of each, by sample and number: what the dataset's
+    attribute `rows` says; None: it says nothing.
+
+    Raises:
+        ValueError: it has fewer entries than there are samples.
+    """
+    known = getattr(dataset, "rows", None)
+    if not isinstance(known, Mapping) or items not in known:
+        return None
+    rows: Sequence[Sequence[int]] = known[items]
+    if isinstance(dataset, Sized) and len(rows) != len(dataset):
+        raise ValueError(
+            f"the dataset's rows have {len(rows)} entries of {items}, and it has {len(dataset)} samples: give "
+            f"it one for each, as in dataset.rows = {{{items!r}: [[256, 64], [], [256], ...]}}"
+        )
+    return rows
+
+
+class ItemSizes(NamedTuple):
+    """The items of one kind in some samples."""
+
+    counts: Mapping[int, int]  #: by sample id
+    rows: Mapping[SampleItem, int] | None  #: of each item [tokens]; None: not known
+
+
+def item_sizes(dataset: object, items: str, samples: Iterable[int]) -> ItemSizes:
+    """What a dataset says of the items of some samples.
+
+    Raises:
+        ValueError: as `item_counts` and `item_rows`; or a sample has more or less rows than items.
+    """
+    counts = item_counts(dataset, items)
+    mine = {sample: int(counts[sample]) for sample in samples}
+    if (rows := item_rows(dataset, items)) is None:
+        return ItemSizes(mine, None)
+    for sample, count in mine.items():
+        if len(rows[sample]) != count:
+            raise ValueError(
+                f"the dataset's counts say that sample {sample} has {count} {items}, and its rows have "
+                f"{len(rows[sample])} numbers: give the rows of each"
+            )
+    known = {SampleItem(each, at): int(size) for each in mine for at, size in enumerate(rows[each])}
+    return ItemSizes(mine, known)
+
+
 def sample_tokens(
     dataset: Dataset, collate: Collate = pad, reads: BatchFormat | None = None, most: int = 64
 ) -> float:
@@ -90,9 +138,11 @@ def sample_tokens(
     count = min(len(dataset), most)
     if count == 0:
         raise ValueError("dataset is empty: it must hold at least one sample")
-    total = 0
+    total, items = 0, getattr(dataset, "counts", None) or ()
     for index in range(count):
         sample = dataset[index]
+        if items and isinstance(sample, Mapping):
+            sample = {key: part for key, part in sample.items() if key not in items}
         tokens = reads.tokens(sample) if reads is not None else 0
         if not tokens:
             whole = collate([sample]) if reads is not None and collate is not pad else sample
@@ -146,6 +196,7 @@ class Loader:
         drawing: Drawing | None = None,
         *,
         counts: Mapping[str, Sequence[int]] | None = None,
+        checked: bool = True,
     ) -> None:
         """
         Args:
@@ -155,17 +206,23 @@ class Loader:
             drawing: keys what `collate` and the dataset draw; None: by no seed and no step.
             counts: of the items that other modules take, and that batches have not: by key of the sample how
                 many each sample has, by its id.
+            checked: whether samples must have as many; False: they may be read without their items.
         """
         self._reader, self._collate, self._reads = reader, reading(reads, collate), reads
         self._drawing = drawing if drawing is not None else Drawing()
         self._own = collate is not pad  # it may draw, and change its samples
-        self._items = counts or {}
+        self._items, self._checked = counts or {}, checked
         self.asked: list[int] = []
         self.failure: SampleError | None = None
 
-    def prepare(self, ids: Sequence[int]) -> None:
-        """Has these samples read ahead, in this order, and drops all others that were."""
-        self._reader.want(ids)
+    def prepare(self, ids: Sequence[int], items: Collection[str] | None = None) -> None:
+        """Has these samples read ahead, in this order, and drops all others that were.
+
+        Args:
+            ids: of the samples.
+            items: see `Samples.want`.
+        """
+        self._reader.want(ids, items)
 
     def batch(self, micro_batch: MicroBatch, *, packed: bool = False) -> Batch:
         """The batch of these samples, padded or packed in one row.
@@ -188,20 +245,30 @@ class Loader:
         Raises:
             SampleError: it cannot be read.
         """
-        sample = self._reader.take(index) if not self._reader.here else None
-        if self._reader.here:  # perhaps found by taking that one
-            with self._drawing.keyed(DATASET, (index,)):
-                sample = self._reader.take(index)
+        sample = self._read(index)
         if self._items:
-            for key, counts in self._items.items():
+            for key, counts in self._items.items() if self._checked else ():
                 items_of(sample, index, key, counts)
             if isinstance(sample, Mapping):
                 sample = {key: part for key, part in sample.items() if key not in self._items}
         return fresh(sample) if self._own else sample
 
+    def _read(self, index: int) -> Any:
+        """A sample as the dataset has it."""
+        sample = self._reader.take(index) if not self._reader.here else None
+        if self._reader.here:  # perhaps found by taking that one
+            with self._drawing.keyed(DATASET, (index,)):
+                sample = self._reader.take(index)
+        return sample
+
     def _padded(self, found: dict[int, Any], micro_batch: MicroBatch) -> Batch:
         count = len(micro_batch)
-        if len(found) < count:
+        if self._items and len(found) < count:
+            for place, piece in enumerate(micro_batch):
+                if place not in found:
+                    found[place] = self._stand_in(self._sample, piece.sample)
+            found = {place: found[place] for place in range(count)}
+        elif len(found) < count:
             # The same one on every member of a TP group, since they read the same samples.
             stand_in = next(iter(found.values())) if found else self._stand_in(self._sample)
             found = {place: found[place] if place in found else fresh(stand_in) for place in range(count)}
@@ -254,16 +321,30 @@ class Loader:
             self.failure = SampleError(micro_batch[place].sample, why)
             self.failure.__cause__ = error
 
-    def _stand_in(self, make: Callable[[int], Any]) -> Any:
+    def _stand_in(self, make: Callable[[int], Any], like: int | None = None) -> Any:
         """What `make` gives of the first sample of the dataset that it can use, among a few.
+
+        Args:
+            make: gets the index of a sample.
+            like: of the sample in whose place it is used: one with as many items of each kind, so that all
+                modules, which find the same one, go on with parts that fit each other.
 
         Raises:
             NothingRead: it can use none.
         """
-        for index in range(_STAND_INS):
+        for index in self._alike(like):
             with suppress(Exception):
                 return make(index)
         raise NothingRead(f"{self.failure}; nor can any of the first samples stand in for it") from self.failure
+
+    def _alike(self, index: int | None) -> Iterator[int]:
+        """The first samples that have as many items as this one."""
+        counts = [*self._items.values()]
+        if index is None or not counts:
+            return iter(range(_STAND_INS))
+        number = len(counts[0])
+        same = (other for other in range(number) if all(each[other] == each[index] for each in counts))
+        return islice((other for other in same if other != index), _STAND_INS)
 
     def take(self) -> tuple[list[int], SampleError | None]:
         """The ids asked for since the last call, in order, and the first failure among them."""
@@ -291,16 +372,18 @@ def items_of(sample: Any, index: int, key: str, counts: Sequence[int]) -> Sequen
 class ItemLoader(Loader):
     """Makes the batches of a module of items, an item each: tensors [1, ...]."""
 
-    def __init__(self, reader: Samples, key: str, counts: Sequence[int], drawing: Drawing) -> None:
+    def __init__(
+        self, reader: Samples, key: str, counts: Mapping[str, Sequence[int]], drawing: Drawing
+    ) -> None:
         """
         Args:
             reader: gives samples by their ids.
-            key: under which a sample has its items, a list.
-            counts: how many items each sample has, by its id.
+            key: under which a sample has the module's items, a list.
+            counts: of each kind of items: how many each sample has, by its id.
             drawing: keys what the dataset draws.
         """
-        super().__init__(reader, pad, None, drawing)
-        self._key, self._counts = key, counts
+        super().__init__(reader, pad, None, drawing, counts=counts, checked=False)
+        self._key = key
 
     def batch(self, micro_batch: Sequence[Any], *, packed: bool = False) -> Batch:
         """The batch of these items (`SampleItem`), which are of one shape.
@@ -315,23 +398,25 @@ class ItemLoader(Loader):
                 found.append(self._item(item.sample, item.number))
             except SampleError as error:
                 self.failure = self.failure or error
-                found.append(self._other_item())
+                found.append(self._other(item))
         try:
             return pad(found)
         except Unlike as error:
+            item = micro_batch[0]
             self.failure = self.failure or SampleError(
-                micro_batch[0].sample,
-                f"{self._key}[{micro_batch[0].number}] is no tensor, nor a mapping of tensors: {error.args[0]}",
+                item.sample,
+                f"{self._key}[{item.number}] is no tensor, nor a mapping of tensors: {error.args[0]}",
             )
-            return pad([self._other_item()])
+            return pad([self._other(item)])
 
-    def _other_item(self) -> Any:
-        """The first item of the dataset that can be read, among a few."""
-        having = [index for index, count in enumerate(self._counts) if count][:_STAND_INS]
-        for index in having:
-            with suppress(Exception):
-                return pad([self._item(index, 0)])[0]
-        raise NothingRead(f"{self.failure}; nor can any of the first {self._key} stand in") from self.failure
+    def _other(self, item: SampleItem) -> Any:
+        """The same item of another sample, which can be read."""
+
+        def of(index: int) -> Any:
+            return pad([self._item(index, item.number)])[0]
+
+        return self._stand_in(of, item.sample)
 
     def _item(self, sample: int, number: int) -> Any:
-        return items_of(self._sample(sample), sample, self._key, self._counts)[number]
+        read = self._read(sample)
+        return items_of(read, sample, self._key, self._items[self._key])[number]

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future, wait
 from contextlib import nullcontext
 from functools import partial
+from operator import getitem
 from typing import Any, NamedTuple, Protocol
 
 from elasticd.runtime.model.rng import STATES, watching_thread
@@ -73,13 +74,22 @@ class SampleReader:
         self._dataset = dataset
         self._threads = reading_threads(threads) if isinstance(threads, int) else threads
         self.here = self._threads is None
+        self._items: frozenset[str] | None = None  # that samples are read with; None: with all
         self._reads = 0
         self._judged = False  # a sample that was taken had been read alone
         self._wanted: dict[int, deque[Future[_Read]]] = {}
 
-    def want(self, indices: Iterable[int]) -> None:
+    def want(self, indices: Iterable[int], items: Collection[str] | None = None) -> None:
         """Reads these samples ahead, as often as they are named, and drops all others. What stays wanted is not
-        read again."""
+        read again.
+
+        Args:
+            indices: of the samples.
+            items: see `elasticd.runtime.data.step_samples.Samples.want`.
+        """
+        if (kinds := None if items is None else frozenset(items)) != self._items:
+            self._drop()
+            self._items = kinds
         if self.here:
             return
         wanted: dict[int, deque[Future[_Read]]] = defaultdict(deque)
@@ -97,7 +107,7 @@ class SampleReader:
         """
         try:
             if self.here:
-                return self._dataset[index]
+                return self._read(index)
             ahead = self._wanted.get(index)
             read = (ahead.popleft() if ahead else self._ask(index)).result()
             if read.drew or not (read.alone or self._judged):  # others draw, or seed, meanwhile
@@ -108,6 +118,14 @@ class SampleReader:
             return read.sample
         except Exception as error:
             raise SampleError(index, described(error)) from error
+
+    @property
+    def _read(self) -> Callable[[int], Any]:
+        """Reads a sample of the dataset."""
+        part = getattr(self._dataset, "part", None)
+        if part is None or self._items is None:
+            return partial(getitem, self._dataset)
+        return partial(part, items=self._items)
 
     def _read_here(self) -> None:
         log.info(
@@ -132,7 +150,7 @@ class SampleReader:
         self._reads += 1
         alone = alone or self._reads <= _ALONE
         watch = alone or self._reads <= _WATCHED or self._reads % _EVERY == 0
-        return self._threads(partial(_read, self._dataset, index, watch=watch, alone=alone))
+        return self._threads(partial(_watched, self._read, index, watch=watch, alone=alone))
 
 
 def reading_threads(count: int) -> DaemonThreads | None:
@@ -149,9 +167,9 @@ class _Read(NamedTuple):
     alone: bool  #: nobody seeded or restored one meanwhile, so that `drew` misses nothing
 
 
-def _read(dataset: Dataset, index: int, *, watch: bool, alone: bool) -> _Read:
+def _watched(read: Callable[[int], Any], index: int, *, watch: bool, alone: bool) -> _Read:
     if not watch:
-        return _Read(dataset[index], drew=False, alone=False)
+        return _Read(read(index), drew=False, alone=False)
     with STATES if alone else nullcontext(), watching_thread() as draws:
-        sample = dataset[index]
+        sample = read(index)
     return _Read(sample, draws.drew, alone)

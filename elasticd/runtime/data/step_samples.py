@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import partial
 from numbers import Integral
@@ -38,8 +38,14 @@ class Samples(Protocol):
     def here(self) -> bool:
         """True where a sample is read by the thread that takes it."""
 
-    def want(self, indices: Sequence[int]) -> None:
-        """Has these samples read ahead, and drops all others."""
+    def want(self, indices: Sequence[int], items: Collection[str] | None = None) -> None:
+        """Has these samples read ahead, and drops all others.
+
+        Args:
+            indices: their ids.
+            items: the kinds of items that are needed of them (images, say), where the dataset can leave the
+                others out, by its method `part`; None: all.
+        """
 
     def take(self, index: int) -> Any:
         """Waits for a sample. Raises SampleError if it cannot be read."""
@@ -127,10 +133,10 @@ class Mapped:
         """True where samples of the dataset are read by the thread that takes them."""
         return self._reader.here and (self._now is None or self._now.held is None)
 
-    def want(self, indices: Sequence[int]) -> None:
+    def want(self, indices: Sequence[int], items: Collection[str] | None = None) -> None:
         """Reads samples of the dataset ahead."""
         if self._now is None or self._now.held is None:
-            self._reader.want(indices)
+            self._reader.want(indices, items)
 
     def take(self, index: int) -> Any:
         """A sample of the current step.

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
@@ -130,7 +130,7 @@ class Streamed:
         self._tokens: tuple[int, ...] = ()
         self.longest = 0
 
-    def want(self, indices: Sequence[int]) -> None:
+    def want(self, indices: Sequence[int], items: Collection[str] | None = None) -> None:
         """Does nothing: the samples of a step come when it begins."""
 
     def take(self, index: int) -> Any:

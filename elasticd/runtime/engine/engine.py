@@ -44,6 +44,8 @@ from elasticd.runtime.data.collate import Collate
 from elasticd.runtime.data.loader import Loader
 from elasticd.runtime.data.prefetch import Dataset, SampleError
 from elasticd.runtime.data.sample_ledger import LedgerError, expected_hash, expected_hashes
+from elasticd.runtime.data.shared_samples import SharedSamples
+from elasticd.runtime.data.step_samples import Samples
 from elasticd.runtime.engine.batches_ahead import BatchesAhead
 from elasticd.runtime.engine.mixed_precision import LossScaler
 from elasticd.runtime.engine.module_engine import ModuleEngine
@@ -188,6 +190,7 @@ class Engine:
             spans=spans_of(accelerator),
         )
         borders = item_borders(recipe, layouts, peers) if graph is not None else {}
+        samples = recipe.feed if graph is None else SharedSamples(recipe.feed)
         self.modules = {}
         for name, view in layouts.views.items():
             takes = {} if graph is None else {key: borders[of] for key, of in graph.modules[name].takes.items()}
@@ -195,6 +198,7 @@ class Engine:
                 recipe,
                 view,
                 peers,
+                samples,
                 apart.get(name, self._telemetry),
                 pace,
                 self._look,
@@ -203,9 +207,7 @@ class Engine:
             )
         #: Runs the passes of a plan of several modules; None: the plan has one.
         self._several = (
-            None
-            if graph is None
-            else ModulePasses(recipe, graph, self.plan, self.modules, borders, self.device)
+            None if graph is None else ModulePasses(recipe, graph, layouts, self.modules, borders, self.device)
         )
         self.loss_plan = layouts.plan if graph is None else layouts.views[graph.own].plan
         self._trained = self.layouts.trained
@@ -343,7 +345,9 @@ class Engine:
             collate: makes a padded batch of samples.
             reads: makes of samples and batches what the model reads; None: they are that.
         """
-        reader = self._recipe.reader_of(dataset)
+        reader: Samples = self._recipe.reader_of(dataset)
+        if self._several is not None:
+            reader = SharedSamples(reader)
         loaders = {
             name: module.loader(reader, dataset, collate, reads) for name, module in self.modules.items()
         }
@@ -488,6 +492,8 @@ class Engine:
             self.communicators.received()
             if outcome.failed is not None:
                 self._drop(*outcome.failed, passed.failure)
+            if self._several is not None:
+                self._several.read_ahead()
             where.at(UPDATE)
             self.copied()
             self._telemetry.mark()
@@ -554,7 +560,9 @@ class Engine:
         )
         batch = self._batch(step)
         if self._several is not None:
-            return batch, self._several.run(batch, self.scale)
+            passed = self._several.run(batch, self.scale)
+            self._several.look_ahead(self._batches.next(step))
+            return batch, passed
         return batch, self.module.run(batch, self._batches.next(step), self.scale)
 
     def _batch(self, step: int) -> BatchPlan:

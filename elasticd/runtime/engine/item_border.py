@@ -72,6 +72,7 @@ class ItemBorder:
         self._gradients: dict[GroupId, list[Tensor]] = {}  # likewise
         self._begun: dict[GroupId, tuple[_Parts, tuple[int, ...], list[Tensor], Any]] = {}
         self._awaited: dict[GroupId, tuple[dict[str, Tensor | None], Any]] = {}
+        self._sent: dict[GroupId, Any] = {}  # messages to one device, which answers with the gradient
 
     def needed(self, pipeline: int, lane: int, micro_batch: int) -> Sequence[GroupId]:
         """The groups of the items that a micro-batch needs."""
@@ -115,8 +116,10 @@ class ItemBorder:
 
     def send(self, key: GroupId) -> None:
         """Sends an output that was announced; returns at once."""
-        flow = self._flow(key)
-        self._send(flow.at_source(self._me).destinations, tensors(self._outputs[key][0]))
+        destinations = self._flow(key).at_source(self._me).destinations
+        sent = self._send(destinations, tensors(self._outputs[key][0]))
+        if self.trained and len(destinations) == 1:
+            self._sent[key] = sent
         here = self._target.places.get(self._me)
         group = self.groups[key]
         taker = group.pipeline, group.lane, 0
@@ -192,6 +195,8 @@ class ItemBorder:
             grads, work = self._awaited.pop(key)
             assert self._mesh is not None
             self._mesh.finish(work)
+            if (sent := self._sent.pop(key, None)) is not None:
+                self._mesh.arrived(sent)
         else:
             grads = {} if isinstance(x, Tensor) else dict.fromkeys(x)
             grads.update(zip(going_back(x), self._gradients.pop(key), strict=True))
@@ -208,12 +213,16 @@ class ItemBorder:
             grads[name] = torch.empty_like(part, memory_format=torch.contiguous_format)
         return grads
 
-    def _send(self, destinations: Iterable[str], parts: Iterable[Tensor]) -> None:
+    def _send(self, destinations: Iterable[str], parts: Iterable[Tensor]) -> Any:
+        """Launches messages, and returns their work; None: there are none."""
         together = [part.detach().contiguous() for part in parts if part.numel()]
         sends = [(to, part) for to in destinations for part in together]
-        if sends:
-            assert self._mesh is not None
-            self._mesh.begin_round(sends, [])  # kept until the vote proves that they have arrived
+        if not sends:
+            return None
+        assert self._mesh is not None
+        return self._mesh.begin_round(
+            sends, []
+        )  # kept until an answer or the vote proves that they have arrived
 
 
 class ItemSource:

@@ -56,6 +56,7 @@ class ModuleEngine:
     """Runs a module's passes on one device, and holds its values there."""
 
     layouts: Layouts  #: of the module
+    samples: Samples  #: gives the samples of the training
     prefix: str  #: of its names among those of all modules; empty in a model of one
     trained: bool  #: it has parameters that are trained
     local: LocalModel  #: the sections that this device computes with
@@ -72,6 +73,7 @@ class ModuleEngine:
         recipe: Recipe,
         layouts: Layouts,
         peers: Peers,
+        samples: Samples,
         telemetry: Telemetry,
         pace: PassPacer,
         before_sums: Callable[[], None],
@@ -85,6 +87,7 @@ class ModuleEngine:
             recipe: of the job.
             layouts: of the module.
             peers: the other members of the plan.
+            samples: gives those of the training.
             telemetry: measures passes.
             pace: called after every pass of a block; slows an emulated device down.
             before_sums: called when all gradients are there that this device adds to a section.
@@ -92,6 +95,7 @@ class ModuleEngine:
             gives: the border with the module that takes what this one makes of items; None: it runs on samples.
         """
         self.layouts, self._device, self._before_sums = layouts, peers.me, before_sums
+        self.samples = samples
         self.name, self._seed = layouts.plan.module.module, recipe.seed
         self._graph = recipe.model.graph
         self.prefix = f"{self.name}." if self._graph is not None else ""
@@ -116,7 +120,7 @@ class ModuleEngine:
                 plan=layouts.plan,
                 local=local,
                 peers=peers,
-                loader=self.loader(recipe.feed, recipe.dataset, recipe.data.collate, recipe.reads),
+                loader=self.loader(samples, recipe.dataset, recipe.data.collate, recipe.reads),
                 telemetry=telemetry,
                 pace=pace,
                 on_section_done=self._section_done,
@@ -141,10 +145,11 @@ class ModuleEngine:
         drawing, graph = self.local.drawing, self._graph
         if graph is None:
             return Loader(reader, collate, reads, drawing)
-        if items := graph.modules[self.name].items:
-            return ItemLoader(reader, items, item_counts(dataset, items), drawing)
         counts = {items: item_counts(dataset, items) for items in sorted(graph.items)}
-        return Loader(reader, collate, reads, drawing, counts=counts)
+        if items := graph.modules[self.name].items:
+            return ItemLoader(reader, items, counts, drawing)
+        parts = hasattr(dataset, "part")  # samples may come without items
+        return Loader(reader, collate, reads, drawing, counts=counts, checked=not parts)
 
     def forward(self, batch: BatchPlan, loader: Loader, loss: Loss) -> Passed:
         """Runs the forward passes of a round of an evaluation, if this device has any.
@@ -199,6 +204,11 @@ class ModuleEngine:
     def _section_done(self, section: str) -> None:
         self._before_sums()
         self.reducer.section_done(section)
+
+    def launch_sum(self, bucket: int) -> None:
+        """Launches a sum of gradients; see `GradientReducer.launch`."""
+        self._before_sums()
+        self.reducer.launch(bucket)
 
     def adopt(self, state: LocalState) -> None:
         """Loads the module's part of a state into the local modules."""

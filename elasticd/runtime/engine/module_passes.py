@@ -1,34 +1,35 @@
 """The passes of a step of a model of several modules, in their one order.
 
-Every rank makes the batches of items and the order by itself, the same to the bit, and carries out its own part
-of the order. The first act of the order that is not over can always go on, whatever devices the modules share.
-Sums of gradients begin when all passes of the step are launched: their order is that of the modules.
+Each rank carries out its own part of the order (`module_step`), in which sums of gradients have places.
+The first act of it that is not over can always go on, whatever devices the modules share.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
-from functools import reduce
+from functools import partial, reduce
 from itertools import groupby
-from operator import attrgetter, xor
+from operator import xor
 
 import torch
-from elasticd_planner.cost.schedule import Pass
 from elasticd_planner.layout.channels import item_channel
 from elasticd_planner.layout.layouts import Layouts
-from elasticd_planner.layout.module_order import ModuleAct, module_order
 from elasticd_planner.spec.batch import BatchPlan
-from elasticd_planner.spec.item_batch import ItemBatch, item_batch
-from elasticd_planner.spec.plan import Place, Plan
+from elasticd_planner.spec.item_batch import ItemBatch
 
 from elasticd.runtime.comm.communicators import Peers
-from elasticd.runtime.data.loader import Loader, item_counts
+from elasticd.runtime.data.loader import Loader, item_sizes
 from elasticd.runtime.data.sample_ledger import NO_SAMPLES, expected_hash
 from elasticd.runtime.engine.item_border import ItemBorder
 from elasticd.runtime.engine.module_engine import ModuleEngine
+from elasticd.runtime.engine.module_step import GradientSum, ModuleStep, StepMaker
 from elasticd.runtime.engine.p2p import HEADERS
+from elasticd.runtime.engine.pipeline_stage import StageRunner
 from elasticd.runtime.engine.recipe import Recipe
 from elasticd.runtime.engine.step_state import Passed
 from elasticd.runtime.model.model import Loss, Module
@@ -53,10 +54,6 @@ def item_borders(recipe: Recipe, layouts: Layouts, peers: Peers) -> dict[str, It
     }
 
 
-#: By module what it takes in a step.
-_Batches = Mapping[str, BatchPlan | ItemBatch]
-
-
 class ModulePasses:
     """Runs the passes of all modules that a device is in."""
 
@@ -64,7 +61,7 @@ class ModulePasses:
         self,
         recipe: Recipe,
         graph: ModelGraph[Module],
-        plan: Plan,
+        layouts: Layouts,
         modules: Mapping[str, ModuleEngine],
         borders: Mapping[str, ItemBorder],
         device: str,
@@ -73,42 +70,59 @@ class ModulePasses:
         Args:
             recipe: of the job.
             graph: the modules of the model.
-            plan: of all modules.
-            modules: those of this device.
+            layouts: of all of them.
+            modules: by name.
             borders: by the module of items.
             device: this one.
         """
-        self._recipe, self._own, self._plan, self._device = recipe, graph.own, plan, device
+        self._recipe, self._own, self._plan = recipe, graph.own, layouts.plan
         self._items = {name: module.items for name, module in graph.modules.items() if module.items}
-        self._counts = {name: item_counts(recipe.dataset, items) for name, items in self._items.items()}
         self._modules, self._borders = modules, borders
-        self._known: tuple[BatchPlan, _Batches] | None = None  # of the step
-        self._places: dict[str, Place] = {
-            name: module.layouts.plan.places[device]
-            for name, module in modules.items()
-            if device in module.layouts.plan.places
-        }
+        buckets = {name: module.reducer.queue for name, module in modules.items()}
+        self._make = StepMaker(layouts, graph.own, device, recipe.schedule, buckets)
+        self._runners = {name: module.runner for name, module in modules.items() if module.runner is not None}
+        #: The kinds of items that this device reads.
+        self._kinds = sorted({self._items[name] for name in self._runners if name in self._items})
+        self._now: tuple[BatchPlan, ModuleStep] | None = None
+        self._next: tuple[BatchPlan, Future[ModuleStep]] | None = None
 
-    def _batches(self, batch: BatchPlan, dataset: object = None) -> _Batches:
-        """The batch of each module in a step, in which the module that computes the loss takes `batch`; of an
-        evaluation of a held-out dataset."""
-        if self._known is not None and self._known[0] is batch:
-            return self._known[1]
-        samples, known = batch.samples(), self._counts
-        if dataset is not None:
-            known = {name: item_counts(dataset, items) for name, items in self._items.items()}
-        items = {
-            name: item_batch(self._plan, name, batch, {each: counts[each] for each in samples})
-            for name, counts in known.items()
-        }
-        batches: dict[str, BatchPlan | ItemBatch] = {self._own: batch, **items}
-        self._known = batch, batches
-        return batches
+    def _making(self, batch: BatchPlan, dataset: object, *, backward: bool) -> Callable[[], ModuleStep]:
+        """A function that makes the step of a batch, in any thread. The dataset is asked here."""
+        samples = batch.samples()
+        sizes = {name: item_sizes(dataset, items, samples) for name, items in self._items.items()}
+        return partial(self._make, batch, sizes, backward=backward)
+
+    def _step(self, batch: BatchPlan) -> ModuleStep:
+        """The step of a batch of the training."""
+        if self._now is None or self._now[0] is not batch:
+            ahead, self._next = self._next, None
+            if ahead is not None and ahead[0] is batch and not ahead[1].cancelled():
+                self._now = batch, ahead[1].result()
+            else:
+                self._now = batch, self._making(batch, self._recipe.dataset, backward=True)()
+        return self._now[1]
+
+    def look_ahead(self, batch: BatchPlan | None) -> None:
+        """Has the next step made in another thread, once the passes of this one are launched.
+
+        Args:
+            batch: of the next step; None: it is not known.
+        """
+        if batch is not None and (self._next is None or self._next[0] is not batch):
+            making = self._making(batch, self._recipe.dataset, backward=True)
+            self._next = batch, self._recipe.planning(making)
+
+    def read_ahead(self) -> None:
+        """Has the samples of the next step read from now on, if that step is made."""
+        if self._next is not None and (future := self._next[1]).done() and not future.cancelled():
+            with suppress(Exception):  # which the next step raises
+                self._recipe.feed.want(list(dict.fromkeys(self._wanted(future.result()))), self._kinds)
 
     def expected(self, batch: BatchPlan) -> list[int]:
         """The hash of samples and items that each rank is to bring, in rank order, for the batch of the module
-        that computes the loss."""
-        views = [(self._modules[name].layouts.plan, each) for name, each in self._batches(batch).items()]
+        that computes the loss, whose passes have run."""
+        assert self._now is not None
+        views = [(self._modules[name].layouts.plan, each) for name, each in self._now[1].batches.items()]
         return [
             _together(expected_hash(view, each, device) for view, each in views)
             for device in self._plan.members
@@ -123,42 +137,40 @@ class ModulePasses:
             loaders: make its batches, by module.
             loss: called with each output instead of the loss of the training.
         """
-        self._batches(batch, dataset)
+        step = self._making(batch, dataset, backward=False)()
+        self._now = batch, step
         with ExitStack() as evaluating:
-            for name in self._places:
-                runner = self._modules[name].runner
-                assert runner is not None
+            for name, runner in self._runners.items():
                 evaluating.enter_context(runner.evaluating(loaders[name], loss))
-            return self.run(batch, reader=loaders[self._own])
+            loaders[self._own].prepare(self._wanted(step), self._kinds)
+            return self._run(step)
 
-    def run(self, batch: BatchPlan, scale: float = 1.0, reader: Loader | None = None) -> Passed:
+    def run(self, batch: BatchPlan, scale: float) -> Passed:
         """Runs the passes of a step.
 
         Args:
             batch: of the module that computes the loss.
             scale: the gradients are those of the loss times this.
-            reader: has the samples read ahead; None: those of the training are.
         """
-        batches = self._batches(batch)
-        order = module_order(self._plan, batches, self._recipe.schedule, backward=torch.is_grad_enabled())
+        step = self._step(batch)
+        self._modules[self._own].samples.want(self._wanted(step), self._kinds)
+        return self._run(step, scale)
+
+    def _run(self, step: ModuleStep, scale: float = 1.0) -> Passed:
         for name, border in self._borders.items():
-            items = batches[name]
+            items = step.batches[name]
             assert isinstance(items, ItemBatch)
             border.begin_step(items)
-        wanted = self._wanted(order, batches)
-        if reader is None:
-            self._recipe.feed.want(wanted)
-        else:
-            reader.prepare(wanted)
-        for name, place in self._places.items():
-            self._begin(name, place, order, batches[name], scale)
-        mine = (each for each in order if each.module in self._places and self._mine(each))
-        for name, acts in groupby(mine, key=attrgetter("module")):
-            runner = self._modules[name].runner
-            assert runner is not None
-            with self._running(name):
-                for each in acts:
-                    runner.carry_out(each.act, each.group if name == self._own else None)
+        for name, (micro, acts, before) in step.lanes.items():
+            with self._running(name) as runner:
+                runner.begin(micro, acts, before, scale, sums_wait=True)
+        sums = deque(step.sums)
+        for name, listed in groupby(step.acts, key=lambda each: each[1].module):
+            with self._running(name) as runner:
+                for place, (_, _, _, _, act, group) in listed:
+                    self._sum(sums, place)
+                    runner.carry_out(act, group if name == self._own else None)
+        self._sum(sums)
         passed = {name: self._end(name) for name in self._modules}
         for border in self._borders.values():
             border.end_step()
@@ -169,64 +181,34 @@ class ModulePasses:
             failure=failures[0] if failures else None,
         )
 
-    def _mine(self, each: ModuleAct) -> bool:
-        place = self._places[each.module]
-        return (each.pipeline, each.lane, each.stage) == (place.pipeline, place.lane, place.stage)
-
-    def _begin(
-        self, name: str, place: Place, order: Sequence[ModuleAct], batch: BatchPlan | ItemBatch, scale: float
-    ) -> None:
-        module = self._modules[name]
-        assert module.runner is not None
-        stages = len(module.layouts.plan.pipeline(place).stages)
-        before = (place.stage - 1) % stages
-        in_lane = [
-            each
-            for each in order
-            if (each.module, each.pipeline, each.lane) == (name, place.pipeline, place.lane)
-            and each.group is None
-        ]
-        passes = [
-            Pass("forward" if each.act.kind == "forward" else "backward", each.act.micro_batch, each.act.chunk)
-            for each in in_lane
-            if each.stage == before and each.act.what == "pass"
-        ]
-        mine = [each.act for each in in_lane if each.stage == place.stage]
-        micro = [group.items for group in batch.of(place)] if isinstance(batch, ItemBatch) else batch.of(place)
-        with self._running(name):
-            module.runner.begin(micro, mine, passes, scale, sums_wait=True)
+    def _sum(self, sums: deque[GradientSum], before: float = math.inf) -> None:
+        """Launches the sums of gradients that stand before this place in the order."""
+        while sums and sums[0].after < before:
+            self._modules[sums[0].module].launch_sum(sums.popleft().bucket)
 
     def _end(self, name: str) -> Passed:
-        module = self._modules[name]
-        if module.runner is None:
+        if name not in self._runners:
             return Passed(loss=0.0, count=0.0, tokens=0, samples=NO_SAMPLES)
-        with self._running(name):
-            passed = module.runner.end()
-        module.constants.check()
+        with self._running(name) as runner:
+            passed = runner.end()
+        self._modules[name].constants.check()
         return passed
 
     @contextmanager
-    def _running(self, name: str) -> Iterator[None]:
-        module = self._modules[name]
-        assert module.runner is not None
+    def _running(self, name: str) -> Iterator[StageRunner]:
+        runner = self._runners[name]
         # Nothing goes back into a module of items that is frozen.
-        trains = module.trained or name == self._own
-        with module.runner.running(), nullcontext() if trains else torch.no_grad():
-            yield
+        trains = self._modules[name].trained or name == self._own
+        with runner.running(), nullcontext() if trains else torch.no_grad():
+            yield runner
 
-    def _wanted(self, order: Sequence[ModuleAct], batches: _Batches) -> list[int]:
-        """The samples that this device reads, in their order."""
+    def _wanted(self, step: ModuleStep) -> list[int]:
+        """The samples that this device reads, in the order of their uses."""
         wanted: list[int] = []
-        for each in order:
-            if each.act.what != "pass" or each.act.kind != "forward" or each.module not in self._places:
-                continue
-            runner, batch = self._modules[each.module].runner, batches[each.module]
-            if runner is not None and self._mine(each) and runner.reads_in(each.act):
-                place = self._places[each.module]
-                if isinstance(batch, ItemBatch):
-                    wanted += [item.sample for item in batch.of(place)[each.act.micro_batch].items]
-                else:
-                    wanted += [piece.sample for piece in batch.of(place)[each.act.micro_batch]]
+        for _, each in step.acts:
+            act = each.act
+            if act.what == "pass" and act.kind == "forward" and self._runners[each.module].reads_in(act):
+                wanted += [piece.sample for piece in step.lanes[each.module].micro[act.micro_batch]]
         return wanted
 
 

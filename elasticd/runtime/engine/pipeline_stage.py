@@ -27,9 +27,12 @@ from elasticd_planner.spec.plan import Plan
 from torch import Tensor
 from torch.autograd.grad_mode import set_multithreading_enabled
 
+from elasticd.runtime.accelerator import DeviceLost
 from elasticd.runtime.comm.communicators import Peers
+from elasticd.runtime.comm.groups import Cancelled, PeerLost
 from elasticd.runtime.comm.running_group import OneDevice, running
 from elasticd.runtime.data.loader import Loader
+from elasticd.runtime.data.prefetch import NothingRead
 from elasticd.runtime.data.sample_ledger import draws_of, entries, hash_items, hash_samples
 from elasticd.runtime.engine.activation_checkpoint import recomputed_blocks
 from elasticd.runtime.engine.compiled_blocks import (
@@ -63,6 +66,7 @@ from elasticd.runtime.parallel.context_parallel import ContextParallel
 from elasticd.runtime.parallel.packed_row import PackedRow, passing
 from elasticd.runtime.parallel.sequence_parallel import TokenSlices, single
 from elasticd.runtime.telemetry.step_times import SequenceHere, Telemetry
+from elasticd.system.user_line import described
 from elasticd.wire.main_thread import BACKWARD, FORWARD, LOSS
 
 #: The sections around which more than their pass is to be done.
@@ -315,7 +319,11 @@ class StageRunner:
             else:
                 ends = number in step.last and step.last[number].micro_batch == index
                 graphs = chunk.separate if self._separate(number, last=ends) else chunk.graphs
-                state, counted = self._forward(act, micro, expected, chunk, graphs)
+                try:
+                    state, counted = self._forward(act, micro, expected, chunk, graphs)
+                except Exception as error:
+                    self._refuse_stand_in(error)
+                    raise
         step.passed += 1
         self._post_headers(step.order[step.passed + AHEAD : step.passed + 1 + AHEAD], step.expected)
         if act.kind == "backward":
@@ -529,6 +537,15 @@ class StageRunner:
             chunk.after.announce(index, x, state.ids)
             self._made[act] = [tensor.detach() for tensor in tensors(x)]
         return state, counted
+
+    def _refuse_stand_in(self, error: Exception) -> None:
+        """Raises NothingRead where a forward pass failed after a sample of the step could not be read: what
+        stands in for it may not fit the parts of samples that other devices read."""
+        failure = self._loader.failure
+        if failure is not None and not isinstance(error, Cancelled | PeerLost | DeviceLost | NothingRead):
+            raise NothingRead(
+                f"{failure}; what stands in for it does not go through the model: {described(error)}"
+            ) from failure
 
     def _worked(self, state: MicroBatchState, micro: MicroBatch, chunk: StageChunk, x: Bundle) -> None:
         """Counts the tokens of a micro-batch, now that its activation is here."""

@@ -51,6 +51,7 @@ class GradientReducer:
     #: on one device.
     squares: float | Tensor
     reached: set[str]  #: parameters of which this device had a gradient in the last step
+    queue: tuple[Bucket, ...]  #: that it reduces over communicators of their sets, in the order of launches
     most_bytes: int  #: largest sum of local gradients, buffers and kept gradients in the last step of ZeRO 2
 
     def __init__(
@@ -72,8 +73,7 @@ class GradientReducer:
         Args:
             device: this device.
             alone: pieces of gradients that no other device holds.
-            queue: the buckets that it reduces with others over communicators of their sets, in the order in
-                which they are launched.
+            queue: see above.
             passed_on: in rounds, those of sets without a communicator.
             peers: this device, and the other members of the plan.
             parameters: the local ones by name, each with the box that it holds.
@@ -85,7 +85,7 @@ class GradientReducer:
         """
         self._device, self._parameters = device, parameters
         self._keep_all, self._stopwatch = keep_all, stopwatch or Stopwatch()
-        self._alone, self._queue = tuple(alone), tuple(queue)
+        self._alone, self.queue = tuple(alone), tuple(queue)
         self._parts = [
             (piece.name, parameter, None if piece.box == held else piece.box.slices(held))
             for piece in alone
@@ -113,21 +113,21 @@ class GradientReducer:
 
     @property
     def begins(self) -> bool:
-        """Returns True if sums with other devices begin as sections end."""
-        return bool(self._queue)
+        """Returns True if it launches sums with other devices."""
+        return bool(self.queue)
 
     @property
     def sums(self) -> Iterator[tuple[Channel, int, torch.dtype]]:
         """All that it launches in a step: channels, numbers of elements, types."""
-        for bucket in self._queue:
+        for bucket in self.queue:
             yield Channel("reduce", bucket.devices), bucket.size, getattr(torch, bucket.dtype)
 
     def _begin(self) -> None:
         """Nothing of the step is sent yet."""
-        self._waits_for = {name: len(users) for name, users in self._users.items()} if self._queue else {}
-        self._missing = [len({piece.name for piece in bucket.pieces}) for bucket in self._queue]
+        self._waits_for = {name: len(users) for name, users in self._users.items()} if self.queue else {}
+        self._missing = [len({piece.name for piece in bucket.pieces}) for bucket in self.queue]
         self._left = Counter(self._pieces)
-        self._flying: list[tuple[Tensor, Any]] = []  # of the queue's first buckets
+        self._flying: dict[int, tuple[Tensor, Any]] = {}  # by the index of a bucket in the queue
         self._reached = set[str]()
         self._flat_bytes = 0
 
@@ -138,21 +138,26 @@ class GradientReducer:
             section: the one that the last micro-batch's backward pass has left, so that its gradients are all
                 that this device adds.
         """
-        if not self._queue:
+        if not self.queue:
             return
         for name in self._used_by.get(section, ()):
             self._waits_for[name] -= 1
             if self._waits_for[name] == 0:
                 for index in self._where.get(name, ()):
                     self._missing[index] -= 1
-        while len(self._flying) < len(self._queue) and not self._missing[len(self._flying)]:
-            self._launch()
+        while len(self._flying) < len(self.queue) and not self._missing[len(self._flying)]:
+            self.launch(len(self._flying))
 
-    def _launch(self) -> None:
+    def launch(self, index: int) -> None:
+        """Launches the sum of a bucket, to which this device adds nothing more in the step. A caller that does
+        not leave the order to `section_done` has one that is the same on all devices of a bucket.
+
+        Args:
+            index: of the bucket in `queue`.
+        """
         with self._stopwatch.measure("reduce"):
-            index = len(self._flying)
-            flat = self._flattened(self._queue[index])
-            self._flying.append((flat, self._teams[index].begin_all_reduce(flat)))
+            flat = self._flattened(self.queue[index])
+            self._flying[index] = flat, self._teams[index].begin_all_reduce(flat)
 
     def _flattened(self, bucket: Bucket) -> Tensor:
         """This device's term of a bucket. Gradients that are in it completely are dropped."""
@@ -209,15 +214,17 @@ class GradientReducer:
 
     def _landed(self) -> Iterator[tuple[Bucket, Tensor]]:
         """Every bucket with its sums, once all are launched."""
-        while len(self._flying) < len(self._queue):
-            self._launch()
+        for index in range(len(self.queue)):
+            if index not in self._flying:
+                self.launch(index)
         passed = list(self._passed())
         self.squares = sum_of_squares(self._gradients_alone())
         self.reached = self._reached
-        for index, (flat, work) in enumerate(self._flying):
+        for index, bucket in enumerate(self.queue):
+            flat, work = self._flying[index]
             self._teams[index].finish(work)
             self._flying[index] = (flat.new_empty(0), None)
-            yield self._queue[index], flat
+            yield bucket, flat
         yield from passed
 
     def __call__(self) -> None:

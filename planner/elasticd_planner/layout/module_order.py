@@ -184,25 +184,27 @@ def sections_done(order: Sequence[ModuleAct], view: Plan, spec: ModelSpec) -> di
 def sums_after(done: Mapping[str, int], buckets: Sequence[Bucket], spec: ModelSpec) -> tuple[int, ...]:
     """After which act of the order all members launch the sum of each bucket: a member does before the first of
     its own acts that comes later. Several sums at one place go in the order of modules in the plan, then of
-    buckets.
+    buckets. A place depends on the bucket alone, so that a device need not know the buckets of others.
 
     Args:
         done: what `sections_done` gives for the module.
-        buckets: all buckets of the module, in their order.
+        buckets: some buckets of the module.
         spec: of the module.
 
     Returns:
-        For each bucket an index in the order, never less than that of the bucket before.
+        For each bucket an index in the order.
     """
     users: dict[str, list[str]] = defaultdict(list)
     for alias, owner in spec.ties:
         users[owner].append(alias)
-    found, least = [], -1
-    for bucket in buckets:
-        for name in {piece.name for piece in bucket.pieces}:
-            least = max(least, *(done[section_of(user)] for user in (name, *users.get(name, ()))))
-        found.append(least)
-    return tuple(found)
+    return tuple(
+        max(
+            done[section_of(user)]
+            for name in {piece.name for piece in bucket.pieces}
+            for user in (name, *users.get(name, ()))
+        )
+        for bucket in buckets
+    )
 
 
 class _ModuleRun:

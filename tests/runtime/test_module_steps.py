@@ -1,0 +1,243 @@
+"""Steps of several modules: reading of samples, sums in their order, the next step made beside the update."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from elasticd_planner.layout.layouts import Layouts
+from elasticd_planner.spec.item_batch import ItemBatch
+from elasticd_planner.spec.plan import Plan
+
+from elasticd.runtime.comm.in_memory import run_threads, unpaced
+from elasticd.runtime.data.loader import sample_tokens
+from elasticd.runtime.data.options import DataOptions
+from elasticd.runtime.data.prefetch import NothingRead, SampleError
+from elasticd.runtime.engine import module_step
+from elasticd.runtime.engine.engine import Engine, first_state
+from tests.runtime.image_model import SEED, Captions
+from tests.runtime.test_modules import PLACEMENTS, STEPS, make_recipe, reference
+
+
+def train(
+    plan: Plan, data: Captions, look: Callable[[Engine], None] = lambda _: None, *, readers: int = 0
+) -> dict[str, list[float]]:
+    """The losses on each rank."""
+
+    def losses(memory: Any) -> list[float]:
+        recipe = replace(
+            make_recipe(micro_batch=plan.micro_batch), dataset=data, data=DataOptions(readers=readers)
+        )
+        layouts = Layouts(recipe.model.specs, plan)
+        engine = Engine(recipe, layouts, memory, unpaced)
+        engine.adopt(first_state(recipe.model, layouts, memory.me, SEED))
+        look(engine)
+        found = [engine.step(step, lambda: 0, lambda: 0).outcome.vote.loss for step in range(STEPS)]
+        engine.settle()
+        return found
+
+    return run_threads(plan.members, losses)
+
+
+class Counted(Captions):
+    """Notes which samples are read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read = Counter[int]()
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        self.read[index] += 1
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize(("name", "devices"), [("one device", 1), ("disjoint", 2)])
+def test_a_device_reads_a_sample_once_whatever_it_takes_of_it(name: str, devices: int) -> None:
+    """Its text and its images."""
+    data = Counted()
+    train(PLACEMENTS[name], data)
+    images = data.counts["images"]
+    assert data.read == {index: devices if count else 1 for index, count in enumerate(images)}
+
+
+class Parts(Captions):
+    """Gives parts of samples, and notes which were asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked = Counter[tuple[str, ...]]()
+
+    def part(self, index: int, items: Collection[str]) -> dict[str, Any]:
+        """A sample with these items alone."""
+        self.asked[tuple(items)] += 1
+        sample = super().__getitem__(index)
+        return sample if "images" in items else {key: sample[key] for key in sample if key != "images"}
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        raise AssertionError("parts are asked for")
+
+
+@pytest.mark.parametrize("readers", [0, 1])
+def test_a_device_asks_for_the_items_that_it_computes_with(readers: int) -> None:
+    data = Parts()
+    for losses in train(PLACEMENTS["disjoint"], data, readers=readers).values():
+        assert losses == pytest.approx(reference()[0], abs=1e-12)
+    having = sum(map(bool, data.counts["images"]))
+    if not readers:  # else the first ones are read again, alone
+        assert data.asked == {(): len(data), ("images",): having}
+    assert set(data.asked) == {(), ("images",)}
+
+
+class Sized(Captions):
+    """Says how many rows each image has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = [[len(image) for image in self[index]["images"]] for index in range(len(self))]
+        self.rows = {"images": sizes}
+
+
+def test_items_are_dealt_by_the_rows_that_the_dataset_says() -> None:
+    data, dealt = Sized(), list[int]()
+
+    def look(engine: Engine) -> None:
+        several = engine._several
+        assert several is not None
+        run = several.run
+
+        def noted(*arguments: Any) -> Any:
+            passed = run(*arguments)
+            assert several._now is not None
+            items = several._now[1].batches["vision"]
+            assert isinstance(items, ItemBatch)
+            dealt.extend(group.rows for _, group in items.walk())
+            return passed
+
+        several.run = noted  # type: ignore[method-assign]
+
+    plan = PLACEMENTS["one device"]
+    for losses in train(plan, data, look).values():
+        assert losses == pytest.approx(reference()[0], abs=1e-12)
+    assert sorted(dealt) == sorted(size for sizes in data.rows["images"] for size in sizes)
+
+
+def test_rows_that_do_not_fit_the_counts_are_refused() -> None:
+    data = Sized()
+    wrong = next(index for index, count in enumerate(data.counts["images"]) if count == 3)
+    data.rows["images"][wrong].pop()
+    with pytest.raises(ValueError, match=f"sample {wrong} has 3 images, and its rows have 2 numbers"):
+        train(PLACEMENTS["one device"], data)
+    data.rows["images"].pop()
+    with pytest.raises(ValueError, match="give it one for each"):
+        train(PLACEMENTS["one device"], data)
+
+
+def test_tokens_of_a_sample_are_those_of_its_text() -> None:
+    class ImagesFirst(Captions):
+        def __getitem__(self, index: int) -> dict[str, Any]:
+            sample = super().__getitem__(index)
+            return {key: sample[key] for key in ("images", "inputs", "targets")}
+
+    assert sample_tokens(ImagesFirst()) == sample_tokens(Captions())
+
+
+class Unreadable(Captions):
+    """One sample of the first step raises."""
+
+    def __init__(self, images: int) -> None:
+        super().__init__()
+        step = make_recipe().sampler.samples(0)
+        self.wrong = next(index for index in step if self.counts["images"][index] == images)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if index == self.wrong:
+            raise OSError("bad sector")
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("name", ["one device", "disjoint", "all samples in one micro-batch"])
+@pytest.mark.parametrize("images", [0, 2])
+def test_a_sample_that_cannot_be_read_is_named_on_all_ranks(name: str, images: int) -> None:
+    """What stands in for its text and for its images fits together."""
+    data, plan = Unreadable(images), PLACEMENTS[name]
+
+    def refused(memory: Any) -> None:
+        recipe = replace(make_recipe(micro_batch=plan.micro_batch), dataset=data)
+        layouts = Layouts(recipe.model.specs, plan)
+        engine = Engine(recipe, layouts, memory, unpaced)
+        engine.adopt(first_state(recipe.model, layouts, memory.me, SEED))
+        with pytest.raises(SampleError, match=f"sample {data.wrong} of the dataset") as refusal:
+            engine.step(0, lambda: 0, lambda: 0)
+        assert refusal.value.index == data.wrong
+
+    run_threads(plan.members, refused)
+
+
+def test_a_sample_for_which_nothing_stands_in_is_named() -> None:
+    """No other one has three images."""
+    data = Unreadable(3)
+    with pytest.raises(NothingRead, match=f"sample {data.wrong} of the dataset.*bad sector"):
+        train(PLACEMENTS["one device"], data)
+
+
+def test_the_next_step_is_made_beside_the_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+    order = module_step.module_order
+
+    def noted(*arguments: Any, **named: Any) -> Any:
+        made.append(threading.current_thread().name)
+        return order(*arguments, **named)
+
+    monkeypatch.setattr(module_step, "module_order", noted)
+    train(PLACEMENTS["one device"], Captions())
+    beside = [name.startswith("elasticd-batches") for name in made]
+    assert beside[:STEPS] == [False, True, True], "the one after the last may be under way"
+
+
+@pytest.mark.parametrize("name", ["fan-out: dp 1 to dp 4", "zero 2", "partly shared, unequal"])
+def test_a_sum_is_launched_at_its_place_in_the_order(name: str) -> None:
+    """Behind all acts of this device that come first, and before all others."""
+    early = []
+
+    def look(engine: Engine) -> None:
+        several, log = engine._several, list[tuple[str, Any]]()
+        assert several is not None
+        for module_name, module in engine.modules.items():
+            launch = module.launch_sum
+
+            def launched(bucket: int, name: str = module_name, launch: Callable[[int], None] = launch) -> None:
+                log.append(("sum", (name, bucket)))
+                launch(bucket)
+
+            module.launch_sum = launched  # type: ignore[method-assign]
+            if module.runner is not None:
+                carry_out = module.runner.carry_out
+
+                def carried(act: Any, group: Any = None, own: Any = carry_out) -> None:
+                    log.append(("act", act))
+                    own(act, group)
+
+                module.runner.carry_out = carried  # type: ignore[method-assign]
+        run = several.run
+
+        def checked(*arguments: Any) -> Any:
+            log.clear()
+            passed = run(*arguments)
+            assert several._now is not None
+            step = several._now[1]
+            expected: list[tuple[int, int, tuple[str, Any]]] = [
+                (place, 0, ("act", each.act)) for place, each in step.acts
+            ]
+            expected += [(each.after, 1, ("sum", (each.module, each.bucket))) for each in step.sums]
+            assert log == [each for *_, each in sorted(expected, key=lambda each: each[:2])]
+            early.append(any(step.sums) and log[-len(step.sums)][0] != "sum")
+            return passed
+
+        several.run = checked  # type: ignore[method-assign]
+
+    train(PLACEMENTS[name], Captions(), look)
+    assert any(early), "sums go beside passes"
