@@ -23,7 +23,7 @@ passes of the first rank in another module.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from heapq import heappop, heappush
 from typing import NamedTuple
 
@@ -35,6 +35,9 @@ from elasticd_planner.spec.batch import BatchPlan
 from elasticd_planner.spec.item_batch import GroupId, ItemBatch
 from elasticd_planner.spec.model import ModelSpec, section_of
 from elasticd_planner.spec.plan import Plan
+
+#: The time of a message from a pass to another one [us], and what goes over a border of modules.
+Delay = Callable[[ModulePass, ModulePass, GroupId | None], int]
 
 #: When a pass may begin whose input nobody makes yet.
 _FAR = 1 << 60
@@ -88,8 +91,9 @@ def module_pass_times(
     *,
     backward: bool = True,
     one_queue: bool = False,
+    delay: Delay | None = None,
 ) -> tuple[ModulePassTime, ...]:
-    """When the passes of that order run, in the order; messages take no time.
+    """When the passes of that order run, in the order.
 
     Args:
         plan: as for `module_order`; and all below.
@@ -98,11 +102,33 @@ def module_pass_times(
         backward: whether there are backward passes.
         one_queue: each device carries out its acts one after the other, so that the ends of a message wait for
             each other. Else messages go beside the passes.
+        delay: the time of a message from a pass to another one, of stages or of modules [us]; None: they take
+            none, as in the run that gives the order. Not with `one_queue`.
     """
     order = _ModuleRun(ModulePasses(plan, batches, schedule, backward=backward)).order
     if one_queue:
         _in_one_queue(order)
+    elif delay is not None:
+        _delayed(order, len(plan.members), delay)
     return tuple(ModulePassTime(_act(one, "pass"), one.begin, one.end) for one in order)
+
+
+def _delayed(order: Sequence[ModulePass], devices: int, delay: Delay) -> None:
+    """Sets the times of passes to those with messages that take time, beside the passes."""
+    free = [0] * devices
+    for one in order:
+        begin = 0
+        for device in one.group.devices:
+            if free[device] > begin:
+                begin = free[device]
+        for sender, name in one.receives:
+            came = sender.end + delay(sender, one, name)
+            if came > begin:
+                begin = came
+        one.begin = begin
+        one.end = begin + one.time
+        for device in one.group.devices:
+            free[device] = one.end
 
 
 def _in_one_queue(order: Sequence[ModulePass]) -> None:

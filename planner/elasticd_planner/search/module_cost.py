@@ -1,16 +1,15 @@
 """The costs of the modules of a problem: seconds of a step by the order of its passes, and bytes by device.
 
 A step is played as ranks carry it out (`layout.module_order`), with the mean number of items in each sample,
-which are dealt to lanes as in a step. That order knows no messages: what they add to a step of the module with
-the loss alone is added here, and what comes after all passes.
+which are dealt to lanes as in a step. Messages have their time, of which that order knows nothing. What comes
+after all passes is added.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 import numpy as np
@@ -20,12 +19,12 @@ from elasticd_planner.cost.model import KnownCosts, after_seconds, stage_times, 
 from elasticd_planner.cost.model_profile import ModelProfile
 from elasticd_planner.cost.profile_cost import ProfileCost
 from elasticd_planner.cost.schedule import passes
-from elasticd_planner.layout.module_order import module_pass_times
-from elasticd_planner.layout.module_passes import ROWS
+from elasticd_planner.layout.module_order import Delay, module_pass_times
+from elasticd_planner.layout.module_passes import ROWS, ModulePass
 from elasticd_planner.numeric import Floats
 from elasticd_planner.problem import ModuleProblem, Problem
 from elasticd_planner.spec.batch import BatchPlan, batch_plan
-from elasticd_planner.spec.item_batch import ItemBatch, SampleItem, item_batch
+from elasticd_planner.spec.item_batch import GroupId, ItemBatch, SampleItem, item_batch
 from elasticd_planner.spec.plan import ModulePlan, Pipeline, Plan, Stage
 
 #: Of a mean step so many items are dealt one by one; where there are more, some of a sample go together.
@@ -59,6 +58,10 @@ class ModuleCosts:
         self.modules = {module.name: module for module in problem.modules}
         self._profiles = {name: item_profile(module) for name, module in self.modules.items()}
         self._known: dict[tuple[str, int], KnownCosts] = defaultdict(KnownCosts)
+
+    def item_profile(self, name: str) -> ModelProfile:
+        """The profile of a module of items, of micro-batches of one item."""
+        return self._profiles[name]
 
     def cost(self, view: Plan) -> ProfileCost:
         """The cost of the module of a view, under that plan. Of a module of items a micro-batch is an item."""
@@ -110,9 +113,40 @@ class ModuleCosts:
     def seconds(self, plan: Plan) -> float:
         """Seconds of a mean step of a plan with times. Of a large job a part is played, see `_part`."""
         part, share = self._part(plan)
-        times = module_pass_times(part, self._batches(part, share), passes)
-        played = max(each.stop for each in times) / 1e6
-        return played + self._message_seconds(plan.view(self.problem.module)) + self.after_seconds(plan)
+        batches = self._batches(part, share)
+        times = module_pass_times(part, batches, passes, delay=self._delay(part, batches))
+        return max(each.stop for each in times) / 1e6 + self.after_seconds(plan)
+
+    def _delay(self, plan: Plan, batches: Mapping[str, BatchPlan | ItemBatch]) -> Delay:
+        """The time of messages [us]: between two stages of the module with the loss as its cost has it; of the
+        rows of an item, or of their gradient, by the slowest link between both ends."""
+        members, reach = plan.members, self.problem.cluster.reach
+        cost = self.cost(plan.view(self.problem.module))
+        items = {name: batch.pipelines for name, batch in batches.items() if isinstance(batch, ItemBatch)}
+        # By the devices of both ends, and the module of items: of any message, and of each row.
+        known: dict[tuple[tuple[int, ...], tuple[int, ...], str], tuple[float, float]] = {}
+
+        def timed(sender: tuple[int, ...], receiver: tuple[int, ...], module: str) -> tuple[float, float]:
+            if {*receiver} <= {*sender}:  # all of it is there
+                return 0.0, 0.0
+            link = reach(members[device] for device in (*sender, *receiver))
+            if module in items:
+                size = self._profiles[module].boundary_bytes
+                return 1e6 * link.latency, 1e6 * size / link.bandwidth
+            return 1e6 * cost.boundary(link) / 2, 0.0
+
+        def delay(sender: ModulePass, receiver: ModulePass, name: GroupId | None) -> int:
+            module, pipeline, lane, _ = sender.group.key
+            number = sender.index
+            if name is not None:
+                module, pipeline, lane, number = name
+            key = sender.group.devices, receiver.group.devices, module
+            if key not in known:
+                known[key] = timed(*key)
+            once, each = known[key]
+            return round(once + each * items[module][pipeline][lane][number].rows) if each else round(once)
+
+        return delay
 
     def _part(self, plan: Plan) -> tuple[Plan, float]:
         """A part of a large plan that stands for all of it, and how many times more items its samples have, so
@@ -145,20 +179,6 @@ class ModuleCosts:
             strategies=(strategy,), global_batch=samples, carriers=(), idle=(), prediction=None
         )
         return smaller, part * plan.global_batch / samples
-
-    def _message_seconds(self, view: Plan) -> float:
-        """Seconds that messages between stages add to the step of the module with the loss alone."""
-        cost, known = self.cost(view), self._known[view.module.module, view.micro_batch]
-        silent = 0.0
-        for lane in view.by_lane:
-            times = stage_times(lane, self.problem.cluster, self.problem.rates, cost, known)
-            times = replace(times, boundary=np.zeros_like(times.boundary))
-            if lane.chunks > 1:
-                seconds = cost.timing.interleaved(times, lane.micro_batches, lane.chunks)
-            else:
-                seconds = float(cost.timing.seconds(times, lane.micro_batches))
-            silent = max(silent, seconds)
-        return max(0.0, self.passes_seconds(view) - silent)
 
     def after_seconds(self, plan: Plan) -> float:
         """Seconds after all passes: each device reduces and updates the modules that it is in, one by one."""

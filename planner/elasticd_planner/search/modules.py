@@ -20,13 +20,13 @@ import msgspec
 
 from elasticd_planner.cost.memory import fits
 from elasticd_planner.cost.model_profile import with_room
-from elasticd_planner.cost.profile_cost import ProfileCost
 from elasticd_planner.numeric import EQUAL
 from elasticd_planner.placement.state_movement import bytes_to_move
 from elasticd_planner.problem import Answer, ModuleProblem, Problem, SearchSpace
 from elasticd_planner.readable import readable
 from elasticd_planner.search import given_plan
 from elasticd_planner.search.item_lanes import ItemLane, filled, weights
+from elasticd_planner.search.module_bound import ModuleBound
 from elasticd_planner.search.module_cost import ModuleCosts, item_profile
 from elasticd_planner.search.options import Form, form
 from elasticd_planner.search.task import UnitProblem, alive
@@ -405,26 +405,9 @@ class ModulePlanner:
 
     def _finished(self, plan: Plan) -> Plan:
         assert plan.prediction is not None
-        bound = min(self._bound(), plan.prediction.step_seconds)
+        bound = ModuleBound(self.problem, self.costs).seconds(plan.prediction.step_seconds)
         prediction = msgspec.structs.replace(plan.prediction, bound_seconds=bound)
         return plan.replace(number=self.number, prediction=prediction, reason=self._reason(plan))
-
-    def _bound(self) -> float:
-        """Seconds that no plan beats: of the module with the loss alone, and all work over all speed."""
-        problem = self.problem
-        if not self.tried:
-            self.loss_plan((), {}, None)
-        alone = self.tried[0].plan
-        own = alone.prediction.bound_seconds if alone is not None and alone.prediction is not None else 0.0
-        slowdowns = [rate_of(problem.rates, device.name) for device in alive(problem)]
-        work = min(
-            ProfileCost(problem.profile.sized(problem.profile.tokens / problem.micro_batch * size)).bound(
-                slowdowns, problem.global_batch // size
-            )
-            for size in problem.search_space.micro_batches or (problem.micro_batch,)
-        )
-        items = sum(self.costs.item_work(each) * each.items_a_sample for each in problem.modules)
-        return max(own, work + items * problem.global_batch / sum(1 / each for each in slowdowns))
 
     def _reason(self, plan: Plan) -> str:
         """One sentence for each module."""

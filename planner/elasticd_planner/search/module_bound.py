@@ -1,0 +1,119 @@
+"""A lower bound of plans of several modules: seconds that no plan of a problem beats.
+
+A step takes no less than
+
+- the passes of the module with the loss alone, and around them the forward pass of an item that the first
+  micro-batch needs, and the backward pass of one of the last. (Where samples have less than one item in the
+  mean, these micro-batches may need none.)
+- all work of all modules over the speed of all devices;
+
+and what comes after the passes of the module with the loss. The least over the settings and the numbers of
+pipelines of the larger of the two is the bound. On few devices the passes of the module with the loss are
+bounded by its layers at each position of a pipeline (`position_bound`).
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Sequence
+
+import msgspec
+
+from elasticd_planner.cost.profile_cost import ProfileCost
+from elasticd_planner.problem import Problem
+from elasticd_planner.search.bounds.position_bound import PositionBound
+from elasticd_planner.search.large import LargeSearch
+from elasticd_planner.search.module_cost import ModuleCosts
+from elasticd_planner.search.options import Settings, roomy, task_of
+from elasticd_planner.search.task import EXACT_DEVICES, Task, alive
+from elasticd_planner.spec.cluster import rate_of
+
+#: Times of played passes are whole microseconds: no bound is nearer to them than by this part.
+ROUNDED = 1e-3
+
+#: Numbers of pipelines whose passes are bounded one by one; of more these many, and those between are no
+#: quicker than the next larger one.
+NUMBERS = 16
+
+
+class ModuleBound:
+    """The bound of one problem."""
+
+    def __init__(self, problem: Problem, costs: ModuleCosts) -> None:
+        self._problem, self._costs = problem, costs
+        self._rates = [rate_of(problem.rates, device.name) for device in alive(problem)]
+        self._speed = sum(1 / rate for rate in self._rates)
+
+    def seconds(self, known: float) -> float:
+        """Seconds that no plan beats; `known`: those of a plan."""
+        problem, bound = msgspec.structs.replace(self._problem, modules=(), given=None, current=None), known
+        for setting in Settings(problem).listed:
+            task = task_of(setting.problem(problem), hopeful=True)
+            if setting.pipelines is None or roomy(task, setting.pipelines):
+                numbers = None if setting.pipelines is None else [setting.pipelines]
+                bound = min(bound, self._least(task, numbers, bound))
+        return bound
+
+    def _least(self, task: Task, numbers: Sequence[int] | None, known: float) -> float:
+        """Of one setting."""
+        search = LargeSearch(task)
+        numbers = numbers or search._numbers(every=True)
+        work, around = task.work_bound + self._item_seconds, self._around(task)
+        position = None
+        if search.devices <= EXACT_DEVICES and self._problem.search_space.interleave == 1:
+            position = PositionBound(task, search.kinds)
+        passes = _Passes(search, numbers)
+        for number in numbers:
+            after = search._least_after(number)
+            low = after + max(work, passes.of(number) + around)
+            if low < known and position is not None:
+                alone = position.least(number, passes.of(number) + after, known - around)
+                low = max(low, alone + around)
+            known = min(known, low * (1 - ROUNDED))
+        return known
+
+    @property
+    def _item_seconds(self) -> float:
+        """Work of all items of a step over the speed of all devices."""
+        items = sum(self._costs.item_work(each) * each.items_a_sample for each in self._problem.modules)
+        return items * self._problem.global_batch / self._speed
+
+    def _around(self, task: Task) -> float:
+        """The least seconds of the passes of an item before and after those of the module with the loss."""
+        found, links = 0.0, task.cluster.links
+        for module in self._problem.modules:
+            if module.items_a_sample < 1:
+                continue
+            profile = self._costs.item_profile(module.name)
+            cost, quickest = ProfileCost(profile), math.inf
+            for width in cost.widths(len(self._rates)):
+                for link in links:
+                    group = cost.group((min(self._rates),) * width, (1,) * width, link)
+                    seconds = profile.layers * group.block + group.embed + group.head
+                    quickest = min(quickest, seconds if module.trained else seconds * profile.forward)
+            found = max(found, quickest)
+        return found
+
+
+class _Passes:
+    """Seconds that the passes of the module with the loss alone take at least, by the number of pipelines."""
+
+    def __init__(self, search: LargeSearch, numbers: Sequence[int]) -> None:
+        self._search = search
+        some = len(numbers) > NUMBERS
+        places = {round((len(numbers) - 1) * (k / NUMBERS) ** 2) for k in range(NUMBERS + 1)}
+        self._numbers = sorted(numbers[place] for place in places) if some else list(numbers)
+        self._known: dict[int, float] = {}
+
+    def of(self, pipelines: int) -> float:
+        """More pipelines never raise the bound."""
+        number = self._numbers[bisect_left(self._numbers, pipelines)]
+        if number not in self._known:
+            search = self._search
+            self._known[number] = (
+                search._proved(number) - search._least_after(number)
+                if search.devices <= EXACT_DEVICES
+                else search.bound(number, search.task.fixed_tp)
+            )
+        return self._known[number]
