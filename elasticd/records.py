@@ -11,7 +11,7 @@ from typing import Literal, TypeVar
 
 import msgspec
 from elasticd_planner.cost.model_profile import ModelProfile, Numbers
-from elasticd_planner.problem import Problem
+from elasticd_planner.problem import ModuleProblem, Problem
 from elasticd_planner.profiling.samples import ModelBytes
 from elasticd_planner.spec.cluster import Device
 from elasticd_planner.spec.model import ModelSpec, Specs
@@ -407,6 +407,8 @@ class ProfileRecord(StoredValue, frozen=True, kw_only=True, tag="job-profile"):
     lengths: Lengths | None = None  # of sequences, that it is for (None: all as the spec says)
     plan: int = 0  # number of the plan in force when it was written
     step_seconds: float | None = None  # predicted of a step under that plan, by this profile
+    #: of items, of a job of several modules; the profile is of the one with the loss
+    modules: tuple[ModuleProblem, ...] = ()
     version: int = RECORD_VERSION
 
 

@@ -214,6 +214,7 @@ def trained(
         "state": engine.state(),
         "encoder": encoder,
         "losses": [each.outcome.vote.loss for each in done],
+        "measured": [each.measurement for each in done],
         "weights": {
             module.prefix + name: (box, parameter.detach())
             for module in engine.modules.values()
@@ -335,6 +336,35 @@ def test_each_row_that_is_lacking_goes_over_a_border_once_each_way() -> None:
     assert sum(rows for source, _, rows in apart if source == "a/0") == ROWS
     assert sum(rows for source, _, rows in apart if source == "a/1") == ROWS
     assert not counted(PLACEMENTS["one device"])
+
+
+def test_each_module_is_measured_by_itself() -> None:
+    """A device that only encodes, one that only decodes, and two in a TP group of both."""
+    plan = plan_of(
+        [pipeline(1, stage(0, 2, ("a/0", 3), ("a/1", 1))), pipeline(1, stage(0, 2, ("b/0", 1)))],
+        [pipeline(5, stage(0, 2, ("a/0", 1), ("a/1", 1)), stage(2, 5, ("b/1", 1)))],
+    )
+    results = run_threads(plan.members, lambda memory: trained(memory.me, plan, cast(PlanGroups, memory)))
+    for step in range(STEPS):
+        measured = {device: result["measured"][step] for device, result in results.items()}
+        images = images_of(step)
+        assert {device for device in measured if measured[device].modules} == {"a/0", "a/1", "b/0"}
+        vision = {device: each.modules["vision"] for device, each in measured.items() if each.modules}
+        assert vision["a/0"].items == vision["a/1"].items
+        assert vision["a/0"].items + vision["b/0"].items == len(images)
+        assert vision["a/0"].tokens + vision["b/0"].tokens == sum(images)
+        assert [vision[name].block_work for name in ("a/0", "a/1")] == [
+            2 * vision["a/0"].tokens * part for part in (0.75, 0.25)
+        ]
+        assert (vision["b/0"].block_seconds > 0) == (vision["b/0"].items > 0)
+        assert not vision["b/0"].tensor_seconds
+        assert (vision["a/0"].tensor_seconds > 0) == (vision["a/0"].items > 0)
+        assert (vision["a/0"].head_seconds > 0) == (vision["a/0"].items > 0)
+        alone = measured["b/0"]  # in the module with the loss it has no place
+        assert alone.block_work == alone.block_seconds == alone.tensor_seconds == alone.reduce_seconds == 0
+        assert alone.micro_batches == 0
+        assert vision["b/0"].reduce_seconds > 0
+        assert measured["b/1"].block_work == 3 * measured["b/1"].tokens > 0
 
 
 def test_a_frozen_encoder_gets_no_gradient_and_keeps_no_state() -> None:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Mapping
 
 import msgspec
 from elasticd_planner.cost.model_profile import ModelProfile, derive, suited
 from elasticd_planner.detection.lengths import attention_rise, evaluated
-from elasticd_planner.detection.stragglers import expectation, observe
+from elasticd_planner.detection.module_work import as_one
+from elasticd_planner.detection.stragglers import Observed, expectation, observe
 from elasticd_planner.layout.module_passes import ROWS
 from elasticd_planner.placement.state_movement import bytes_to_move
 from elasticd_planner.policy.policy import Decision, decide, measured_price
 from elasticd_planner.policy.stability import payoff_horizon, settled
 from elasticd_planner.problem import ModuleProblem, Problem, SearchSpace
-from elasticd_planner.profiling.fit import fit
+from elasticd_planner.profiling.fit import fit, fit_modules
 from elasticd_planner.profiling.section_bytes import with_bytes
 from elasticd_planner.readable import counted, readable_seconds
 from elasticd_planner.spec.cluster import Cluster, Device, Node, node_of
@@ -32,6 +34,7 @@ from elasticd.machines.job.measurements import (
     all_reduce_probes,
     data_lengths,
     idle_probes,
+    item_counts,
     lane_shares,
     step_prediction,
 )
@@ -117,13 +120,31 @@ def _left_out(turn: Turn, report: Report) -> None:
         turn.note("no_progress", now.words, step=first, count=now.count)
 
 
+def _judged(turn: Turn, plan: Plan, step: Step) -> Observed:
+    """The slowdowns after a whole step."""
+    job, detect = turn.job, turn.settings.detect
+    if job.profile is None:
+        return observe(job.rates, step, detect)
+    if len(plan.modules) == 1:
+        return observe(job.rates, step, detect, expectation(job.profile, plan))
+    rates = job.rates
+    step = as_one(step, plan, _profiles(turn, plan, job.profile), rates.rates, max(detect.noise, rates.noise))
+    return observe(rates, step, detect)
+
+
+def _profiles(turn: Turn, plan: Plan, profile: ModelProfile) -> dict[str, ModelProfile]:
+    """Of all modules of a plan of several, by name; `profile` is that of the module with the loss."""
+    others = {module.name: module.profile for module in turn.job.modules}
+    return {**others, plan.loss_module.module: profile}
+
+
 def _observe(turn: Turn, plan: Plan, step: Step) -> None:
     """A whole step: who became slow or recovered, and one more sample for the profile's fit."""
-    work = expectation(turn.job.profile, plan) if turn.job.profile is not None else None
-    rates, changes = observe(turn.job.rates, step, turn.settings.detect, work)
+    rates, changes = _judged(turn, plan, step)
     last = tuple(known for known in turn.job.last_steps if known.plan == plan.number)
     turn.set(rates=rates, last_steps=(*last, step)[-MOST_RECENT:])
     data_lengths.measured(turn, step)
+    item_counts.measured(turn, plan, step)
     lane_shares.measured(turn, plan, step)
     idle_probes.told(turn, changes)
     profile = turn.job.profile
@@ -147,7 +168,10 @@ def _fit(turn: Turn, plan: Plan) -> None:
     try:
         packed = data_lengths.packed(turn.job)
         links = step_prediction.links_of(turn.settings)
-        profile = fit(profile, plan.loss_view, sampled, links, turn.job.rates.rates, packed)
+        if len(plan.modules) > 1:
+            profile = _fit_modules(turn, plan, profile)
+        else:
+            profile = fit(profile, plan, sampled, links, turn.job.rates.rates, packed)
     except Invalid as error:  # what the workers measured makes no sense
         turn.note("refused", f"the profile stays as it is: {error}", number=plan.number)
         return
@@ -164,10 +188,27 @@ def _fit(turn: Turn, plan: Plan) -> None:
     turn.note("fitted", text, number=plan.number, block_seconds=block, step_seconds=seconds)
 
 
+def _fit_modules(turn: Turn, plan: Plan, profile: ModelProfile) -> ModelProfile:
+    """Fits the profiles of all modules. Returns that of the module with the loss. Raises Invalid as `fit`."""
+    job, settings, loss = turn.job, turn.settings, plan.loss_module.module
+
+    def modules(profiles: Mapping[str, ModelProfile]) -> tuple[ModuleProblem, ...]:
+        return tuple(msgspec.structs.replace(each, profile=profiles[each.name]) for each in job.modules)
+
+    def predicted(profiles: Mapping[str, ModelProfile]) -> float:
+        own, others = profiles[loss], modules(profiles)
+        return step_prediction.modules_seconds(plan, settings, own, others, job.rates.rates)
+
+    links, known = step_prediction.links_of(settings), _profiles(turn, plan, profile)
+    fitted = fit_modules(known, plan, job.sampled, links, predicted, job.rates.rates)
+    turn.set(modules=modules(fitted))
+    return fitted[loss]
+
+
 def _teaches(turn: Turn, plan: Plan, profile: ModelProfile) -> bool:
     """Whether steps of `plan` tell what the profile only guesses: seconds, before the first fit, or those of
     an all-reduce in groups as wide as the plan's, which may have been rehearsed, but not in steps."""
-    if not profile.fitted:
+    if not profile.fitted or not all(module.profile.fitted for module in turn.job.modules):
         return True
     known = profile.collective_seconds.keys() - turn.job.rehearsed
     return profile.block.collectives > 0 and not plan.loss_view.tp_widths <= known
@@ -202,6 +243,8 @@ def _request(turn: Turn) -> None:
     assert job.spec is not None
     if job.profile is None:
         all_reduce_probes.learn(turn, first_profile(job.spec, turn.settings.flops))
+    if job.spec.modules and not job.modules:  # it is new, or its last leader knew none of them
+        turn.set(modules=module_problems(job.spec, turn.settings.flops))
     profile = turn.job.profile
     assert profile is not None
     stays = job.plan is not None and (not profile.fitted or _kept(turn))
@@ -262,20 +305,17 @@ def first_profile(spec: JobSpec, flops: float) -> ModelProfile:
     return evaluated(profile, before, spec.packed.lengths, rise, rows=True)
 
 
-def module_problems(spec: JobSpec, flops: float, pace: float = 1.0) -> tuple[ModuleProblem, ...]:
-    """The modules of items of a job, by their shapes; none of a job of one module.
+def module_problems(spec: JobSpec, flops: float) -> tuple[ModuleProblem, ...]:
+    """The modules of items of a job before its first step, by their shapes; none of a job of one module.
 
     Args:
         spec: the record of the job.
         flops: of a device [1/s].
-        pace: how many times as long as by these a block takes in fact.
     """
     return tuple(
         ModuleProblem(
             name=module.name,
-            profile=suited(
-                derive(module.model, module.rows_an_item or ROWS, 1, flops=flops / pace), spec.numbers
-            ),
+            profile=suited(derive(module.model, module.rows_an_item or ROWS, 1, flops=flops), spec.numbers),
             items=module.items,
             items_a_sample=max(module.items_a_sample, _FEW),
             rows_an_item=module.rows_an_item or ROWS,
@@ -308,15 +348,41 @@ def _basis(turn: Turn, devices: tuple[Device, ...], profile: ModelProfile) -> Ba
     slow = {name: rate for name, rate in rates.items() if name in names}
     packed = data_lengths.packed(turn.job)
     lanes = turn.settings.policy.lanes or (len(devices) if packed is not None and packed.cut else 1)
-    return Basis(devices=devices, rates=slow, profile=profile, interleave=chunks, lanes=lanes, packed=packed)
+    return Basis(
+        devices=devices,
+        rates=slow,
+        profile=profile,
+        interleave=chunks,
+        lanes=lanes,
+        packed=packed,
+        modules=_modules(turn, profile),
+    )
+
+
+def _modules(turn: Turn, profile: ModelProfile) -> tuple[ModuleProblem, ...]:
+    """The modules of items. Those that no steps have taught take as many times longer than by their shapes as
+    the module with the loss does."""
+    spec, flops = turn.job.spec, turn.settings.flops
+    if spec is None or not spec.modules:
+        return ()
+    pace = profile.block.seconds / first_profile(spec, flops).block.seconds
+    listed = turn.job.modules or module_problems(spec, flops)
+    return tuple(module if module.profile.fitted else _paced(module, pace) for module in listed)
+
+
+def _paced(module: ModuleProblem, pace: float) -> ModuleProblem:
+    profile = module.profile
+    sections = {
+        name: msgspec.structs.replace(section, seconds=section.seconds * pace)
+        for name, section in (("embed", profile.embed), ("block", profile.block), ("head", profile.head))
+    }
+    return msgspec.structs.replace(module, profile=msgspec.structs.replace(profile, **sections))
 
 
 def _problem(turn: Turn, basis: Basis, spec: JobSpec) -> Problem:
-    flops = turn.settings.flops
-    pace = basis.profile.block.seconds / first_profile(spec, flops).block.seconds if spec.modules else 1.0
     return Problem(
         module=loss_module(spec),
-        modules=module_problems(spec, flops, pace),
+        modules=basis.modules,
         cluster=_cluster(turn, basis.devices),
         profile=basis.profile,
         global_batch=spec.global_batch,

@@ -179,10 +179,14 @@ class Engine:
         self.scaler = LossScaler(precision.scale) if precision is not None and precision.scale else None
         self.guard = StabilityGuard(recipe.stability, scaled=self.scaler is not None)
         graph = recipe.model.graph
-        # Measurements are those of the module that computes the loss. The last one has the stopwatch's marks.
+        # Of modules of items each has its own. The last one, of the module with the loss, has the stopwatch's
+        # marks.
         apart = {
-            name: Telemetry(self.device, plan_groups.stopwatch) for name in (graph.encoders if graph else ())
+            name: Telemetry(self.device, plan_groups.stopwatch, spans=spans_of(accelerator))
+            for name in (graph.encoders if graph else ())
+            if self.device in layouts.views[name].plan.places
         }
+        self._apart = apart
         self._telemetry = Telemetry(
             self.device,
             plan_groups.stopwatch,
@@ -463,7 +467,7 @@ class Engine:
             self.meet()
             batch, passed = self._passes(step)
             # The one wait for the device in a step: all its gradients are reduced then.
-            reduced = [module.zero.reduce() for module in self.modules.values()]
+            reduced = [module.reduce() for module in self.modules.values()]
             loss, count, *terms = self.accelerator.read(passed.loss, passed.count, *reduced, check=self.check)
             self._arrived()
             squares = sum(terms) / self.scale**2
@@ -512,6 +516,7 @@ class Engine:
                 slowdown=self._batches.slowdown_of(self.device),
                 batch=self._batches.summary(batch) if self.rank == 0 else None,
                 longest_so_far=self._recipe.feed.longest,
+                modules=self._apart,
             )
             return StepDone(outcome=outcome, samples=batch.samples(), measurement=measurement)
 

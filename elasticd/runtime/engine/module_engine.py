@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Collection, Mapping
+from contextlib import nullcontext
 from typing import TypeVar
 
 from elasticd_migration.local_state import LocalState, Owned, install
@@ -67,6 +68,7 @@ class ModuleEngine:
     reducer: GradientReducer  #: reduces its gradients, and measures the seconds of that
     slices: TokenSlices | None  #: those of its TP group, under sequence parallelism
     constants: Constants  #: the buffers that no pass may change
+    telemetry: Telemetry | None  #: of a module of items, of that alone
 
     def __init__(
         self,
@@ -108,7 +110,8 @@ class ModuleEngine:
         self.zero = ZeroState(layouts, peers, local, self.reducer, recipe.master, recipe.accelerator)
         self.constants = Constants(local.modules)
         self.owned: list[Owned] = []
-        self._telemetry = telemetry if gives is not None else None  # of this module alone
+        here = peers.me in layouts.plan.places
+        self.telemetry = telemetry if gives is not None and here else None
         self._frozen = {name: p for name, (_, p) in local.parameters.items() if not p.requires_grad}
         self.slices = self.runner = None
         if peers.me in layouts.plan.places:
@@ -208,7 +211,8 @@ class ModuleEngine:
     def launch_sum(self, bucket: int) -> None:
         """Launches a sum of gradients; see `GradientReducer.launch`."""
         self._before_sums()
-        self.reducer.launch(bucket)
+        with self.telemetry.apart("reduce") if self.telemetry is not None else nullcontext():
+            self.reducer.launch(bucket)
 
     def adopt(self, state: LocalState) -> None:
         """Loads the module's part of a state into the local modules."""
@@ -228,14 +232,21 @@ class ModuleEngine:
             digest = hashlib.blake2b(f"{seed}/{self.name}".encode(), digest_size=7).digest()
             seed = int.from_bytes(digest, "big")
         self.local.drawing.begin(seed, step, dataset=self._seed)
-        if self._telemetry is not None:
-            self._telemetry.forget()
+        if self.telemetry is not None:
+            self.telemetry.begin()
 
     @property
     def reached(self) -> set[str]:
         """The parameters that a backward pass of the step reached here, as `owned` names them."""
         own = self.reducer.reached
         return {self.prefix + name for name in own} if self.prefix else own
+
+    def reduce(self) -> float | Tensor:
+        """See `ZeroState.reduce`."""
+        if self.telemetry is None:
+            return self.zero.reduce()
+        with self.telemetry.apart("reduce"):
+            return self.zero.reduce()
 
     def agree(self, unreached: Collection[str]) -> list[Tensor]:
         """See `ZeroState.agree`; names are as in `owned`."""

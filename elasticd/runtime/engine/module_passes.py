@@ -197,9 +197,11 @@ class ModulePasses:
     @contextmanager
     def _running(self, name: str) -> Iterator[StageRunner]:
         runner = self._runners[name]
+        module = self._modules[name]
         # Nothing goes back into a module of items that is frozen.
-        trains = self._modules[name].trained or name == self._own
-        with runner.running(), nullcontext() if trains else torch.no_grad():
+        trains = module.trained or name == self._own
+        apart = module.telemetry.apart("tensor") if module.telemetry is not None else nullcontext()
+        with runner.running(), nullcontext() if trains else torch.no_grad(), apart:
             yield runner
 
     def _wanted(self, step: ModuleStep) -> list[int]:

@@ -521,9 +521,9 @@ class StageRunner:
             state.received = x = self._cut(x)
             self._worked(state, micro, chunk, x)
         else:
-            telemetry.mark()
             if self._takes:
                 x = self._with_items(state, index, micro, batch)
+            telemetry.mark()
             x = self._precision.entering(x) if self._precision else x
         for parts in graphs:
             x = self._segment(state, micro, chunk, parts, x)
@@ -532,7 +532,7 @@ class StageRunner:
             counted = self._loss_of(state, x, batch)
             telemetry.passed("head")
         else:
-            telemetry.passed("forward")
+            telemetry.passed("head" if chunk.ends_with_head else "forward")
             x = x if chunk.ends_with_head else self._joined(x)
             chunk.after.announce(index, x, state.ids)
             self._made[act] = [tensor.detach() for tensor in tensors(x)]

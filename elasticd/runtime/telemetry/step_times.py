@@ -1,16 +1,18 @@
-"""What a step cost on this device, by clocks alone: computation apart from communication.
+"""Times of a step on this device, by clocks alone: computation apart from communication.
 
-The host's clock tells where the host computes. For a device that computes behind its back, `spans` tell.
+The host's clock tells where the host computes. For a device that computes behind its back, `spans` tell. Each
+module that the device computes with has a `Telemetry` of its own.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from elasticd_planner.spec.batch import BatchSummary
-from elasticd_planner.spec.measurement import Measurement
+from elasticd_planner.spec.measurement import Measurement, ModuleMeasurement
 from elasticd_planner.spec.sequence_lengths import bucket
 
 from elasticd.runtime.accelerator import CPU
@@ -19,6 +21,8 @@ from elasticd.runtime.telemetry.device_timer import Spans
 
 #: What a block's computation is told apart in.
 PASSES = ("blocks", "forward", "backward", "recompute")
+#: Communication that is told apart by modules.
+_OF_MODULES = ("tensor", "reduce")
 
 
 class SequenceHere(NamedTuple):
@@ -27,6 +31,18 @@ class SequenceHere(NamedTuple):
     tokens: int  #: here, padding included
     length: int  #: of the whole sequence, padding included
     begins: bool  #: its first token is here, so that it is counted here
+
+
+class _Counts(NamedTuple):
+    """What a step's passes were on: as in `Measurement`."""
+
+    tokens: int
+    work: float
+    squares: float
+    longest: int
+    shortest: int
+    sequence_tokens: int
+    lengths: dict[int, int]
 
 
 class Telemetry:
@@ -53,6 +69,7 @@ class Telemetry:
         self._start = time.perf_counter()
         self._stopwatch.take()
         self._compute = dict.fromkeys((*PASSES, "embed", "head", "optimizer"), 0.0)
+        self._apart = dict.fromkeys(_OF_MODULES, 0.0)
         self.forget()
         self._compute["optimizer"], self._optimizer = self._optimizer, 0.0
 
@@ -119,6 +136,7 @@ class Telemetry:
         slowdown: int = 0,
         batch: BatchSummary | None = None,
         longest_so_far: int = 0,
+        modules: Mapping[str, Telemetry] | None = None,
     ) -> Measurement:
         """The measurement of the step that ends now.
 
@@ -128,28 +146,18 @@ class Telemetry:
             slowdown: of this device's lane [64ths], see `Measurement`.
             batch: the packed batch of the step, if this device is to tell of it.
             longest_so_far: tokens of the longest sequence of any step.
+            modules: the other modules that this device computes with, by name; all are of items.
 
         Returns:
             Times in seconds, work in tokens x blocks, memory in bytes.
         """
+        others = {name: module.measured() for name, module in modules.items()} if modules else {}
         spent, compute = self._stopwatch.take(), self._compute
         if self._spans is not None:
             for kind, seconds in self._spans.take().items():
                 to = spent if kind in INSIDE else compute
                 to[kind] = to.get(kind, 0.0) + seconds
-        tokens = longest = shortest = sequence_tokens = 0
-        work = squares = 0.0
-        lengths: dict[int, int] = {}
-        for each, blocks, sequences in self._worked:
-            tokens += each
-            work += each * blocks
-            for here, length, begins in sequences:
-                squares += here * length
-                longest, shortest = max(longest, length), min(shortest or length, length)
-                sequence_tokens += here
-                if begins:
-                    at = bucket(length)
-                    lengths[at] = lengths.get(at, 0) + 1
+        tokens, work, squares, longest, shortest, sequence_tokens, lengths = self._counts()
         return Measurement(
             device=self._device,
             plan=plan,
@@ -181,4 +189,61 @@ class Telemetry:
             lengths=lengths,
             modalities=self._modalities,
             memory_bytes=self._memory(),
+            modules=others,
         )
+
+    @contextmanager
+    def apart(self, label: str) -> Iterator[None]:
+        """Around passes ("tensor") or sums ("reduce") of a module of items: what is communicated in them under
+        this label counts for that module."""
+        stopwatch = self._stopwatch
+        marks, stopwatch.marks = stopwatch.marks, self._spans
+        before = stopwatch.read(label)
+        try:
+            yield
+        finally:
+            stopwatch.marks = marks
+            self._apart[label] += stopwatch.read(label) - before
+
+    def measured(self) -> ModuleMeasurement:
+        """The measurement of a module of items in the step that ends now. What its communication took counts
+        for no other module any more."""
+        compute, spent = self._compute, self._apart
+        for label, seconds in spent.items():
+            if seconds:
+                self._stopwatch.seconds[label] -= seconds
+        if self._spans is not None:
+            for kind, seconds in self._spans.take().items():
+                to = spent if kind in INSIDE else compute
+                to[kind] = to.get(kind, 0.0) + seconds
+        counts = self._counts()
+        return ModuleMeasurement(
+            block_seconds=compute["blocks"] + compute["forward"] + compute["backward"],
+            block_work=counts.work,
+            tokens=counts.tokens,
+            items=len(self._worked),
+            squares=counts.squares,
+            forward_seconds=compute["forward"],
+            backward_seconds=compute["backward"],
+            again_seconds=compute["recompute"],
+            embed_seconds=compute["embed"],
+            head_seconds=compute["head"],
+            tensor_seconds=spent["tensor"],
+            reduce_seconds=spent["reduce"],
+        )
+
+    def _counts(self) -> _Counts:
+        tokens = longest = shortest = sequence_tokens = 0
+        work = squares = 0.0
+        lengths: dict[int, int] = {}
+        for each, blocks, sequences in self._worked:
+            tokens += each
+            work += each * blocks
+            for here, length, begins in sequences:
+                squares += here * length
+                longest, shortest = max(longest, length), min(shortest or length, length)
+                sequence_tokens += here
+                if begins:
+                    at = bucket(length)
+                    lengths[at] = lengths.get(at, 0) + 1
+        return _Counts(tokens, work, squares, longest, shortest, sequence_tokens, lengths)

@@ -291,8 +291,7 @@ def _middle_change(table: Floats, residuals: Floats) -> float | None:
 
 
 def expectation(profile: ModelProfile, plan: Plan) -> Callable[[Step], Floats]:
-    """The function `work` of `observe` for the members of `plan`. Of several modules it is about the one with
-    the loss, whose seconds are measured.
+    """The function `work` of `observe` for the members of a plan of one module; of several see `module_work`.
 
     The work of a device [devices] is tokens x layers x share. From the profile come two corrections: a share in
     a wide TP group takes longer than that part of the whole, and each pass of a block has a fixed time. How the
@@ -301,7 +300,6 @@ def expectation(profile: ModelProfile, plan: Plan) -> Callable[[Step], Floats]:
     block = profile.block
     if not block.slowdown and not block.fixed_seconds:
         return lambda step: step.column("block_work")
-    plan = plan.loss_view
     seats, fixed = plan.seats, block.fixed_seconds / block.seconds
     # The last ones are of a device that does not compute under this plan.
     slowdown = np.append(block.factors(seats.width)[seats.group], 1.0)

@@ -10,7 +10,7 @@ a group's is computed once.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -47,12 +47,76 @@ def fit(
     Invalid where steps are missing."""
     rates = rates or {}
     measured = _Measured.of(plan, steps, rates)
+    return _calibrated(_taught(profile, plan, measured), plan, measured, cluster, rates, packed)
+
+
+def fit_modules(
+    profiles: Mapping[str, ModelProfile],
+    plan: Plan,
+    steps: Sequence[Step],
+    cluster: Cluster,
+    predicted: Callable[[Mapping[str, ModelProfile]], float],
+    rates: Rates | None = None,
+) -> dict[str, ModelProfile]:
+    """The profiles of the modules of a plan of several, each with the seconds of its own passes.
+
+    A step's time follows from all modules together: what they do not explain is the overhead of the module with
+    the loss, and what they overstate scales all of them down.
+
+    Args:
+        profiles: by module.
+        plan: that was in force.
+        steps: of the plan, at least ten; others are left out.
+        cluster: of which the links count.
+        predicted: gives the seconds of a step of the plan by some profiles.
+        rates: of the devices while they were measured.
+
+    Returns:
+        By module. One of items stays as it is where fewer than ten steps had any.
+
+    Raises:
+        Invalid: steps are missing.
+    """
+    fitted, total = dict(profiles), 0.0
+    for module in plan.modules:
+        name, view = module.module, plan.view(module.module)
+        own = [step.modules[name] for step in steps if name in step.modules] if module.items else steps
+        measured = _Measured.of(view, own, rates or {})
+        if not module.items:
+            total = _median(measured.column("step_seconds").max(axis=1)) if len(measured.table) else 0.0
+        elif len(measured.table) < STEPS:
+            continue
+        if not module.trainable:
+            measured = measured.both_ways(profiles[name].forward)
+        taught = _taught(profiles[name], view, measured)
+        if module.trainable:
+            scale = _reduction(taught, view, measured, cluster)[1]
+            taught = msgspec.structs.replace(taught, reduction_scale=scale)
+        fitted[name] = taught
+    explained = predicted(fitted)
+    if not total > 0 or not math.isfinite(explained):
+        return fitted
+    loss, shrink = plan.loss_module.module, min(1.0, total / explained)
+    scaled = {
+        name: msgspec.structs.replace(
+            profile, reduction_scale=profile.reduction_scale * shrink, pipeline_scale=shrink
+        )
+        if profile.fitted
+        else profile
+        for name, profile in fitted.items()
+    }
+    overhead = max(0.0, total - explained)
+    return {**scaled, loss: msgspec.structs.replace(scaled[loss], overhead_seconds=overhead)}
+
+
+def _taught(profile: ModelProfile, plan: Plan, measured: _Measured) -> ModelProfile:
+    """The profile with the seconds of passes that were measured, and nothing besides."""
     if (count := len(measured.table)) < STEPS:
         refuse(f"profile {profile.name}: a fit needs {STEPS} steps of plan {plan.number}, not {count}")
     some = measured.sample()
     collectives = _collectives(profile, some)
     by_token = profile.collective_token_seconds
-    fitted = msgspec.structs.replace(
+    return msgspec.structs.replace(
         profile,
         **_sections(profile, some),
         collective_seconds={**profile.collective_seconds, **collectives},
@@ -63,7 +127,6 @@ def fit(
         overhead_seconds=0.0,
         fitted=True,
     )
-    return _calibrated(fitted, plan, measured, cluster, rates, packed)
 
 
 def predicted_seconds(
@@ -103,7 +166,8 @@ class _Measured:
     group: Ints  # [members]; and both below
     part: Floats
     rate: Floats
-    packed: bool = False  # whether the plan's micro-batches are rows, whose number follows the sequences
+    #: whether the plan's micro-batches are rows, whose number follows the sequences, or items of samples
+    counted: bool = False
 
     @classmethod
     def of(cls, plan: Plan, steps: Sequence[Step], rates: Rates) -> _Measured:
@@ -129,7 +193,7 @@ class _Measured:
             group=seats.group,
             part=seats.part,
             rate=rate,
-            packed=plan.packed,
+            counted=plan.packed or bool(plan.module.items),
         )
 
     def column(self, name: str) -> Floats:
@@ -139,10 +203,18 @@ class _Measured:
 
     @property
     def turns(self) -> Floats:
-        """Micro-batches of each member in each step [steps, members]: as the plan has them; packed rows as they
-        were."""
-        told = self.column("micro_batches") * self.packed
+        """Micro-batches of each member in each step [steps, members]: as the plan has them; packed rows and
+        items as they were."""
+        told = self.column("micro_batches") * self.counted
         return np.where(told > 0, told, self.seats.micro_batches[self.group])
+
+    def both_ways(self, forward: float) -> _Measured:
+        """What passes forward alone would have taken with those backward, of which they are this part."""
+        table = self.table.copy()
+        for name in ("block_seconds", "embed_seconds", "head_seconds"):
+            table[:, :, COLUMNS.index(name)] /= forward
+        table[:, :, COLUMNS.index("tensor_seconds")] *= 2  # half of the collectives are forward's
+        return replace(self, table=table)
 
     def sample(self) -> _Measured:
         """All members of every so many lanes: all stages and whole groups are among them."""
@@ -247,16 +319,10 @@ def _calibrated(
     if not total > 0:
         return fitted
     unreduced = msgspec.structs.replace(fitted, reduction_scale=0.0)
-    without = ProfileCost(unreduced)
     pipelines = predicted_seconds(unreduced, plan, cluster, rates, packed)
     if not math.isfinite(pipelines):  # of longer sequences than it holds: it says nothing of these
         return fitted
-    reduction = after_seconds(plan, cluster, ProfileCost(fitted)) - after_seconds(plan, cluster, without)
-    scale = 1.0
-    if reduction > 0:
-        # Whoever waits least in the reduction came last: its time is the reduction's own.
-        waited = np.where(measured.known, measured.column("reduce_seconds"), math.inf)
-        scale = _median(waited.min(axis=1)) / reduction
+    reduction, scale = _reduction(fitted, plan, measured, cluster)
     explained = pipelines + reduction * scale
     shrink = min(1.0, total / explained)
     return msgspec.structs.replace(
@@ -265,3 +331,14 @@ def _calibrated(
         pipeline_scale=shrink,
         overhead_seconds=max(0.0, total - explained),
     )
+
+
+def _reduction(fitted: ModelProfile, plan: Plan, measured: _Measured, cluster: Cluster) -> tuple[float, float]:
+    """Seconds of the reduction by the links, and how many times that it took."""
+    without = ProfileCost(msgspec.structs.replace(fitted, reduction_scale=0.0))
+    reduction = after_seconds(plan, cluster, ProfileCost(fitted)) - after_seconds(plan, cluster, without)
+    if not reduction > 0:
+        return reduction, 1.0
+    # Whoever waits least in the reduction came last: its time is the reduction's own.
+    waited = np.where(measured.known, measured.column("reduce_seconds"), math.inf)
+    return reduction, _median(waited.min(axis=1)) / reduction

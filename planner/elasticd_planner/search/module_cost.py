@@ -50,6 +50,12 @@ def item_profile(module: ModuleProblem) -> ModelProfile:
     return msgspec.structs.replace(profile, gradient_factor=0.0, optimizer_factor=0.0, **sections)
 
 
+def predicted_seconds(plan: Plan, problem: Problem) -> float:
+    """Seconds of a mean step of a plan of several modules, whatever its times of passes are."""
+    costs = ModuleCosts(problem)
+    return costs.seconds(costs.timed(plan))
+
+
 class ModuleCosts:
     """What the plans of one problem cost."""
 

@@ -1,4 +1,4 @@
-"""What one worker measured in one step: the only thing that detection and the fit of a profile read."""
+"""Measurements of one worker in one step: the only thing that detection and the fit of a profile read."""
 
 from __future__ import annotations
 
@@ -6,6 +6,29 @@ import msgspec
 
 from elasticd_planner.spec.batch import BatchSummary
 from elasticd_planner.value import Value
+
+
+class ModuleMeasurement(Value, frozen=True, kw_only=True, omit_defaults=True):
+    """Times of a device in one module of items in a step, in seconds, as `Measurement` has them of the module
+    with the loss."""
+
+    block_seconds: float = 0.0  # of computation, without communication
+    block_work: float = 0.0  # tokens x layers x share of the layer
+    tokens: int = 0  # of all items that its lane took
+    items: int = 0  # that its lane took
+    squares: float = 0.0  # the sum over items of their tokens, squared
+    forward_seconds: float = 0.0  # of block_seconds; and below
+    backward_seconds: float = 0.0
+    again_seconds: float = 0.0
+    embed_seconds: float = 0.0
+    head_seconds: float = 0.0
+    tensor_seconds: float = 0.0  # in the module's TP group
+    reduce_seconds: float = 0.0  # in the reduction of its gradients
+
+    @property
+    def compute_seconds(self) -> float:
+        """Seconds of computation of all its sections."""
+        return self.block_seconds + self.again_seconds + self.embed_seconds + self.head_seconds
 
 
 class Measurement(Value, frozen=True, kw_only=True):
@@ -26,6 +49,9 @@ class Measurement(Value, frozen=True, kw_only=True):
     histogram: how many by `sequence_lengths.bucket` (empty, and 0: not known). sequence_tokens counts the
     tokens of these sequences, without what fills a packed row up (0: not known). modalities counts what the
     batches name of them, on devices that read the data (empty: nothing).
+
+    Of a model of several modules `modules` has those of items that the device computes with. Computation, work,
+    tensor_seconds and reduce_seconds are those of the module with the loss then; all else is the device's.
     """
 
     device: str
@@ -60,3 +86,4 @@ class Measurement(Value, frozen=True, kw_only=True):
     slowdown: int = 0
     batch: BatchSummary | None = None  # the packed batch of the step; from the first rank alone
     longest_so_far: int = 0  # [tokens] the longest sequence of any step that this worker knows of
+    modules: dict[str, ModuleMeasurement] = msgspec.field(default_factory=dict)  # of items, by name

@@ -538,9 +538,14 @@ class Plan(StoredValue, frozen=True, kw_only=True, dict=True, tag="plan"):
         """
         if len(self.modules) == 1 and self.modules[0].module == name:
             return self
-        module = next((module for module in self.modules if module.module == name), None)
-        if module is None:
-            refuse(f"plan {self.number}: it has no module {name!r}")
+        if name not in self._views:
+            module = next((module for module in self.modules if module.module == name), None)
+            if module is None:
+                refuse(f"plan {self.number}: it has no module {name!r}")
+            self._views[name] = self._view(module)
+        return self._views[name]
+
+    def _view(self, module: ModulePlan) -> Plan:
         carriers = () if module.items else self.carriers
         members = (*_devices_of(module), *carriers)
         return self.replace(
@@ -550,6 +555,11 @@ class Plan(StoredValue, frozen=True, kw_only=True, dict=True, tag="plan"):
             binding={device: self.binding[device] for device in members if self.binding},
             prediction=None,
         )
+
+    @cached_property
+    def _views(self) -> dict[str, Plan]:
+        """Those that were asked for."""
+        return {}
 
     @cached_property
     def loss_view(self) -> Plan:

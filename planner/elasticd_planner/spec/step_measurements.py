@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from elasticd_planner.numeric import Floats
-from elasticd_planner.spec.measurement import Measurement
+from elasticd_planner.spec.measurement import Measurement, ModuleMeasurement
 from elasticd_planner.spec.sequence_lengths import Lengths, lengths_of, packed
 from elasticd_planner.value import Value, refuse
 
@@ -50,9 +50,19 @@ def row_of(measurement: Measurement) -> Row:
     return Row(_ROW.pack(*_numbers(measurement)), packed(measurement))
 
 
+#: The columns of a module's row under other names there, and those that it has not.
+_ITEM_COLUMNS = tuple({"micro_batches": "items", "step_seconds": "", "slowdown": ""}.get(c, c) for c in COLUMNS)
+
+
+def module_row(measurement: ModuleMeasurement) -> Row:
+    """The row of a module of items: a micro-batch is an item. Raises as `row_of`."""
+    return Row(_ROW.pack(*(getattr(measurement, name) if name else 0.0 for name in _ITEM_COLUMNS)), b"")
+
+
 class Step(Value, frozen=True, kw_only=True):
     """What members measured of one step under one plan. numbers: those of `columns`, device by device, as
-    little-endian floats. lengths: of its sequences (None: not measured)."""
+    little-endian floats. lengths: of its sequences (None: not measured). Of a plan of several modules it is the
+    step of the module with the loss, and `modules` has those of the others, of their devices."""
 
     plan: int
     step: int
@@ -60,6 +70,7 @@ class Step(Value, frozen=True, kw_only=True):
     numbers: bytes
     lengths: Lengths | None = None
     columns: tuple[str, ...] = COLUMNS
+    modules: dict[str, Step] = msgspec.field(default_factory=dict)
 
     @classmethod
     def gathered(cls, plan: int, step: int, devices: tuple[str, ...], rows: Sequence[Row]) -> Step:
@@ -81,7 +92,13 @@ class Step(Value, frozen=True, kw_only=True):
         if len(numbers) != 1:
             refuse(f"rates: measurements of one step at a time, not of (plan, step) {numbers}")
         ((plan, step),) = numbers
-        return cls.gathered(plan, step, tuple(found), [row_of(each) for each in found.values()])
+        gathered = cls.gathered(plan, step, tuple(found), [row_of(each) for each in found.values()])
+        rows: dict[str, dict[str, Row]] = {}
+        for each in found.values():
+            for name, module in each.modules.items():
+                rows.setdefault(name, {})[each.device] = module_row(module)
+        modules = {name: cls.gathered(plan, step, tuple(of), [*of.values()]) for name, of in rows.items()}
+        return msgspec.structs.replace(gathered, modules=modules) if modules else gathered
 
     @classmethod
     def timed(
@@ -132,15 +149,24 @@ class Reported(Value, frozen=True, kw_only=True):
     #: packed reports, by a hash of the device and by device
     buckets: dict[int, dict[str, Row]] = msgspec.field(default_factory=dict)
     columns: tuple[str, ...] = COLUMNS  # names of the values of a row
+    modules: dict[str, Reported] = msgspec.field(default_factory=dict)  # of items: of their devices alone
 
     def after(self, measurement: Measurement) -> Reported:
         """With one more; a later word of a device takes the place of its earlier one."""
         if self.columns != COLUMNS:  # a recording of another release has these
             return NONE_REPORTED.after(measurement)
-        bucket = zlib.crc32(measurement.device.encode()) % BUCKETS
-        before = self.buckets.get(bucket, {})
-        held = {**before, measurement.device: row_of(measurement)}
-        return Reported(buckets={**self.buckets, bucket: held})
+        after = self._with(measurement.device, row_of(measurement))
+        if not measurement.modules:
+            return after
+        modules = dict(self.modules)
+        for name, module in measurement.modules.items():
+            modules[name] = modules.get(name, NONE_REPORTED)._with(measurement.device, module_row(module))
+        return msgspec.structs.replace(after, modules=modules)
+
+    def _with(self, device: str, row: Row) -> Reported:
+        bucket = zlib.crc32(device.encode()) % BUCKETS
+        held = {**self.buckets.get(bucket, {}), device: row}
+        return Reported(buckets={**self.buckets, bucket: held}, modules=self.modules)
 
     @property
     def count(self) -> int:
@@ -150,10 +176,23 @@ class Reported(Value, frozen=True, kw_only=True):
 
     def whole(self, plan: int, step: int, devices: tuple[str, ...]) -> Step:
         """The step, once all of these devices have reported it."""
+        rows = self._rows
+        whole = Step.gathered(plan, step, devices, [*map(rows.__getitem__, devices)])
+        if not self.modules:
+            return whole
+        modules = {}
+        for name, reported in self.modules.items():
+            known = reported._rows
+            there = tuple(device for device in devices if device in known)
+            modules[name] = Step.gathered(plan, step, there, [*map(known.__getitem__, there)])
+        return msgspec.structs.replace(whole, modules=modules)
+
+    @property
+    def _rows(self) -> dict[str, Row]:
         rows: dict[str, Row] = {}
         for held in self.buckets.values():
             rows |= held
-        return Step.gathered(plan, step, devices, [*map(rows.__getitem__, devices)])
+        return rows
 
 
 NONE_REPORTED = Reported()

@@ -8,9 +8,14 @@ from __future__ import annotations
 
 import math
 
+import msgspec
+from elasticd_planner.cost.model_profile import ModelProfile
+from elasticd_planner.problem import ModuleProblem, Problem
 from elasticd_planner.profiling.fit import predicted_seconds
-from elasticd_planner.spec.cluster import Cluster
+from elasticd_planner.search import module_cost
+from elasticd_planner.spec.cluster import Cluster, Device, Node, Rates, node_of
 from elasticd_planner.spec.packed_sequences import PackedSequences
+from elasticd_planner.spec.plan import Plan
 
 from elasticd.machines.job.state.job_state import JobSettings, StepPrediction
 from elasticd.machines.job.state.transaction import Turn
@@ -20,6 +25,38 @@ from elasticd.records import ProfileRecord
 def links_of(settings: JobSettings) -> Cluster:
     """A cluster of no device: all that a fit or a prediction asks of a cluster is its links."""
     return Cluster(nodes=(), inside=settings.inside, between=settings.between, levels=settings.levels)
+
+
+def modules_seconds(
+    plan: Plan,
+    settings: JobSettings,
+    profile: ModelProfile,
+    modules: tuple[ModuleProblem, ...],
+    slowdowns: Rates,
+) -> float:
+    """Seconds of a step of a plan of several modules.
+
+    Args:
+        plan: of all modules.
+        settings: with the links.
+        profile: of the module with the loss.
+        modules: the others.
+        slowdowns: of devices.
+    """
+    devices: dict[str, list[Device]] = {}
+    for device in plan.members:
+        devices.setdefault(node_of(device), []).append(Device(name=device, memory=1))
+    nodes = tuple(Node(name=name, devices=tuple(held)) for name, held in devices.items())
+    problem = Problem(
+        cluster=msgspec.structs.replace(links_of(settings), nodes=nodes),
+        profile=profile,
+        global_batch=plan.global_batch,
+        micro_batch=plan.micro_batch,
+        rates={device: rate for device, rate in slowdowns.items() if device in plan.members},
+        module=plan.loss_module.module,
+        modules=modules,
+    )
+    return module_cost.predicted_seconds(plan, problem)
 
 
 def predict_anew(turn: Turn, packed: PackedSequences | None) -> float | None:
@@ -35,7 +72,10 @@ def predict_anew(turn: Turn, packed: PackedSequences | None) -> float | None:
     if job.plan is None or job.profile is None or not job.profile.fitted:
         return None
     links, slowdowns = links_of(turn.settings), job.stability.planned
-    seconds = predicted_seconds(job.profile, job.plan.loss_view, links, slowdowns, packed)
+    if len(job.plan.modules) > 1:
+        seconds = modules_seconds(job.plan, turn.settings, job.profile, job.modules, slowdowns)
+    else:
+        seconds = predicted_seconds(job.profile, job.plan, links, slowdowns, packed)
     if not math.isfinite(seconds):
         return None
     turn.set(prediction=StepPrediction(number=job.number, seconds=seconds))
@@ -55,5 +95,6 @@ def keep_profile(turn: Turn) -> None:
             lengths=job.lengths,
             plan=job.number,
             step_seconds=known.seconds if known is not None else None,
+            modules=job.modules,
         )
     )

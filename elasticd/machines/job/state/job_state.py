@@ -38,11 +38,12 @@ import msgspec
 from elasticd_planner.cost.model_profile import GUESSED_FLOPS, ModelProfile
 from elasticd_planner.detection.data_shift import ShiftState
 from elasticd_planner.detection.idle_probes import ProbeState
+from elasticd_planner.detection.item_shift import ItemShiftState
 from elasticd_planner.detection.stragglers import DetectSettings, RateState
 from elasticd_planner.layout.channels import MOST
 from elasticd_planner.policy.policy import Moved, PolicySettings
 from elasticd_planner.policy.stability import Stability
-from elasticd_planner.problem import Answer, Problem
+from elasticd_planner.problem import Answer, ModuleProblem, Problem
 from elasticd_planner.profiling.fit import STEPS
 from elasticd_planner.readable import counted
 from elasticd_planner.spec.batch import BatchSummary
@@ -248,6 +249,7 @@ class Basis(Value, frozen=True, kw_only=True):
     interleave: int = 1  # chunks of layers that a device may have
     lanes: int = 1  # lanes that a pipeline may have
     packed: PackedSequences | None = None  # the sequences of a step, of a job that packs them
+    modules: tuple[ModuleProblem, ...] = ()  # of items, of a job of several modules
 
 
 class Asked(Value, frozen=True, kw_only=True):
@@ -345,7 +347,10 @@ class JobState(Value, frozen=True, kw_only=True):
     remedy: Remedy | None = None  # the plan that is to follow the fence
     #: index of the step in which members were last said to hang though none is given up (-1: none was)
     standstill: int = -1
-    profile: ModelProfile | None = None  # seconds and bytes of the model, as far as they are known
+    #: seconds and bytes of the model, as far as they are known; of several modules, of the one with the loss
+    profile: ModelProfile | None = None
+    modules: tuple[ModuleProblem, ...] = ()  # likewise of the modules of items, and the items of samples
+    item_shifts: dict[str, ItemShiftState] = msgspec.field(default_factory=dict)  # by module of items
     rates: RateState = msgspec.field(default_factory=RateState)  # measured slowdown of each device
     probes: ProbeState = msgspec.field(default_factory=ProbeState)  # of devices without work
     decided: Basis | None = None  # what the last decision was made from; None: one is due

@@ -61,6 +61,7 @@ def restored(stored: Stored, now: float, settings: JobSettings) -> JobState:
         settle_until=None if phase in OVER else now + settings.reconnect_seconds,
         patient_until=now + settings.reconnect_seconds,
         profile=taught.profile if taught is not None else problem.profile if problem is not None else None,
+        modules=taught.modules if taught is not None else problem.modules if problem is not None else (),
         taught_by=taught.taught_by if taught is not None else 0,
         lengths=taught.lengths if taught is not None else None,
         prediction=_restored_prediction(taught),
@@ -131,6 +132,7 @@ def _restored_basis(problem: Problem | None) -> Basis | None:
         devices=problem.cluster.devices,
         rates=dict(problem.rates),
         profile=problem.profile,
+        modules=problem.modules,
         interleave=problem.search_space.interleave,
         lanes=problem.search_space.lanes,
     )

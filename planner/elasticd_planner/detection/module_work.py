@@ -1,0 +1,70 @@
+"""A step of a plan of several modules as one step: seconds of each device over all of its places, and its work.
+
+Work is in seconds of a normal device: what each module's profile says of it, so that a device that only encodes
+compares with one that only decodes. Where several devices compute with a module, their fleet cost in the same
+step corrects the profile: what slows all of a module slows none of them. Where one does, its profile alone says
+what is normal, once it is fitted; before that nothing does, and the device counts as normal.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from elasticd_planner.cost.model_profile import ModelProfile
+from elasticd_planner.detection.fleet_baseline import fleet_cost_of_many
+from elasticd_planner.detection.stragglers import expectation
+from elasticd_planner.numeric import Floats
+from elasticd_planner.spec.cluster import NORMAL
+from elasticd_planner.spec.plan import Plan
+from elasticd_planner.spec.step_measurements import Step
+
+
+def as_one(
+    step: Step, plan: Plan, profiles: Mapping[str, ModelProfile], slow: Mapping[str, float], sigma: float
+) -> Step:
+    """The step of all modules together, for `observe` without a function of work.
+
+    Args:
+        step: of a plan of several modules.
+        plan: in force.
+        profiles: of its modules, by name.
+        slow: slowdowns of the stragglers.
+        sigma: the noise of a cost, as the standard deviation of its logarithm.
+    """
+    place = {device: number for number, device in enumerate(step.devices)}
+    seconds, work = np.zeros(len(place)), np.zeros(len(place))
+    for module in plan.modules:
+        own = step.modules.get(module.module) if module.items else step
+        if own is None or module.module not in profiles:
+            continue
+        spent, expected = _module_seconds(own, plan.view(module.module), profiles[module.module])
+        known = np.flatnonzero((spent > 0) & (expected > 0) & np.isfinite(spent))
+        if not len(known):
+            continue
+        devices = [own.devices[index] for index in known.tolist()]
+        spent, expected = spent[known], expected[known]
+        expected *= _level(spent / expected, devices, profiles[module.module], slow, sigma)
+        at = [place[device] for device in devices]
+        seconds[at] += spent
+        work[at] += expected
+    return Step.timed(step.plan, step.step, step.devices, seconds.tolist(), work.tolist())
+
+
+def _module_seconds(step: Step, view: Plan, profile: ModelProfile) -> tuple[Floats, Floats]:
+    """Of each device of a module's step: seconds of its blocks, and those of a normal device."""
+    work = expectation(profile, view)(step) * profile.block.seconds
+    return step.column("block_seconds"), work if view.module.trainable else work * profile.forward
+
+
+def _level(
+    costs: Floats, devices: Sequence[str], profile: ModelProfile, slow: Mapping[str, float], sigma: float
+) -> float:
+    """Seconds that a normal device takes in this step over those of the profile."""
+    rates = np.array([slow.get(device, NORMAL) for device in devices])
+    if len(costs) == 1 and profile.fitted:
+        return 1.0
+    level = fleet_cost_of_many(costs, rates, sigma)
+    return level if 0 < level < math.inf else 1.0
