@@ -18,8 +18,9 @@ so that the D pipelines of a plan take at most
 
 micro-batches. The groups of a node depend on nothing but the node, so the sum is bounded node by node. With
 `A` the most that k groups of u devices of a node reach in sum 1 / c, those with T / (L c) >= 1 add at most
-T A / L - (1 - hidden) k; any others, no more than the devices left, add `hidden` each. The least T at which the
-bound reaches the batch is found by bisection. For the steady figure (m max_j t_j) what is subtracted goes.
+T A / L - (1 - hidden) k; any others, no more than the devices left, add `hidden` each. The sum is the largest
+of lines in T, so that Newton's method, from above, ends at the least T at which the bound reaches the batch.
+For the steady figure (m max_j t_j) what is subtracted goes.
 """
 
 from __future__ import annotations
@@ -27,6 +28,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
+
+#: Times this close (relatively) are one: what sums lose by rounding, and more.
+_EXACT = 1e-12
 
 #: (A, k, devices left over): the most that k groups of the other devices reach in sum 1 / c.
 Paces = tuple[tuple[float, int, int], ...]
@@ -80,9 +84,14 @@ def hull(paces: Paces, hidden: float) -> Paces:
 
 def worth(choices: Paces, time: float, *, steady: bool, hidden: float = 0.0) -> float:
     """Micro-batches that a node adds at most; `time` is T / L."""
+    return max(time * pace + more for pace, more in _lines(choices, steady=steady, hidden=hidden))
+
+
+def _lines(choices: Paces, *, steady: bool, hidden: float) -> list[tuple[float, float]]:
+    """The same as lines: what each adds for a unit of `time`, and at no time."""
     if steady:
-        return max(time * pace for pace, _, _ in choices)
-    return max(time * pace - (1 - hidden) * k + hidden * spare for pace, k, spare in choices)
+        return [(max(pace for pace, _, _ in choices), 0.0)]
+    return [(pace, hidden * spare - (1 - hidden) * k) for pace, k, spare in choices]
 
 
 def least(
@@ -96,20 +105,17 @@ def least(
 ) -> float:
     """The least T at which the bound lets `pipelines` take the batch; `nodes` are (choices, how many)."""
     fixed = 0.0 if steady else pipelines * (1 - hidden)
-
-    def most(time: float) -> float:
-        return fixed + sum(
-            count * worth(choices, time, steady=steady, hidden=hidden) for choices, count in nodes
-        )
-
-    low, high = 0.0, 1.0
-    if most(0.0) >= micro_batches:
-        return 0.0
-    while most(high) < micro_batches:
-        low, high = high, high * 2
-        if not math.isfinite(high):
-            return math.inf
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (low, middle) if most(middle) >= micro_batches else (middle, high)
-    return low * layers
+    nodes_lines = [(_lines(choices, steady=steady, hidden=hidden), count) for choices, count in nodes]
+    time = math.inf
+    chosen = [(max(lines), count) for lines, count in nodes_lines]
+    while True:
+        pace = sum(count * line[0] for line, count in chosen)
+        lacking = micro_batches - fixed - sum(count * line[1] for line, count in chosen)
+        if pace <= 0:
+            return math.inf if lacking > 0 else 0.0
+        if lacking <= 0 or lacking / pace >= time * (1 - _EXACT):
+            return max(0.0, min(time, lacking / pace)) * layers * (1 - _EXACT)
+        time = lacking / pace
+        chosen = [
+            (max(lines, key=lambda line: time * line[0] + line[1]), count) for lines, count in nodes_lines
+        ]

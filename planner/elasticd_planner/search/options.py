@@ -219,16 +219,26 @@ class Settings:
 
     def bound(self, setting: Setting) -> float:
         """Seconds that no plan of a setting can beat; inf where its pipelines cannot hold the model at all."""
+        return self._bound(setting, math.inf)
+
+    def _bound(self, setting: Setting, known: float) -> float:
+        """The same; where it is no less than known seconds, some that are no less either."""
         if setting not in self._bounds:
-            self._bounds[setting] = self._bound(setting)
+            bound = self._time_bound(setting)
+            if bound >= known:
+                return bound
+            number = setting.pipelines
+            room = number is None or roomy(self._hopeful(setting), number)
+            self._bounds[setting] = bound if room else math.inf
         return self._bounds[setting]
 
-    def _bound(self, setting: Setting) -> float:
-        """By groups (`bound`), by all work over all speed, and by the way of one micro-batch through the
-        quickest group that there is."""
-        task = task_of(setting.problem(self.problem), steady=self.steady, hopeful=True)
-        if setting.pipelines is not None and not roomy(task, setting.pipelines):
-            return math.inf
+    def _hopeful(self, setting: Setting) -> Task:
+        return task_of(setting.problem(self.problem), steady=self.steady, hopeful=True)
+
+    def _time_bound(self, setting: Setting) -> float:
+        """Whatever memory asks: by groups (`LargeSearch.bound`), by all work over all speed, and by the way of
+        one micro-batch through the quickest group that there is."""
+        task = self._hopeful(setting)
         if setting.way not in self._searches:
             self._searches[setting.way] = LargeSearch(task)
         wide = self._searches[setting.way]
@@ -252,7 +262,9 @@ class Settings:
         if plan is None or plan.prediction is None or len(self.listed) == 1:
             return answer
         seconds = plan.prediction.step_seconds
-        least = min(seconds, *(self.bound(setting) for setting in self.listed))
+        least = seconds
+        for setting in self.listed:
+            least = min(least, self._bound(setting, least))
         made = plan.replace(prediction=msgspec.structs.replace(plan.prediction, bound_seconds=least))
         return msgspec.structs.replace(answer, plan=made, candidates=tried)
 
