@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
@@ -17,6 +17,22 @@ from elasticd_planner.spec.model import apportion
 from elasticd_planner.spec.plan import Plan, Stage, StatePolicy
 
 PLAIN = StatePolicy()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _MemberBytes:
+    """Bytes of one member of a TP group, a micro-batch in flight having `kept` ones."""
+
+    held: float  # parameters of a block
+    held_embed: float
+    held_head: float
+    held_twice: float  # of a head's parameters those that its embedding has in the same stage
+    kept: float  # activations of a block
+    kept_embed: float
+    kept_head: float
+    working: float  # beside those, in a block
+    working_head: float
+    gathered: float  # tokens that are gathered for a cut module, with sequence parallelism
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +54,9 @@ class ProfileCost:
     sequence_parallel: bool = False
     hopeful: bool = False
     cut: bool = False
+    _members: dict[tuple[tuple[int, ...], int], _MemberBytes] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )  # by shares and position
 
     def for_stage(self, stage: Stage) -> ProfileCost:
         """The same cost for stages that do as this one does."""
@@ -139,9 +158,22 @@ class ProfileCost:
         module. Passes have most in a block (with recomputation its activations, but for its input), or in the
         head: its activations are of one micro-batch, whose backward pass begins at once, and are gone before
         that of a block. A tied head beside its embedding shares its parameters."""
+        key = tuple(shares), position
+        if key not in self._members:
+            self._members[key] = self._member(*key)
+        member, twice = self._members[key], first and last
+        held, kept, working = layers * member.held, layers * member.kept, member.working
+        if last:
+            in_head = member.working_head + (member.kept_head if in_flight else 0.0)
+            held, working = held + member.held_head, max(working, in_head)
+        if first:
+            held, kept = held + member.held_embed, kept + member.kept_embed
+        state = self.zero.held(self.profile, held - member.held_twice if twice else held)
+        return state + kept * in_flight + working + member.gathered + self.profile.fixed_bytes
+
+    def _member(self, shares: tuple[int, ...], position: int) -> _MemberBytes:
         model, shares = self.profile, to_units(shares, self.profile.share_units)
         units, aligned = shares[position], model.aligned(shares)
-        held = layers * model.held_bytes(model.block, units, aligned)
         each = model.activation_bytes(model.block, units, sliced=self.sequence_parallel)
         again = model.block.recomputed_activation * model.tokens
         gathered = 0.0
@@ -153,18 +185,18 @@ class ProfileCost:
         working += max(0.0, each - again) if self._part else 0.0
         if self.cut:
             again += self._attention * part
-        kept = layers * (each + self._part * (again - each))
-        if last:
-            in_head = model.working_bytes(model.head, units)
-            in_head += model.activation_bytes(model.head, units) if in_flight else 0.0
-            held, working = held + model.held_bytes(model.head, units, aligned), max(working, in_head)
-        if first:
-            held += model.held_bytes(model.embed, units, aligned)
-            kept += model.activation_bytes(model.embed, units)
-        if first and last:
-            held -= model.tied_bytes * (part if model.embed.cut_bytes else 1.0)
-        state = self.zero.held(model, held)
-        return state + kept * in_flight + working + gathered + model.fixed_bytes
+        return _MemberBytes(
+            held=model.held_bytes(model.block, units, aligned),
+            held_embed=model.held_bytes(model.embed, units, aligned),
+            held_head=model.held_bytes(model.head, units, aligned),
+            held_twice=model.tied_bytes * (part if model.embed.cut_bytes else 1.0),
+            kept=each + self._part * (again - each),
+            kept_embed=model.activation_bytes(model.embed, units),
+            kept_head=model.activation_bytes(model.head, units),
+            working=working,
+            working_head=model.working_bytes(model.head, units),
+            gathered=gathered,
+        )
 
     @property
     def _attention(self) -> float:

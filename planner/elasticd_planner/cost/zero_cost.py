@@ -49,10 +49,10 @@ class Zero:
 
     def held(self, model: ModelProfile, held: float) -> float:
         """Bytes of parameters, gradients and optimizer state of a member with `held` bytes of parameters."""
-        sent = held * self.part if self.part < 1 else 0.0
-        own = held * (1 + model.gradient_factor + self.part * model.optimizer_factor) + sent
+        part, extra = self.part, self.extra
+        own = held * (1 + model.gradient_factor + part * model.optimizer_factor + (part if part < 1 else 0.0))
         # Whoever keeps state for others has all of it.
-        return own + self.extra * model.parameter_bytes / self.members * model.state_factor
+        return own + extra * model.parameter_bytes / self.members * model.state_factor if extra else own
 
     def carried(self, model: ModelProfile, copies: int, devices: int) -> float:
         """Bytes of each of `devices` that only carry `copies` of the model's state between them."""
