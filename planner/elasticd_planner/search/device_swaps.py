@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import combinations, islice, pairwise, permutations, product
 
 import msgspec
@@ -66,14 +67,14 @@ Kind = tuple[float, int, str, int]
 Looks = tuple[tuple[Kind, ...], ...]
 
 
-def swapped(task: Task, plan: Plan) -> tuple[Pipeline, ...] | None:
+def swapped(task: Task, plan: Plan, limit: float = math.inf) -> tuple[Pipeline, ...] | None:
     """The pipelines of a plan (of a single lane and one chunk each) on other devices, such that its step is
-    faster; None where no change makes it so."""
+    faster; None where no change makes it so, or where it is known that none takes less than `limit` seconds."""
     if not _links_differ(task, plan):
         return None
     before = task.seconds(plan)
     swaps = _Swaps(task, plan)
-    if swaps.settled:
+    if swaps.floor >= min(before, limit) * (1 - EQUAL):
         return None
     swaps.run()
     if not swaps.changed:
@@ -153,22 +154,31 @@ class _Swaps:
                 return
 
     @property
-    def settled(self) -> bool:
-        """True if no change can help: devices differ in nothing but their places, and the slowest pipeline
-        talks over the nearest links that there can be between groups of its sizes."""
-        if len({kind[:2] for kind in self._kinds.values()}) > 1 or self.task.cluster.levels:
-            return False
-        cluster, slowest = self.task.cluster, self.pipelines[int(np.argmax(self._seconds))]
-        if any(node.island or node.inside or node.within for node in cluster.nodes):
-            return False
+    def floor(self) -> float:
+        """Seconds that no change can beat: all groups talk over the nearest links that there can be between
+        groups of their sizes. Zero where devices differ in more than their places, since these exchange work
+        too, or links inside a node do."""
+        task, cluster = self.task, self.task.cluster
+        special = any(node.island or node.inside or node.within for node in cluster.nodes)
+        alike = len({kind[:2] for kind in self._kinds.values()}) == 1
+        if special or not alike or max(self._spread.values()) > 1:
+            return 0.0
         widest = max(len(node.devices) for node in cluster.nodes)
-        apart = all(len(a.devices) + len(b.devices) > widest for a, b in pairwise(slowest.stages))
-        return apart and self._spread_least()
-
-    def _spread_least(self) -> bool:
-        """Returns whether the plan's members are on several nodes whatever devices it has."""
+        between = (cluster.between, *(level.link for level in cluster.levels))
+        apart = min(map(task.cost.boundary, between)) / 2
+        near = min(apart, task.cost.boundary(cluster.inside) / 2)
+        nearest = []
+        for pipeline in self.pipelines:
+            times = stage_times(pipeline, cluster, task.rates, task.cost, self._known)
+            beside = [len(a.devices) + len(b.devices) <= widest for a, b in pairwise(pipeline.stages)]
+            least = np.minimum(times.boundary, np.where(beside, near, apart))
+            nearest.append((pipeline.micro_batches, replace(times, boundary=least)))
         members = sum(len(devices) for devices in map(self._devices, self._need))
-        return members > max(len(node.devices) for node in self.task.cluster.nodes)
+        after = min(
+            self._cost.after(len(self.pipelines), self._fewest, link, self._depth)
+            for link in (cluster.links if members <= widest else between)
+        )
+        return max(self._ends(nearest)) + after
 
     def _with(self, pipelines: Sequence[Pipeline]) -> Plan:
         used = {name for pipeline in pipelines for stage in pipeline.stages for name in stage.devices}
@@ -179,17 +189,27 @@ class _Swaps:
     # Costs.
 
     def _of(self, pipelines: Sequence[Pipeline], limit: float = math.inf) -> list[float]:
-        """Seconds of each pipeline; inf of those that cannot end within `limit`. Those with as many stages and
-        micro-batches are counted at once."""
-        task, spent = self.task, [math.inf] * len(pipelines)
+        """Seconds of each pipeline; inf of those that cannot end within `limit`."""
+        task = self.task
         self._costed += len(pipelines)
+        return self._ends(
+            [
+                (each.micro_batches, stage_times(each, task.cluster, task.rates, task.cost, self._known))
+                for each in pipelines
+            ],
+            limit,
+        )
+
+    def _ends(self, pipelines: Sequence[tuple[int, Times]], limit: float = math.inf) -> list[float]:
+        """The same of pipelines by their micro-batches and times. Those with as many stages and micro-batches
+        are counted at once."""
+        spent = [math.inf] * len(pipelines)
         alike: dict[tuple[int, int], list[tuple[int, Times]]] = {}
-        for at, pipeline in enumerate(pipelines):
-            times = stage_times(pipeline, task.cluster, task.rates, task.cost, self._known)
-            if task.steady:
-                spent[at] = pipeline.micro_batches * float(times.charged.max())
+        for at, (micro_batches, times) in enumerate(pipelines):
+            if self.task.steady:
+                spent[at] = micro_batches * float(times.charged.max())
             else:
-                alike.setdefault((len(pipeline.stages), pipeline.micro_batches), []).append((at, times))
+                alike.setdefault((times.work.shape[-1], micro_batches), []).append((at, times))
         for (stages, micro_batches), listed in alike.items():
             rows = max(1, AT_ONCE // stages**2)
             for start in range(0, len(listed), rows):

@@ -53,7 +53,7 @@ from elasticd_planner.search.task import (
     dealt,
 )
 from elasticd_planner.spec.cluster import NORMAL, node_of, rate_of
-from elasticd_planner.spec.plan import Pipeline, Plan, Prediction
+from elasticd_planner.spec.plan import Pipeline, Plan, Prediction, Strategy
 from elasticd_planner.spec.plan_summary import describe
 
 #: Plans this close to the best (as a fraction) count as equal; the one that moves the fewest bytes is taken.
@@ -64,6 +64,9 @@ COMPARED_EACH, COMPARED = 64, 400
 
 #: How often a plan is made again with fewer members to spread replicas over.
 AGAIN = 4
+
+#: A plan's pipelines on other devices, where its step is faster there.
+Swaps = dict[tuple[tuple[Strategy, ...], int | None], tuple[Pipeline, ...] | None]
 
 
 def plan(
@@ -179,6 +182,7 @@ def _plain(
     # What enumerations may still look at, of all settings together.
     left = [ENUMERATED if len(settings.listed) == 1 else ENUMERATED_SETTINGS]
     refiners: dict[Setting, dict[int | None, Refiner]] = {}
+    swaps: dict[Setting, Swaps] = {}
 
     def evaluate(setting: Setting, like: Form | None) -> tuple[float, Form | None]:
         given = setting.problem(problem)
@@ -192,6 +196,7 @@ def _plain(
             left=left,
             regular=tuple(settings.regular.get(setting, ())),
             refiners=refiners.setdefault(setting, {None: settings.refiner(setting)}),
+            swaps=swaps.setdefault(setting, {}),
         )
         planning, answer = planning.fitting()
         if answer.plan is None or answer.plan.prediction is None:
@@ -242,7 +247,7 @@ def _least(made: Sequence[_Made]) -> float:
 class Planner:
     """One problem being planned. known: seconds of a plan of another setting, which one of this must beat.
     left: what enumerations may still look at, in one place for all settings. refiners: by `members`, those of
-    all searches of one setting."""
+    all searches of one setting. swaps: what these found on other devices, by plan and `members`."""
 
     problem: Problem
     number: int = 0
@@ -254,6 +259,7 @@ class Planner:
     left: list[int] = field(default_factory=lambda: [ENUMERATED])
     regular: tuple[RegularLayout, ...] = ()
     refiners: dict[int | None, Refiner] = field(default_factory=dict)
+    swaps: Swaps = field(default_factory=dict)
 
     def fitting(self) -> tuple[Planner, Answer]:
         """The answer, with recomputation and sequence parallelism off where memory allows; made again with
@@ -288,7 +294,10 @@ class Planner:
     def swapped(self, chosen: Plan) -> Plan:
         """The chosen plan on other devices where its step is faster there, with a current plan by more than the
         tolerance; else as it is."""
-        pipelines = swapped(self.task, chosen)
+        key = chosen.strategies, self.members
+        if key not in self.swaps:
+            self.swaps[key] = swapped(self.task, chosen, self.known)
+        pipelines = self.swaps[key]
         if pipelines is None:
             return chosen
         better = self.finished(self.made(pipelines, chosen=True))
