@@ -16,8 +16,8 @@ from itertools import combinations
 import numpy as np
 
 from elasticd_planner.grouping.node_partitions import GroupType
-from elasticd_planner.numeric import EQUAL, Floats
-from elasticd_planner.search.balance.layer_split import Terms, fill, split_layers
+from elasticd_planner.numeric import EQUAL, Floats, Ints
+from elasticd_planner.search.balance.layer_split import Terms, fill
 from elasticd_planner.search.balance.micro_batch_split import Line, pareto, split_by_lines, split_micro_batches
 from elasticd_planner.search.balance.stage_swaps import Placed, StageCosts, improved
 from elasticd_planner.search.task import MANY, Chained, NamedGroup, Signature, Task, pipeline_signature
@@ -34,11 +34,17 @@ POLISHED, DEALT = 8, 3
 
 @dataclass(frozen=True, kw_only=True)
 class Ordered:
-    """Groups in the order of stages, with the terms and lines that follow."""
+    """Groups in the order of stages, with the terms and lines that follow; by line the layers of each stage."""
 
     order: tuple[int, ...]
     terms: tuple[Terms, ...]
     line: Line
+    given: Ints
+
+    def layers(self, micro_batches: int) -> tuple[int, ...]:
+        """The layers with the least seconds by the formula."""
+        best = int(np.argmin(self.line.each(micro_batches, steady=False)))
+        return tuple(self.given[best].tolist())
 
 
 class Refiner:
@@ -99,7 +105,7 @@ class Refiner:
         """The formula's layers."""
         # Steady: the least largest stage; among those the shortest way through.
         count = MANY if self.task.steady else max(micro_batches, len(one.order))
-        return Placed(order=one.order, layers=split_layers(one.terms, self.task.layers, count))
+        return Placed(order=one.order, layers=one.layers(count))
 
     def _pipeline(self, chained: Chained, placed: Placed, micro_batches: int) -> Pipeline:
         groups = [chained.groups[index] for index in placed.order]
@@ -224,9 +230,10 @@ class Refiner:
     def ordered(self, order: tuple[int, ...], terms: tuple[Terms, ...]) -> Ordered:
         """Stages of these terms, with their lines."""
         caps, given = fill(terms, self.task.layers, len(order))
-        caps, sums = pareto(caps, given @ np.array([t.block for t in terms]) + sum(t.charged for t in terms))
-        least = len(order) if self.task.deep else 1
-        return Ordered(order=order, terms=terms, line=Line(caps=caps, sums=sums, least=least))
+        sums = given @ np.array([t.block for t in terms]) + sum(t.charged for t in terms)
+        kept = pareto(caps, sums)
+        line = Line(caps=caps[kept], sums=sums[kept], least=len(order) if self.task.deep else 1)
+        return Ordered(order=order, terms=terms, line=line, given=given[kept])
 
     def terms(self, chained: Chained, order: tuple[int, ...]) -> tuple[Terms, ...]:
         """The terms of a pipeline's groups in this order of stages."""

@@ -30,7 +30,14 @@ from elasticd_planner.numeric import EQUAL
 from elasticd_planner.search.balance.layer_split import Terms, split_layers
 from elasticd_planner.search.balance.micro_batch_split import split_by_lines
 from elasticd_planner.search.refine import Ordered, Refiner
-from elasticd_planner.search.task import Chained, DeviceGroup, Task, alive, pipeline_signature
+from elasticd_planner.search.task import (
+    Chained,
+    DeviceGroup,
+    Signature,
+    Task,
+    alive,
+    pipeline_signature,
+)
 from elasticd_planner.spec.cluster import Device, Link, node_of, rate_of
 
 #: Every number of nodes and of stages is tried up to so many; beyond it, those of the form 2^a or 3 x 2^a.
@@ -41,9 +48,10 @@ EVERY = 16
 POLISHED, POLISHED_STAGES = 16, 16
 
 #: Pipelines as groups in the order of their stages.
-Arranged = Sequence[Sequence[DeviceGroup]]
+Pipelines = Sequence[Sequence[DeviceGroup]]
 
-#: Layouts within this fraction of the best are kept, so many at most; so many candidates are costed.
+#: Layouts within this fraction of the best are kept, so many at most; so many candidates are costed. Those with
+#: a wider last group are costed where they may be the best.
 NEAR, KEPT, COSTED = 0.05, 24, 400
 
 
@@ -99,19 +107,37 @@ class _Candidate:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class _Arrangement:
+    """A candidate's groups as pipelines. alike: by pipeline, the first that looks the same."""
+
+    pipelines: tuple[tuple[DeviceGroup, ...], ...]
+    alike: tuple[int, ...]
+
+    @classmethod
+    def of(cls, task: Task, pipelines: Pipelines) -> _Arrangement:
+        """The arrangement of these pipelines."""
+        first: dict[Signature, int] = {}
+        alike = tuple(
+            first.setdefault(pipeline_signature(task, groups), at) for at, groups in enumerate(pipelines)
+        )
+        return cls(pipelines=tuple(map(tuple, pipelines)), alike=alike)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class _KnownTimes:
     """Seconds that bounds of one task share."""
 
     hops: tuple[float, float]  # of the least boundary inside a node, and of the least between nodes
     after: dict[tuple[int, int, Link], float]  # after pipelines: by their number, devices of each, and the link
+    slowest: dict[tuple[int, int, int], float]  # of stages: by their number, and the pools' identities
 
     @classmethod
-    def of(cls, task: Task) -> _KnownTimes:
-        """Those of a task, none of them `after` yet."""
+    def of(cls, task: Task, slowest: dict[tuple[int, int, int], float]) -> _KnownTimes:
+        """Those of a task, none of them `after` yet. slowest: those of all tasks with these pools."""
         cluster = task.cluster
         links = cluster.between, *(level.link for level in cluster.levels)
         inside = min(map(task.cost.boundary, cluster.links))
-        return cls(hops=(inside, min(map(task.cost.boundary, links))), after={})
+        return cls(hops=(inside, min(map(task.cost.boundary, links))), after={}, slowest=slowest)
 
 
 def regular_layouts(refiners: Sequence[Refiner], ways: Sequence[object]) -> list[RegularLayout]:
@@ -148,7 +174,9 @@ class _Regular:
             limit = self._best_seconds * (1 + NEAR)
             if bound > limit:
                 break
-            if self._holds(candidate):
+            if candidate.end is not None:
+                limit = self._best_seconds
+            if bound <= limit and self._holds(candidate):
                 costed += 1
                 refiner = self._refiners[candidate.setting]
                 for pipelines in self._costs.arranged(refiner, candidate):
@@ -185,11 +213,12 @@ class _Regular:
     def _candidates(self) -> Iterator[tuple[float, _Candidate]]:
         """Every candidate with its bound."""
         pools: dict[object, list[_Pool]] = {}
+        slowest: dict[tuple[int, int, int], float] = {}
         for setting, (refiner, way) in enumerate(zip(self._refiners, self._ways, strict=True)):
             task = refiner.task
             if way not in pools:
                 pools[way] = list(_pools(refiner))
-            known = _KnownTimes.of(task)
+            known = _KnownTimes.of(task, slowest)
             for pool in pools[way]:
                 for pipelines in _numbers(task, len(pool.groups)):
                     for end in (None, *_ends(task, pool, pipelines, pools[way])):
@@ -258,7 +287,8 @@ def _cut(refiner: Refiner, names: Iterable[str], width: int) -> list[DeviceGroup
         devices = tuple(ranked[start : start + width])
         options = task.cost.shares([rate_of(task.rates, name) for name in devices])
         ways = [DeviceGroup(devices=devices, shares=shares) for shares in options]
-        groups.append(min(ways, key=lambda group: refiner.type_of(group).block))
+        quickest = min(ways, key=lambda group: refiner.type_of(group).block) if len(ways) > 1 else ways[0]
+        groups.append(quickest)
     return groups
 
 
@@ -308,7 +338,10 @@ def _bound(task: Task, candidate: _Candidate, known: _KnownTimes) -> float:
     work = task.layers * block + pool.embed + last.head
     slowest = task.layers * pipelines / speed
     if len(pool.kinds) == 1:
-        slowest = _slowest(task.layers, deepest, pool, last)
+        alike = deepest, id(pool), id(last)
+        if alike not in known.slowest:
+            known.slowest[alike] = _slowest(task.layers, deepest, pool, last)
+        slowest = known.slowest[alike]
     inside, between = known.hops
     crossed = -(-depth // pool.together) - 1
     way = work + crossed * between + (depth - 1 - crossed) * inside
@@ -346,7 +379,7 @@ def _shared(groups: Sequence[DeviceGroup], pipelines: int) -> list[Sequence[Devi
     return [groups[start:end] for start, end in pairwise([0, *ends])]
 
 
-def _with_ends(refiner: Refiner, candidate: _Candidate, size: int) -> list[Arranged]:
+def _with_ends(refiner: Refiner, candidate: _Candidate, size: int) -> list[Pipelines]:
     """The candidate's devices as pipelines whose last group has this size; none where a node has too few."""
     pool, pipelines = candidate.pool, candidate.pipelines
     names = [name for group in pool.groups for name in group.devices]
@@ -372,51 +405,43 @@ class _Costs:
     pipelines that look alike."""
 
     def __init__(self) -> None:
-        self._arranged: dict[tuple[tuple[DeviceGroup, ...], int, int], list[Arranged]] = {}
+        self._arranged: dict[tuple[tuple[DeviceGroup, ...], int, int], list[_Arrangement]] = {}
         self._ordered: dict[tuple[Terms, ...], Ordered] = {}
         #: By a pipeline's terms and micro-batches: seconds of its stages, the least that it may take, and what
         #: it takes.
         self._played: dict[tuple[tuple[Terms, ...], int], tuple[Times, float, tuple[float, float] | None]] = {}
 
-    def arranged(self, refiner: Refiner, candidate: _Candidate) -> list[Arranged]:
+    def arranged(self, refiner: Refiner, candidate: _Candidate) -> list[_Arrangement]:
         """The candidate with a pipeline's stages next to each other; with each stage of all pipelines so; and
         with all groups, where these do not divide evenly."""
-        end = candidate.end.width if candidate.end is not None else 0
+        task, end = refiner.task, candidate.end.width if candidate.end is not None else 0
         key = candidate.pool.groups, candidate.pipelines, end
         if key not in self._arranged:
-            self._arranged[key] = (
-                _with_ends(refiner, candidate, end) if end else _even(candidate, refiner.task.layers)
-            )
+            ways = _with_ends(refiner, candidate, end) if end else _even(candidate, task.layers)
+            self._arranged[key] = [_Arrangement.of(task, pipelines) for pipelines in ways]
         return self._arranged[key]
 
-    def layout(self, refiner: Refiner, setting: int, pipelines: Arranged, limit: float) -> RegularLayout | None:
+    def layout(self, refiner: Refiner, setting: int, way: _Arrangement, limit: float) -> RegularLayout | None:
         """The layout of these pipelines, with the order of stages that they have; None where it does not fit,
         or cannot end within the limit."""
         task = refiner.task
-        ordered_of: dict[tuple[object, ...], Ordered] = {}
-        ordered = []
-        for groups in pipelines:
-            hops = tuple(task.cluster.reach((a.devices[0], b.devices[0])) for a, b in pairwise(groups))
-            key = tuple(map(refiner.type_of, groups)), hops
-            if key not in ordered_of:
-                ordered_of[key] = self._lined(refiner, groups)
-            ordered.append(ordered_of[key])
-        if not all(len(one.line.caps) for one in ordered):
+        ordered = {first: self._lined(refiner, way.pipelines[first]) for first in dict.fromkeys(way.alike)}
+        if not all(len(one.line.caps) for one in ordered.values()):
             return None
-        counts = split_by_lines([one.line for one in ordered], task.micro_batches, steady=task.steady)
+        lines = [ordered[first].line for first in way.alike]
+        counts = split_by_lines(lines, task.micro_batches, steady=task.steady)
         if counts is None:
             return None
-        after = _after(task, pipelines)
+        after = _after(task, way.pipelines)
         slowest = free = 0.0
-        different = {(id(one), count): one for one, count in zip(ordered, counts, strict=True)}
-        for (_, count), one in different.items():
-            seconds = self._seconds(task, one, count, limit - after)
+        for first, count in dict.fromkeys(zip(way.alike, counts, strict=True)):
+            seconds = self._seconds(task, ordered[first], count, limit - after)
             if seconds is None:
                 return None
             slowest, free = max(slowest, seconds[0]), max(free, seconds[1])
         chains = tuple(
-            Chained(groups=tuple(groups), micro_batches=count)
-            for groups, count in zip(pipelines, counts, strict=True)
+            Chained(groups=groups, micro_batches=count)
+            for groups, count in zip(way.pipelines, counts, strict=True)
         )
         return RegularLayout(setting=setting, seconds=slowest + after, free_seconds=free + after, chains=chains)
 
@@ -439,7 +464,7 @@ class _Costs:
             return seconds, seconds
         key = one.terms, micro_batches
         if key not in self._played:
-            times = _times(one.terms, task.layers, micro_batches)
+            times = _times(one, task.layers, micro_batches)
             self._played[key] = times, float(at_least(times, micro_batches).min()), None
         times, least, played = self._played[key]
         if least > limit:
@@ -451,12 +476,12 @@ class _Costs:
         return played
 
 
-def _even(candidate: _Candidate, layers: int) -> list[Arranged]:
+def _even(candidate: _Candidate, layers: int) -> list[Pipelines]:
     """The arrangements of pipelines whose groups all have one size."""
     groups, pipelines = candidate.pool.groups, candidate.pipelines
     even, rest = divmod(len(groups), pipelines)
     depth = min(even, layers)
-    ways: list[Arranged] = [[groups[i * depth : (i + 1) * depth] for i in range(pipelines)]]
+    ways: list[Pipelines] = [[groups[i * depth : (i + 1) * depth] for i in range(pipelines)]]
     if depth > 1 and pipelines > 1:
         ways.append([groups[i : depth * pipelines : pipelines] for i in range(pipelines)])
     if rest and even < layers:
@@ -464,12 +489,12 @@ def _even(candidate: _Candidate, layers: int) -> list[Arranged]:
     return ways
 
 
-def _times(terms: tuple[Terms, ...], layers: int, micro_batches: int) -> Times:
+def _times(one: Ordered, layers: int, micro_batches: int) -> Times:
     """Seconds of a pipeline's stages: [with boundaries or without, layers that are the formula's best with
     boundaries or without, stage]."""
+    terms, count = one.terms, max(micro_batches, len(one.terms))
     free = tuple(replace(term, hop=0.0) for term in terms)
-    count = max(micro_batches, len(free))
-    given = np.array([split_layers(some, layers, count) for some in (terms, free)])
+    given = np.array([one.layers(count), split_layers(free, layers, count)])
     block, fixed, hop, forward = (
         np.array([getattr(term, name) for term in terms]) for name in ("block", "fixed", "hop", "forward")
     )
@@ -482,7 +507,7 @@ def _times(terms: tuple[Terms, ...], layers: int, micro_batches: int) -> Times:
     )
 
 
-def _after(task: Task, pipelines: Sequence[Sequence[DeviceGroup]]) -> float:
+def _after(task: Task, pipelines: Pipelines) -> float:
     """Seconds of a step after the slowest of these pipelines."""
     members = [name for groups in pipelines for group in groups for name in group.devices]
     fewest, depth = min((sum(len(group.devices) for group in groups), len(groups)) for groups in pipelines)

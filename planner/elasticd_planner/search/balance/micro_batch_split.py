@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from elasticd_planner.numeric import EQUAL, Floats
+from elasticd_planner.numeric import EQUAL, Floats, Ints
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,16 +52,23 @@ def split_by_lines(lines: Sequence[Line], total: int, *, steady: bool) -> tuple[
     for index, line in enumerate(lines):
         same.setdefault((line.caps.tobytes(), line.sums.tobytes(), line.least), []).append(index)
     distinct = [(lines[indices[0]], len(indices)) for indices in same.values()]
+    if len(distinct) == 1:
+        most, rest = divmod(total, len(lines))
+        return (most + 1,) * rest + (most,) * (len(lines) - rest)
 
-    def enough(limit: float) -> bool:
-        given = [(line.capacity(limit, steady=steady), count) for line, count in distinct]
-        return all(m for m, _ in given) and sum(m * count for m, count in given) >= total
+    def excess_at(limit: float) -> int:
+        """Micro-batches beyond the total that are done within the limit; negative where it is not enough."""
+        done = [(line.capacity(limit, steady=steady), count) for line, count in distinct]
+        return sum(m * count for m, count in done) - total if all(m for m, _ in done) else -1
 
-    high = max(line.seconds(max(total, line.least), steady=steady) for line in lines)
-    low = 0.0
-    for _ in range(50):
+    high = max(line.seconds(max(total, line.least), steady=steady) for line, _ in distinct)
+    low, excess = max(line.seconds(line.least, steady=steady) for line, _ in distinct), 1
+    while excess and high - low > high * EQUAL / 4:
         middle = (low + high) / 2
-        low, high = (low, middle) if enough(middle) else (middle, high)
+        if (more := excess_at(middle)) >= 0:
+            high, excess = middle, more
+        else:
+            low = middle
     given = [line.capacity(high, steady=steady) for line in lines]
     excess = sum(given) - total
     heap = [
@@ -81,13 +88,13 @@ def split_by_lines(lines: Sequence[Line], total: int, *, steady: bool) -> tuple[
     return tuple(given)
 
 
-def pareto(caps: Floats, sums: Floats) -> tuple[Floats, Floats]:
-    """The lines that are best for some number of micro-batches."""
+def pareto(caps: Floats, sums: Floats) -> Ints:
+    """The indices of the lines that are best for some number of micro-batches."""
     order = np.lexsort((sums, caps))
-    caps, sums = caps[order], sums[order]
-    before = np.concatenate([[math.inf], np.minimum.accumulate(sums)[:-1]])
-    kept = sums < before * (1 - EQUAL)
-    return caps[kept], sums[kept]
+    rising = sums[order]
+    before = np.concatenate([[math.inf], np.minimum.accumulate(rising)[:-1]])
+    kept: Ints = order[rising < before * (1 - EQUAL)]
+    return kept
 
 
 def capacity(seconds: Floats, limit: float) -> int:
