@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from elasticd.runtime.exits import JobStopped
     from elasticd.runtime.model.model import Model, Module
     from elasticd.runtime.model.module_sections import from_module
-    from elasticd.runtime.model.tp_rules import Column, PartialGrad, Row, Rule, Sharded, UnitsOf
+    from elasticd.runtime.model.tp_rules import Column, Experts, PartialGrad, Row, Rule, Sharded, UnitsOf
     from elasticd.runtime.parallel.attention import attention, positions
 
 __all__ = [
@@ -40,6 +40,7 @@ __all__ = [
     "DataOptions",
     "Evaluation",
     "EvaluationOptions",
+    "Experts",
     "HeldOut",
     "Job",
     "JobStopped",
@@ -87,7 +88,15 @@ _NAMES = {
     "elasticd.runtime.exits": ("JobStopped",),
     "elasticd.runtime.model.model": ("Model", "Module"),
     "elasticd.runtime.model.module_sections": ("from_module",),
-    "elasticd.runtime.model.tp_rules": ("Column", "PartialGrad", "Row", "Rule", "Sharded", "UnitsOf"),
+    "elasticd.runtime.model.tp_rules": (
+        "Column",
+        "Experts",
+        "PartialGrad",
+        "Row",
+        "Rule",
+        "Sharded",
+        "UnitsOf",
+    ),
     "elasticd.runtime.parallel.attention": ("attention", "positions"),
 }
 _HOMES = {name: home for home, names in _NAMES.items() for name in names}

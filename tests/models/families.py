@@ -25,6 +25,7 @@ import elasticd
 from elasticd.models import next_token_loss
 from elasticd.models.huggingface import refuse_at_sight, their_name, tiny_config
 from elasticd.models.huggingface.anatomy import arguments, logits_of, text_of
+from elasticd.models.huggingface.fused_experts import CutIn
 from elasticd.models.huggingface.proof import (
     MOST,
     NEAR,
@@ -148,8 +149,9 @@ def made(kind: Any, config: Any) -> Any:
     return model
 
 
-def tried(kind: Any) -> Family:
-    """Trains a small model of the class under a plan with a TP group and two stages, and in one piece."""
+def tried(kind: Any, experts: CutIn = "columns") -> Family:
+    """Trains a small model of the class under a plan with a TP group and two stages, and in one piece. experts:
+    what its experts are cut in."""
     name = kind.__name__
     try:
         with torch.device("meta"):
@@ -160,7 +162,7 @@ def tried(kind: Any) -> Family:
     except Exception as error:
         return Family(name=name, outcome="not made", why=said(error))
     try:
-        described = elasticd.from_hf(model)
+        described = elasticd.from_hf(model, experts=experts)
     except ModelError as error:
         return Family(name=name, outcome="refused", why=said(error))
     near = NEAR[described.dtype]
@@ -169,7 +171,7 @@ def tried(kind: Any) -> Family:
     assert weight < (near, ""), f"{name}: {weight[1]} is {weight[0]:.1e} off"
     notes = ["to rounding"] * ("equal to the bit" not in described.proved)
     notes += ["with is_decoder=True"] * is_encoder(kind)
-    notes += ["experts whole"] * has_experts(model)
+    notes += ["experts whole"] * (has_experts(model) and "experts" not in cut(described))
     found = packs(described)
     return Family(name=name, outcome="trains", why=", ".join(notes), cut=cut(described), packs=found)
 
@@ -236,9 +238,10 @@ def every_number(kind: Any) -> None:
 def cut(described: elasticd.Model) -> str:
     """What of a layer a TP group cuts."""
     columns = [pattern for pattern, rule in described.rules.items() if isinstance(rule, Column)]
-    inner = [pattern for pattern in columns if pattern.startswith("blocks.")]
+    inner = [pattern for pattern in columns if pattern.startswith("blocks.") and ".experts." not in pattern]
     words = {"attention" if re.search("attn|attention", pattern) else "feed-forward" for pattern in inner}
-    return ", ".join(sorted(words)) + (", vocabulary" if len(columns) > len(inner) else "")
+    words |= {"experts"} & {word for pattern in described.rules for word in pattern.split(".")}
+    return ", ".join([*sorted(words), *["vocabulary"] * any(map(re.compile(r"head\.").match, columns))])
 
 
 def said(error: Exception) -> str:
@@ -263,12 +266,12 @@ def rows() -> dict[str, str]:
     return {row.split("|")[1].strip(): row for row in table}
 
 
-def apart_from_others(name: str) -> Family | str:
+def apart_from_others(name: str, experts: CutIn = "columns") -> Family | str:
     """A class tried in a fork of this process, which is killed after LIMIT seconds: what became of it, or what
     went wrong."""
     forks = multiprocessing.get_context("fork")
     ours, its = forks.Pipe(duplex=False)
-    child = forks.Process(target=_tell, args=(name, its))
+    child = forks.Process(target=_tell, args=(name, experts, its))
     child.start()
     its.close()
     try:
@@ -282,9 +285,9 @@ def apart_from_others(name: str) -> Family | str:
         child.join()
 
 
-def _tell(name: str, to: Any) -> None:
+def _tell(name: str, experts: CutIn, to: Any) -> None:
     try:
-        to.send(tried(found(name)))
+        to.send(tried(found(name), experts))
     except Exception as error:
         to.send(f"{type(error).__name__}: {error}")
 

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,7 @@ from elasticd.models.huggingface.anatomy import REMEDY, text_of
 from elasticd.models.huggingface.batches import FOR_LAYERS, HfBatches
 from elasticd.models.huggingface.export import HfPretrained
 from elasticd.models.huggingface.folder import FolderWeights, folder_of, model_on_meta
+from elasticd.models.huggingface.fused_experts import CutIn
 from elasticd.models.huggingface.init_weights import on_meta, own_init, with_buffers
 from elasticd.models.huggingface.loss import causal_lm_loss
 from elasticd.models.huggingface.peft_export import PeftPretrained
@@ -54,6 +55,7 @@ def from_hf(
     weights: str | Path | None = None,
     dtype: torch.dtype | None = None,
     init: Init | Mapping[str, Tensor] | None = None,
+    experts: CutIn = "columns",
 ) -> Model:
     """A `...ForCausalLM` as elasticd trains it: its own forward, cut by the `base_model_tp_plan` of its
     configuration and the class's own `_tp_plan`. It is not changed. Of a model with LoRA adapters, PEFT's
@@ -68,11 +70,14 @@ def from_hf(
         weights: the folder to read the first values from, for a configuration or a model on the meta device.
         dtype: of the parameters, for a folder or a configuration. None: as the configuration says.
         init: first values as `elasticd.Model` takes them.
+        experts: what a TP group cuts the experts of a mixture in: "columns" of each, or "experts".
 
     Raises:
         ModelError: the layers of the model and what is around them cannot run on different stages, or not with
             the same result; or the folder does not have its weights.
     """
+    if experts not in get_args(CutIn):
+        raise ModelError(f"experts = {experts!r}: a TP group cuts experts in 'columns' or in 'experts'")
     if isinstance(model, str | Path):
         weights = weights or (model := folder_of(model))
     if not hasattr(model, "get_input_embeddings") and (isinstance(model, Path) or hasattr(model, "model_type")):
@@ -92,7 +97,7 @@ def from_hf(
     blank = on_meta(model)
     made = with_buffers(model) if blank else model
     sections = sections_of(made, proof.anatomy)
-    cuts = cuts_of(made, sections, proof.anatomy)
+    cuts = cuts_of(made, sections, proof.anatomy, experts)
     their = partial(name_in_model, list(sections))
     first = init if weights is None else _weights(folder_of(weights), model, their, adapters)
     name = f"{model.config.model_type}-{len(sections.blocks)}x{width}"

@@ -1,18 +1,19 @@
 """How the layers of models of transformers are cut in a TP group: their tensor-parallel plans as rules.
 
-A plan says a word of each module. The modules of a layer form groups, its attention and its feed-forward: what
-is cut in a group goes in whole and comes out whole. A group that cannot be cut is whole on every member, which
-is the same function.
+A plan says a word of each module. The modules of a layer form groups, its attention, its feed-forward, its
+experts and those that all tokens share: what is cut in a group goes in whole and comes out whole. A group that
+cannot be cut is whole on every member, which is the same function. Layers of one model may have other groups.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
+from elasticd.models.huggingface import fused_experts
 from elasticd.models.huggingface.adapters import (
     Forms,
     is_dora,
@@ -22,6 +23,8 @@ from elasticd.models.huggingface.adapters import (
     stand_in,
 )
 from elasticd.models.huggingface.anatomy import Anatomy, text_of
+from elasticd.models.huggingface.cuts import Cuts, WholeGroup
+from elasticd.models.huggingface.fused_experts import CutIn
 from elasticd.models.huggingface.sections import Sections, name_in_sections
 from elasticd.runtime.model.tp_rules import Column, PartialGrad, Row, Rule, Sharded, UnitsOf, listed, sides_of
 
@@ -91,23 +94,17 @@ _NUMBERS_OF_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
 _NUMBERS_OF_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
 
 
-@dataclass(kw_only=True)
-class Cuts:
-    """Rules by pattern, units by kind, and why groups of modules are whole."""
+def cuts_of(model: Any, sections: Sections, anatomy: Anatomy, experts: CutIn = "columns") -> Cuts:
+    """The rules of a model's layers, and of its vocabulary where layers are cut.
 
-    rules: dict[str, Rule] = field(default_factory=dict)
-    units: dict[str, UnitsOf] = field(default_factory=dict)
-    whole: dict[str, str] = field(default_factory=dict)
-
-
-class _Whole(Exception):
-    """A group is not cut, and why."""
-
-
-def cuts_of(model: Any, sections: Sections, anatomy: Anatomy) -> Cuts:
-    """The rules of a model's layers, and of its vocabulary where layers are cut."""
+    Args:
+        model: the whole model.
+        sections: of it.
+        anatomy: of it.
+        experts: what its experts are cut in.
+    """
     layers = [block.layer for block in sections.blocks]
-    cuts = _cut(text_of(model.config), layers, _plan(model, anatomy), "blocks.*.layer.")
+    cuts = _cut(text_of(model.config), layers, _plan(model, anatomy), "blocks.*.layer.", experts)
     if cuts.rules:
         _vocabulary(model, list(sections), cuts)
     return _with_adapters(cuts, dict(sections))
@@ -148,7 +145,9 @@ def cuts_of_vision(config: Any, block: nn.Module) -> Cuts:
     return Cuts(whole={"vision": f"there are no rules for {config.model_type}"})
 
 
-def _cut(config: Any, every: list[Any], plan: Mapping[str, str], start: str) -> Cuts:
+def _cut(
+    config: Any, every: list[Any], plan: Mapping[str, str], start: str, experts: CutIn = "columns"
+) -> Cuts:
     """The rules of layers.
 
     Args:
@@ -156,20 +155,48 @@ def _cut(config: Any, every: list[Any], plan: Mapping[str, str], start: str) -> 
         every: the layers.
         plan: its words by path in a layer.
         start: what patterns of a layer's modules begin with.
+        experts: what their experts are cut in.
     """
     cuts = Cuts()
-    for group, said in _groups(plan).items():
+    for group, said in _groups(_with_experts(plan, every)).items():
         holding = [layer for layer in every if group in dict(plain_modules(layer))]
         try:
-            found = [_Group(config, layer, group, said, start).cuts() for layer in holding]
-            if any((f.rules, f.units) != (found[0].rules, found[0].units) for f in found):
-                raise _Whole("its layers differ")
-        except _Whole as why:
+            found = _merged([_Group(config, layer, group, said, start, experts) for layer in holding])
+        except WholeGroup as why:
             cuts.whole[group or "the layer"] = str(why)
             continue
-        for f in found[:1]:
-            cuts.rules |= f.rules
-            cuts.units |= f.units
+        cuts.rules |= found.rules
+        cuts.units |= found.units
+    return cuts
+
+
+def _with_experts(plan: Mapping[str, str], every: list[Any]) -> dict[str, str]:
+    """A plan with a word for each module of experts by transformers' contract, also where it has none."""
+    paths = [
+        path
+        for layer in every
+        for path, module in plain_modules(layer)
+        if fused_experts.is_contract(module) and fused_experts.is_fused(module)
+    ]
+    return dict.fromkeys(paths, fused_experts.WORD) | dict(plan)
+
+
+def _merged(groups: list[_Group]) -> Cuts:
+    """The cuts of a group in all layers that have it: dense layers have other modules than sparse ones.
+
+    Raises:
+        WholeGroup: a layer cannot be cut, or a module is cut in one layer otherwise than in another.
+    """
+    cuts, every = Cuts(), [group.cuts() for group in groups]
+    for each in every:
+        for known, own in ((cuts.rules, each.rules), (cuts.units, each.units)):
+            if any(known.get(name, value) != value for name, value in own.items()):
+                raise WholeGroup("its layers differ")
+        cuts.rules |= each.rules
+        cuts.units |= each.units
+    for group, each in zip(groups, every, strict=True):
+        if any(group.has(pattern) for pattern in cuts.rules.keys() - each.rules.keys()):
+            raise WholeGroup("its layers differ")
     return cuts
 
 
@@ -195,31 +222,41 @@ def _plan(model: Any, anatomy: Anatomy) -> dict[str, str]:
         path: said
         for pattern, said in (getattr(text_of(model.config), "base_model_tp_plan", None) or {}).items()
         for where, dot, path in [pattern.partition(".*.")]
-        if dot and where == layers and said != "local_params"  # of DTensors: says no cut
+        if dot and f".{layers}".endswith(f".{where}") and said != "local_params"  # of DTensors: says no cut
     }
     own = _OWN.get(model.config.model_type, ((), ()))
     return found or {path: said for said, paths in zip(_CUTS, own, strict=True) for path in paths}
 
 
 def _groups(plan: Mapping[str, str]) -> dict[str, dict[str, str]]:
-    """The plan's words by the module of the layer that they are in: "" is the layer itself."""
+    """The plan's words by the module of the layer whose group they are: an attention, and the nearest module of
+    anything else, such as shared experts beside others. "" is the layer itself."""
+    parents = {path.rpartition(".")[0] for path in plan}
     groups: dict[str, dict[str, str]] = {}
     for path, said in plan.items():
-        groups.setdefault(path.partition(".")[0] if "." in path else "", {})[path] = said
+        nearest = path if path in parents or said == fused_experts.WORD else path.rpartition(".")[0]
+        outer = path.partition(".")[0] if "." in path else ""
+        groups.setdefault(outer if _is_attention(outer) else nearest, {})[path] = said
     return groups
+
+
+def _is_attention(group: str) -> bool:
+    return "attn" in group or "attention" in group
 
 
 class _Group:
     """The modules of one group in one layer, and the plan's words for them."""
 
-    def __init__(self, config: Any, layer: nn.Module, group: str, said: Mapping[str, str], start: str) -> None:
+    def __init__(
+        self, config: Any, layer: nn.Module, group: str, said: Mapping[str, str], start: str, experts: CutIn
+    ) -> None:
         self._start = start
         self._modules = dict(plain_modules(layer))
         self._parameters = dict(plain_parameters(layer))
         self._dora = {path for path, module in plain_modules(layer, adapted=True) if is_dora(module)}
-        self._name, self._kind = group, config.model_type.removesuffix("_vision")
+        self._experts, self._name, self._kind = experts, group, config.model_type.removesuffix("_vision")
         self._said = {p: word for p, word in said.items() if p in self._modules or p in self._parameters}
-        self._attention = "attn" in group or "attention" in group
+        self._attention = _is_attention(group)
         self._heads = _number(config, "num_attention_heads") or _number(config, "num_heads") or 1
         self._kv_heads = _number(config, "num_key_value_heads") or self._heads
         sizes = [getattr(self._modules[group], name, None) for name in ("head_dim", "head_size")]
@@ -227,15 +264,26 @@ class _Group:
         self._size = self._size or _number(config, "head_dim") or config.hidden_size // self._heads
         self._cut = Cuts()
 
+    def has(self, pattern: str) -> bool:
+        """Whether the layer has what a pattern of a rule names."""
+        path = pattern.removeprefix(self._start)
+        return path in self._parameters or path.removesuffix(".*") in self._modules
+
     def cuts(self) -> Cuts:
-        """Raises _Whole where not every parameter of the group has its rule."""
+        """Raises WholeGroup where not every parameter of the group has its rule."""
+        module, pattern = self._modules[self._name], f"{self._start}{self._name}"
+        if fused_experts.is_fused(module):
+            words = {p.removeprefix(self._name).removeprefix("."): word for p, word in self._said.items()}
+            return fused_experts.expert_cuts(module, words, pattern, self._experts)
         for path, said in self._said.items():
             self._one(path, said)
         self._others()
         columns = {r.units for r in self._cut.rules.values() if isinstance(r, Column) and not r.gather}
         rows = {r.units for r in self._cut.rules.values() if isinstance(r, Row) and not r.split}
         if not rows <= columns or (columns and not rows):
-            raise _Whole(f"it is cut in {', '.join(sorted(columns))} and joined in {', '.join(sorted(rows))}")
+            raise WholeGroup(
+                f"it is cut in {', '.join(sorted(columns))} and joined in {', '.join(sorted(rows))}"
+            )
         if columns & {"heads", "kv_heads"}:
             self._numbers_of_heads()
         if not columns:  # what is between gathered outputs is the same on all members
@@ -251,16 +299,16 @@ class _Group:
         if not any(True for _ in module.parameters()):
             return
         if path in self._dora:
-            raise _Whole(f"{path} has DoRA, which measures rows of the whole weight")
+            raise WholeGroup(f"{path} has DoRA, which measures rows of the whole weight")
         pattern = f"{self._start}{path}.*"
         if said == "replicated_with_grad_allreduce":
             self._cut.rules[pattern] = PartialGrad()
             return
         if said not in (*_CUTS, *_GATHERS, *_SPLITS):
-            raise _Whole(f"there is no rule for {said!r}")
+            raise WholeGroup(f"there is no rule for {said!r}")
         sides = sides_of(module)
         if sides is None:
-            raise _Whole(f"{path} is a {type(module).__name__}")
+            raise WholeGroup(f"{path} is a {type(module).__name__}")
         outputs, inputs = (int(module.weight.shape[dim]) for dim in sides)
         joined = self._joined(path, said, outputs)
         if joined:
@@ -279,10 +327,8 @@ class _Group:
 
     def _by_itself(self, path: str, said: str) -> None:
         """The rule of a parameter of a module that is no projection: attention's sinks, one for each head."""
-        if "experts" in path.split("."):
-            raise _Whole("its experts are not spread over members")
         if not (self._attention and said == "colwise" and self._parameters[path].shape == (self._heads,)):
-            raise _Whole(f"{path} is a parameter by itself")
+            raise WholeGroup(f"{path} is a parameter by itself")
         self._cut.rules[f"{self._start}{path}"] = Sharded("heads")
 
     def _joined(self, path: str, said: str, outputs: int) -> int:
@@ -304,7 +350,7 @@ class _Group:
         key = path.endswith(("k_proj", "v_proj"))
         kind = "heads" if side == heads * size and not (key and kv_heads != heads) else "kv_heads"
         if kind == "kv_heads" and side != kv_heads * size:
-            raise _Whole(f"{path} has {side} features, neither {heads} nor {kv_heads} heads of {size}")
+            raise WholeGroup(f"{path} has {side} features, neither {heads} nor {kv_heads} heads of {size}")
         self._cut.units["heads"] = UnitsOf(heads)
         if kind == "kv_heads":
             self._cut.units["kv_heads"] = UnitsOf(kv_heads, follows="heads")
@@ -324,7 +370,7 @@ class _Group:
             elif norm and parameter.shape[0] == self._heads == self._kv_heads:
                 self._cut.rules[f"{self._start}{name}"] = Sharded("heads")
             else:
-                raise _Whole(f"the plan says nothing of {name}")
+                raise WholeGroup(f"the plan says nothing of {name}")
 
     def _numbers_of_heads(self) -> None:
         """Attributes in which the attention keeps how many heads it has."""
@@ -350,11 +396,11 @@ class _Group:
 
 
 def _number(config: Any, name: str) -> int:
-    """A number of a configuration, 0 where it has none. Raises _Whole for one that it has for each layer."""
+    """A number of a configuration, 0 where it has none. Raises WholeGroup for one by layer."""
     try:
         return getattr(config, name, None) or 0
     except Exception as error:
-        raise _Whole(f"layers differ in {name}") from error
+        raise WholeGroup(f"layers differ in {name}") from error
 
 
 def _vocabulary(model: Any, sections: Sequence[tuple[str, Any]], cuts: Cuts) -> None:

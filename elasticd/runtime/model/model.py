@@ -32,6 +32,7 @@ from elasticd.runtime.model.tie_rules import rules_of_ties
 from elasticd.runtime.model.tp_plan import rules_of_plan
 from elasticd.runtime.model.tp_rules import (
     Column,
+    Experts,
     PartialGrad,
     Row,
     Rule,
@@ -151,6 +152,7 @@ class Model:
         #: By full name, and before the user's patterns: the rules that tied parameters take from each other.
         self.rules = {**rules_of_ties(self.ties, self.sections, self._named), **self.rules}
         self.spec = self._describe()
+        self._check_experts()
         #: The full name of every value by its name in the state dict of the user's own modules: a tied one has
         #: several there.
         self.own_names = {
@@ -295,7 +297,7 @@ class Model:
     def _sums(self, section: str) -> int:
         """How many all-reduces a section makes in a forward pass."""
         owners = self._owners[section].values()
-        return sum(any(isinstance(rule, Row) for rule in rules.values()) for rules in owners)
+        return sum(any(isinstance(rule, Row | Experts) for rule in rules.values()) for rules in owners)
 
     def _check(self) -> None:
         """Refuses what would train wrongly without a word: names that match nothing."""
@@ -307,19 +309,40 @@ class Model:
             if isinstance(m, Dropout)
         }
         for pattern, rule in self.rules.items():
-            if not isinstance(rule, Column | Row | Sharded | PartialGrad):
+            if not isinstance(rule, Column | Row | Sharded | PartialGrad | Experts):
                 raise ModelError(
-                    f"rule {pattern!r} must be a Column, Row, Sharded or PartialGrad, not {rule!r}"
+                    f"rule {pattern!r} must be a Column, Row, Sharded, PartialGrad or Experts, not {rule!r}"
                 )
             if not isinstance(rule, PartialGrad) and not rule.units:
                 kind = type(rule).__name__
-                raise ModelError(f"rule {pattern!r}: {kind} must say its units, as {kind}('heads')")
+                units = "experts" if isinstance(rule, Experts) else "heads"
+                raise ModelError(f"rule {pattern!r}: {kind} must say its units, as {kind}('{units}')")
             named = names | (dropouts if isinstance(rule, Sharded) else set())
             if not any(fnmatchcase(name, pattern) for name in named):
                 raise ModelError(f"rule {pattern!r} matches no parameter of the model, such as {min(names)}")
         for tied in (*self.ties, *self.ties.values()):
             if tied not in names:
                 raise ModelError(f"ties: {tied!r} is not a parameter of the model")
+
+    def _check_experts(self) -> None:
+        """Refuses experts of which a member would hold some parameters, and all of others."""
+        for section, owners in self._owners.items():
+            for path, rules in owners.items():
+                ruled = next(((leaf, r) for leaf, r in rules.items() if isinstance(r, Experts)), None)
+                if ruled is None:
+                    continue
+                start, count = f"{section}.{path}".rstrip("."), self.spec.units_of(ruled[1].units).count
+                for name, parameter in self.sections[section].get_submodule(path).named_parameters():
+                    full = f"{start}.{name}"
+                    if self.rule(full) != ruled[1]:
+                        raise ModelError(
+                            f"{full} has no Experts rule, and {start}.{ruled[0]} has one: name all parameters "
+                            f"of the module, as 'blocks.*.{path}.*'"
+                        )
+                    if parameter.dim() == 0 or parameter.shape[0] != count:
+                        raise ModelError(
+                            f"{full} {tuple(parameter.shape)} has not the {count} experts as its dimension 0"
+                        )
 
     def _describe(self) -> ModelSpec:
         sizes: dict[str, list[int]] = {}
@@ -344,7 +367,7 @@ class Model:
             ties=tuple(self.ties.items()),
             width=self.width,
             dtype=str(self.dtype).removeprefix("torch."),
-            collectives=self._sums("blocks.0"),
+            collectives=-(-sum(self._sums(f"blocks.{i}") for i in range(self.layers)) // self.layers),
         )
 
     def _parameters(self, section: str, sizes: dict[str, list[int]]) -> Iterator[Parameter]:

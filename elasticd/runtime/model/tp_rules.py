@@ -6,6 +6,7 @@ Every member holds a parameter without a rule completely, and all members comput
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -63,7 +64,20 @@ class PartialGrad:
     """
 
 
-Rule = Column | Row | Sharded | PartialGrad
+@dataclass(frozen=True)
+class Experts:
+    """Spreads the experts of a module: each member holds some of them, and computes these for all rows.
+
+    The module's parameters have the experts as their dimension 0. Its forward(rows [n, width], index [n, k],
+    weights [n, k]) gives [n, width]: for each row the sum of the outputs of the k experts that `index` names,
+    by `weights`. A member calls it with a row and k = 1 for each pair of a row and an expert that it holds,
+    counted from its first one. The terms of the members are all-reduced.
+    """
+
+    units: str = ""  #: a kind of the model's `units`: the experts
+
+
+Rule = Column | Row | Sharded | PartialGrad | Experts
 
 
 @dataclass(frozen=True)
@@ -117,6 +131,13 @@ def cut_at(rule: Rule | None, owner: nn.Module, leaf: str, dims: int) -> CutAt |
     """
     if rule is None or isinstance(rule, PartialGrad):
         return None
+    if isinstance(rule, Experts):
+        if not _takes_rows(owner):
+            raise RuleError(
+                f"Experts of a {type(owner).__name__}, whose forward does not take (rows, index, weights): it "
+                "is for the module that has all experts of a block, stacked in each of its parameters"
+            )
+        return CutAt(0)
     if isinstance(rule, Sharded):
         return CutAt(rule.dim % dims)
     if rule.dim is not None:
@@ -134,6 +155,15 @@ def cut_at(rule: Rule | None, owner: nn.Module, leaf: str, dims: int) -> CutAt |
         f"{type(rule).__name__} of a {type(owner).__name__} must say which dimension of the parameter it cuts: "
         f"{type(rule).__name__}({rule.units!r}, dim=...)"
     )
+
+
+def _takes_rows(owner: nn.Module) -> bool:
+    """Whether a module's forward can be called with rows, the experts of each, and their weights."""
+    try:
+        inspect.signature(owner.forward).bind(None, None, None)
+    except TypeError:
+        return False
+    return True
 
 
 def _fused_projections(attention: nn.MultiheadAttention) -> int:

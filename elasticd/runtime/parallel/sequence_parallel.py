@@ -29,7 +29,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from elasticd.runtime.comm.communicators import Team
 from elasticd.runtime.model.model import Model
 from elasticd.runtime.model.rng import Dropout
-from elasticd.runtime.model.tp_rules import Column, Row, Rule
+from elasticd.runtime.model.tp_rules import Column, Experts, Row, Rule
 from elasticd.runtime.model.validation import ModelError
 from elasticd.runtime.parallel.redistribute import Redistribution, slices, terms, whole
 
@@ -366,6 +366,8 @@ def refuse_model(model: Model) -> None:
                     raise _refused(where, "splits its input, so that what precedes it is of all tokens")
                 if isinstance(rule, Column | Row) and isinstance(module.get_submodule(path), nn.Embedding):
                     raise _refused(where, "is an embedding in a block")
+                if isinstance(rule, Experts):
+                    raise _refused(where, "has experts, which take rows that a router chose")
         for path, inner in module.named_modules():
             if isinstance(inner, _MIXING) and not any(_within(region, path) for region in around):
                 said = f"is a {type(inner).__name__}, which takes several tokens at once"

@@ -2,7 +2,8 @@
 
 A Column module takes the full input. The members all-reduce its gradient, once for all modules that take the
 same tensor. A Row module gives a term of its output, which they all-reduce; its bias is added after that. Where
-blocks are on slices of the tokens, see `sequence_parallel`, these are all-gathers and reduce-scatters.
+blocks are on slices of the tokens, see `sequence_parallel`, these are all-gathers and reduce-scatters. Of an
+Experts module each member computes its own experts' part of the output (`held_experts`), which is a term, too.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ from elasticd.runtime.accelerator import put
 from elasticd.runtime.comm.communicators import Team
 from elasticd.runtime.model.local_model import repeats
 from elasticd.runtime.model.model import Model
-from elasticd.runtime.model.tp_rules import Column, Row, sides_of
+from elasticd.runtime.model.tp_rules import Column, Experts, Row, sides_of
 from elasticd.runtime.model.validation import ModelError
 from elasticd.runtime.parallel import sequence_parallel
+from elasticd.runtime.parallel.held_experts import held_experts
 from elasticd.runtime.parallel.redistribute import (
     Redistribution,
     slices,
@@ -101,6 +103,9 @@ def attach(
         row = next((rule for rule in rules.values() if isinstance(rule, Row)), None)
         if row is not None:
             hooks.row(path, owner, row)
+        experts = next((rule for rule in rules.values() if isinstance(rule, Experts)), None)
+        if experts is not None:
+            hooks.experts(path, owner, experts)
     hooks.watch(module)
     if tokens is not None and section == "embed":
         module.register_forward_hook(lambda _, args, output: tokens.leaving_embed(single(output)))
@@ -174,6 +179,14 @@ class _Hooks:
                 f"{where}: a bias of a {type(owner).__name__} cut in rows would be added by every member: use "
                 "an nn.Linear, or no bias"
             )
+
+    def experts(self, path: str, owner: nn.Module, rule: Experts) -> None:
+        """Of a module, `path` in the section, of whose experts each member has some."""
+        held = unit_range(self._model.spec, rule.units, self._shares, self._group.rank)
+        self.enter(path, owner)
+        owner.forward = held_experts(owner.forward, held)
+        leaves = self.leave(path)
+        owner.register_forward_hook(lambda _, args, output: leaves(output))
 
     def _widths(self, path: str, units: str) -> list[int]:
         """The length that each member has of the cut dimension of a module's parameter."""

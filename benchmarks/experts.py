@@ -1,0 +1,99 @@
+"""Mixtures of experts: which classes of transformers train exactly, and how exactly under which layout.
+
+make bench NAME=experts                            # a quarter of an hour, most of it for the classes
+make bench NAME=experts ARGS='--only parity'       # a part; the results keep the others as they are
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import sys
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import get_args
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+from _frame import TRAINING, Part, run
+from _results import Row, row
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import elasticd
+from elasticd.models import next_token_loss
+from elasticd.models.huggingface.fused_experts import CutIn
+from tests.models import families, test_experts
+from tests.models.layouts import Training
+from tests.models.test_huggingface import theirs
+from tests.models.texts import Text
+
+#: The classes of transformers 5.23 with experts, that an earlier release of elasticd refused for these.
+CLASSES = (
+    *("AXK1", "AXK2", "Afmoe", "AriaText", "BailingHybrid", "Beam", "Cohere2Moe", "DeepseekV2", "DeepseekV3"),
+    *("DeepseekV32", "DeepseekV4", "Dots1", "Dots3Note", "Ernie4_5_Moe", "ExaoneMoe", "FlexOlmo", "Flint"),
+    *("Glm4Moe", "Glm4MoeLite", "GlmMoeDsa", "GptOss", "GraniteMoe", "GraniteMoeHybrid", "GraniteMoeSWA"),
+    *("GraniteMoeShared", "HYV3", "HYV4", "HunYuanMoEV1", "Inkling", "Inkling2", "Jamba", "JetMoe"),
+    *("KimiLinear", "Kolibri1", "Laguna", "Llama4", "LongcatFlash", "Mellum", "MiMoV2Flash", "MiniMax"),
+    *("MiniMaxM2", "MiniMaxM3VL", "Mistral4", "Mixtral", "NemotronH", "Olmoe", "Phimoe", "Qwen2Moe"),
+    *("Qwen3Moe", "Qwen3Next", "Qwen3_5Moe", "SolarOpen", "Zaya"),
+)
+#: Steps that are compared.
+STEPS = 3
+
+
+def class_rows(classes: int = len(CLASSES)) -> Iterator[Row]:
+    """A step in two stages, each a TP group, against plain torch: losses and weights within 1e-6."""
+    names = [f"{name}ForCausalLM" for name in CLASSES[:classes]]
+    trains: set[str] = set()
+    wrong = 0
+    families.tried(families.found("LlamaForCausalLM"))  # so that the forks need not import torch's parts
+    for cut_in, least in zip(get_args(CutIn), (42, 41), strict=True):
+        cut = 0
+        for name in names:
+            family = families.apart_from_others(name, cut_in)
+            if isinstance(family, str):
+                wrong += 1
+                print(f"{name}, {cut_in}: {family}", flush=True)
+                continue
+            if family.outcome == "trains":
+                trains.add(name)
+                cut += "experts" in family.cut
+        title = f"of the {len(names)} classes with experts: these are cut, in {cut_in} where that can be"
+        yield row(title, cut, "classes", goal=f">= {least}", met=cut >= least)
+    title = f"of the {len(names)} classes with experts: train"
+    yield row(title, len(trains), "classes", goal=">= 46", met=len(trains) >= 46)
+    yield row("of these, trained otherwise than in one process", wrong, "classes", goal="0", met=not wrong)
+
+
+def parity_rows(cases: int = len(test_experts.CASES)) -> Iterator[Row]:
+    """Weights after some steps; double precision throughout, and margins of the routers' choices asserted."""
+    worst: dict[str, float] = {}
+    for kind, cut_in, name in test_experts.CASES[-cases:]:
+        model = test_experts.with_experts(kind)
+        described = elasticd.from_hf(model, experts=cut_in)
+        training = replace(
+            Training(model=described, loss=next_token_loss, dataset=Text(41)),
+            steps=STEPS,
+        )
+        whole = families.Whole(copy.deepcopy(model))
+        gap, _ = test_experts.apart(training, whole, test_experts.PLANS[name], theirs)
+        worst[cut_in] = max(gap, worst.get(cut_in, 0.0))
+    for cut_in, gap in worst.items():
+        title = (
+            f"weights after {STEPS} steps against one process, worst of {len(test_experts.MODELS)} models x "
+            f"{len(test_experts.PLANS)} layouts, in {cut_in}"
+        )
+        yield row(title, gap, "", goal=f"<= {test_experts.NEAR:g}", met=gap <= test_experts.NEAR)
+
+
+PARTS = {
+    "parity": Part(parity_rows, TRAINING, {"cases": 2}),
+    "classes": Part(class_rows, TRAINING, {"classes": 2}),
+}
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    sys.exit(run("experts", __doc__, PARTS))

@@ -1,0 +1,252 @@
+"""Mixtures of experts train in TP groups as in one process: in columns of each expert, and expert by expert."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, Literal
+
+import pytest
+import torch
+from elasticd_planner.spec.plan import Plan, StatePolicy
+from torch import Tensor, nn
+
+import elasticd
+from elasticd import Column, Experts, PartialGrad, Row, UnitsOf
+from elasticd.models import next_token_loss
+from elasticd.models.huggingface import fused_experts
+from elasticd.models.huggingface.proof import fill
+from elasticd.runtime.model.validation import ModelError
+from elasticd.runtime.parallel.held_experts import held_experts
+from tests import sizes
+from tests.models import families, mixture
+from tests.models.double import DoubleThroughout
+from tests.models.families import Whole
+from tests.models.layouts import Training, alone, furthest, layouts_of, under
+from tests.models.mixture import EXPERTS, LAYERS, VOCABULARY, Margins, Mixture, MixtureBlock
+from tests.models.test_huggingface import made, theirs
+from tests.models.test_recompute import again_in
+from tests.models.texts import Text
+from tests.runtime.test_parity import plan_of, stage
+
+transformers = pytest.importorskip("transformers")
+
+NEAR, MARGIN = 1e-12, 1e-9
+PLANS: dict[str, Plan] = layouts_of(LAYERS)
+PLANS |= {
+    "zero 1, twice, recomputing": again_in(PLANS["tp3 uneven beside a pipeline"]).replace(
+        state=StatePolicy(zero=1, replicas=2)
+    ),
+    "zero 2": PLANS["tp3 uneven beside a pipeline"].replace(state=StatePolicy(zero=2, replicas=1)),
+    "lanes of tp2 and tp1": plan_of(
+        ((5, 3), [stage(0, LAYERS, ("a/0", 2), ("a/1", 1), ("b/0", 1), lanes=(2, 1))])
+    ),
+    "interleaved, tp2": plan_of(
+        (
+            8,
+            [
+                stage(0, 1, ("a/0", 2), ("a/1", 1), later=((2, 3),)),
+                stage(1, 2, ("b/0", 1), ("b/1", 1), later=((3, 4),)),
+            ],
+        )
+    ),
+}
+#: Experts in columns and one by one, dense layers before sparse ones, experts that all tokens share, biases.
+MODELS: dict[str, dict[str, Any]] = {
+    "Mixtral": {"num_local_experts": 8},
+    "Qwen3Moe": {
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 12,
+        "mlp_only_layers": [0, 2],
+    },
+    "GptOss": {"num_local_experts": 8, "pad_token_id": 0, "layer_types": ["full_attention"] * LAYERS},
+    "DeepseekV3": {
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "moe_intermediate_size": 12,
+        "first_k_dense_replace": 1,
+        "num_key_value_heads": 8,
+        "kv_lora_rank": 8,
+        "q_lora_rank": 8,
+        "head_dim": 4,
+        "qk_rope_head_dim": 4,
+        "qk_nope_head_dim": 4,
+        "v_head_dim": 8,
+    },
+}
+CutIn = Literal["columns", "experts"]
+CASES: list[tuple[str, CutIn, str]] = [
+    (kind, cut_in, name)
+    for kind in MODELS
+    for cut_in in ("columns", "experts")
+    for name in PLANS
+    if (kind, cut_in) != ("GptOss", "columns")  # its biases are added once only where experts are whole
+]
+
+
+def with_experts(kind: str) -> Any:
+    """A small model in double precision."""
+    torch.manual_seed(0)
+    model = made(kind, **MODELS[kind]).double()
+    model.set_experts_implementation("eager")
+    fill(model, 1.0)
+    return model
+
+
+def apart(training: Training, whole: nn.Module, plan: Plan, names: Any) -> tuple[float, str]:
+    """How far a weight is from one process's after two steps, in double precision throughout."""
+    margins = Margins()
+    with margins:
+        expected = alone(training, whole)
+    assert margins.least > MARGIN, "a router's choice hangs on the last digits"
+    found = under(training, plan, within=DoubleThroughout)
+    assert found[0] == pytest.approx(expected[0], rel=NEAR)
+    return furthest(found, expected, {full: names(full) for full in found[1]})
+
+
+@pytest.mark.parametrize(
+    ("kind", "cut_in", "name"),
+    sizes.beside(
+        [
+            ("Mixtral", "columns", "zero 1, twice, recomputing"),
+            ("Qwen3Moe", "columns", "tp1 to tp4 and back"),
+            ("GptOss", "experts", "tp3 uneven beside a pipeline"),
+            ("DeepseekV3", "columns", "lanes of tp2 and tp1"),
+            ("DeepseekV3", "experts", "interleaved, tp2"),
+        ],
+        CASES,
+    ),
+)
+def test_models_of_transformers_train_like_one_process(kind: str, cut_in: CutIn, name: str) -> None:
+    model = with_experts(kind)
+    described = elasticd.from_hf(model, experts=cut_in)
+    training = Training(model=described, loss=next_token_loss, dataset=Text(41))
+    assert apart(training, Whole(copy.deepcopy(model)), PLANS[name], theirs) < (NEAR, "")
+
+
+def only_first(scores: Tensor) -> Tensor:
+    """All rows go to the first two experts: the others, and all members but the first, have none."""
+    return torch.arange(mixture.CHOSEN).expand(len(scores), -1)
+
+
+@pytest.mark.parametrize("name", sizes.beside(["tp3 uneven beside a pipeline", "zero 2"], PLANS))
+@pytest.mark.parametrize("choose", [None, only_first])
+def test_experts_by_hand_train_like_one_process(choose: Any, name: str) -> None:
+    torch.manual_seed(0)
+    whole = Mixture(choose).double()
+    training = Training(model=copy.deepcopy(whole).describe(), loss=next_token_loss, dataset=Text(VOCABULARY))
+    assert apart(training, whole, PLANS[name], lambda full: full) < (NEAR, "")
+
+
+def test_a_member_has_some_experts_whole_or_columns_of_each() -> None:
+    experts = elasticd.from_hf(with_experts("Qwen3Moe"), experts="experts")
+    columns = elasticd.from_hf(with_experts("Qwen3Moe"))
+    where = "blocks.*.layer.mlp.experts"
+    assert experts.rules[f"{where}.gate_up_proj"] == experts.rules[f"{where}.down_proj"] == Experts("experts")
+    assert experts.units["experts"] == UnitsOf(8, attribute=(f"{where}.num_experts",))
+    assert columns.rules[f"{where}.gate_up_proj"] == Column("expert_columns_12", dim=1, parts=2)
+    assert columns.rules[f"{where}.down_proj"] == Row("expert_columns_12", dim=2)
+    # Layer 0 is dense, layer 1 has experts, and both are cut.
+    assert columns.rules["blocks.*.layer.mlp.down_proj.*"] == Row("columns_44")
+    assert columns.spec.collectives == 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "columns", "down"),
+    [
+        ("AriaText", Column("expert_columns_48", dim=2, parts=2), Row("expert_columns_48", dim=1)),
+        ("NemotronH", Column("expert_columns_48", dim=1), Row("expert_columns_48", dim=2)),
+    ],
+)
+def test_experts_that_are_transposed_or_have_no_gate_are_cut_as_they_are(
+    kind: str, columns: Column, down: Row
+) -> None:
+    found = families.found(f"{kind}ForCausalLM")
+    with torch.device("meta"):
+        model = found(families.small_config(found))
+    experts = next(module for module in model.modules() if fused_experts.is_fused(module))
+    assert list(fused_experts.expert_cuts(experts, {}, "experts", "columns").rules.values()) == [columns, down]
+
+
+def test_columns_that_grouped_mm_takes_are_cut_in_units_of_eight() -> None:
+    with torch.device("meta"):
+        model = elasticd.from_hf(made("Mixtral", num_local_experts=8, intermediate_size=512))
+    assert model.spec.units_of("expert_columns_512").count == 64
+
+
+def test_a_member_calls_its_experts_for_their_rows_alone() -> None:
+    """Arguments by position and by name; further ones are handed on."""
+    calls = []
+
+    def forward(rows: Tensor, index: Tensor, weights: Tensor, scale: float = 1.0) -> Tensor:
+        calls.append((rows.tolist(), index.tolist(), weights.tolist()))
+        return rows * weights * scale
+
+    term = held_experts(forward, range(2, 4))
+    rows, index = torch.tensor([[1.0], [2.0], [4.0]]), torch.tensor([[0, 2], [3, 2], [1, 0]])
+    weights = torch.tensor([[0.5, 0.25], [1.0, 0.5], [1.0, 1.0]])
+    assert term(rows, index, weights=weights, scale=2.0).tolist() == [[0.5], [6.0], [0.0]]
+    assert calls == [([[1.0], [2.0], [2.0]], [[0], [1], [0]], [[0.25], [1.0], [0.5]])]
+
+
+def test_a_member_without_a_row_keeps_its_place_in_the_backward_pass() -> None:
+    term = held_experts(lambda rows, index, weights: pytest.fail("no row is its own"), range(2, 4))
+    rows = torch.full((2, 3), torch.inf, requires_grad=True)
+    weights = torch.ones(2, 1, requires_grad=True)
+    given = term(rows, torch.zeros(2, 1, dtype=torch.long), weights)
+    assert given.tolist() == [[0.0] * 3] * 2
+    given.sum().backward()
+    assert rows.grad is not None
+    assert weights.grad is not None
+    assert rows.grad.count_nonzero() == weights.grad.count_nonzero() == 0
+
+
+class Uneven(MixtureBlock):
+    """One parameter has a row more than there are experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts.bias = nn.Parameter(torch.zeros(EXPERTS * 2, 2))
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (
+            {"rules": {"blocks.*.router.*": Experts("experts")}},
+            r"blocks.0.router.weight: Experts of a Linear, whose forward does not take \(rows, index, w",
+        ),
+        (
+            {"rules": {"blocks.*.experts.up": Experts("experts")}},
+            r"blocks.0.experts.down has no Experts rule, and blocks.0.experts.up has one",
+        ),
+        (
+            {"rules": {"blocks.*.experts.[ud]*": Experts("experts"), "blocks.*.experts.bias": PartialGrad()}},
+            r"blocks.0.experts.bias has no Experts rule",
+        ),
+        (
+            {"blocks": [Uneven()]},
+            r"blocks.0.experts.bias \(16, 2\) has not the 8 experts as its dimension 0",
+        ),
+        ({"rules": {"blocks.*.experts.*": Experts()}}, r"Experts must say its units, as Experts\('experts'\)"),
+    ],
+)
+def test_rules_of_experts_that_do_not_fit_are_refused(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ModelError, match=said):
+        Mixture().describe(**given)
+
+
+def test_sequence_parallelism_of_experts_is_refused_by_name() -> None:
+    from elasticd.runtime.parallel.sequence_parallel import refuse_model
+
+    with pytest.raises(ModelError, match=r"blocks.0.experts has experts, which take rows that a router chose"):
+        refuse_model(Mixture().describe())
+
+
+def test_an_unknown_way_to_cut_experts_is_refused() -> None:
+    with pytest.raises(
+        ModelError, match="experts = 'lanes': a TP group cuts experts in 'columns' or in 'experts'"
+    ):
+        elasticd.from_hf(made("Mixtral"), experts="lanes")  # type: ignore[arg-type]
