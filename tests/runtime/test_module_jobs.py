@@ -118,7 +118,6 @@ class Uncounted:
     [
         ({"dataset": Uncounted()}, "give it an attribute counts"),
         ({"data": elasticd.DataOptions(packing=elasticd.Packing(), length=len)}, "cannot pack sequences yet"),
-        ({"parallelism": elasticd.ParallelismOptions(compile=True)}, "cannot be compiled yet"),
         (
             {"evaluation": elasticd.EvaluationOptions(held_out={"held": Uncounted()})},
             "held-out set 'held': the dataset does not say how many images",
@@ -144,7 +143,7 @@ class Uncounted:
             "the plan says that vision is frozen, and in the model it is trained",
         ),
     ],
-    ids=["counts", "packing", "compile", "held-out counts", "blocks", "frozen"],
+    ids=["counts", "packing", "held-out counts", "blocks", "frozen"],
 )
 def test_what_several_modules_do_not_go_with_is_refused_with_the_remedy(
     changes: dict[str, Any], said: str, capfd: pytest.CaptureFixture[str]

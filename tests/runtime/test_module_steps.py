@@ -18,9 +18,13 @@ from elasticd.runtime.data.loader import sample_tokens
 from elasticd.runtime.data.options import DataOptions
 from elasticd.runtime.data.prefetch import NothingRead, SampleError
 from elasticd.runtime.engine import module_step
+from elasticd.runtime.engine.compiled_blocks import compile_ahead
 from elasticd.runtime.engine.engine import Engine, first_state
+from elasticd.runtime.engine.parallelism import ParallelismOptions
+from tests.compiling import graphs
 from tests.runtime.image_model import SEED, Captions
 from tests.runtime.test_modules import PLACEMENTS, STEPS, make_recipe, reference
+from tests.sizes import beside
 
 
 def train(
@@ -241,3 +245,34 @@ def test_a_sum_is_launched_at_its_place_in_the_order(name: str) -> None:
 
     train(PLACEMENTS[name], Captions(), look)
     assert any(early), "sums go beside passes"
+
+
+APART = ("disjoint", True)
+
+
+@pytest.mark.parametrize(
+    ("name", "compile"), beside([APART], [APART, ("disjoint", "chunks"), ("partly shared, unequal", True)])
+)
+def test_blocks_of_all_modules_are_compiled_beforehand(traced: None, name: str, compile: bool | str) -> None:
+    """With numbers of rows that differ from image to image."""
+    plan = PLACEMENTS[name]
+    recipe = replace(make_recipe(), parallelism=ParallelismOptions(compile=compile))
+    layouts = Layouts(recipe.model.specs, plan)
+    before = graphs()
+    for device in plan.members:
+        for view in layouts.views.values():
+            compile_ahead(recipe, view.plan, device)()
+    ahead = graphs()
+    assert ahead - before >= 2, "of each module"
+
+    def losses(memory: Any) -> list[float]:
+        own = replace(make_recipe(), parallelism=ParallelismOptions(compile=compile))
+        engine = Engine(own, layouts, memory, unpaced)
+        engine.adopt(first_state(own.model, layouts, memory.me, SEED))
+        found = [engine.step(step, lambda: 0, lambda: 0).outcome.vote.loss for step in range(STEPS)]
+        engine.settle()
+        return found
+
+    for found in run_threads(plan.members, losses).values():
+        assert found == pytest.approx(reference()[0], abs=1e-12)
+    assert graphs() == ahead, "training has made none"

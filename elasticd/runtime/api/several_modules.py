@@ -44,11 +44,6 @@ def check_graph(recipe: Recipe, held_out: Mapping[str, HeldOut]) -> None:
             f"a model of the modules {_names(graph)} cannot pack sequences yet: leave DataOptions(packing=...) "
             "out; micro_batch=1 pads nothing"
         )
-    if recipe.parallelism.compile:
-        raise ValueError(
-            f"a model of the modules {_names(graph)} cannot be compiled yet: leave "
-            "ParallelismOptions(compile=...) out"
-        )
     for name in graph.encoders:
         items = graph.modules[name].items
         item_counts(recipe.dataset, items)

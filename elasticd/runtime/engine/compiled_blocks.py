@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from itertools import islice
 from typing import Any, cast
 
 import torch
@@ -38,6 +39,7 @@ from torch import Tensor, nn
 from elasticd.runtime.accelerator import Accelerator
 from elasticd.runtime.comm.groups import Group
 from elasticd.runtime.comm.running_group import Alone, running
+from elasticd.runtime.data.collate import pad
 from elasticd.runtime.data.loader import reading
 from elasticd.runtime.engine.mixed_precision import converted
 from elasticd.runtime.engine.recipe import Recipe
@@ -294,7 +296,7 @@ def compile_ahead(recipe: Recipe, plan: Plan, device: str) -> Callable[[], None]
 
     Args:
         recipe: of the job.
-        plan: the new plan.
+        plan: the new plan, of one module.
         device: this device.
 
     Returns:
@@ -315,7 +317,7 @@ def compile_now(recipe: Recipe, plan: Plan, device: str, calls: Sequence[BlockCa
 
     Args:
         recipe: of the job.
-        plan: the plan.
+        plan: the plan, of one module.
         device: this device.
         calls: with what blocks were called before; none: the first samples say it.
     """
@@ -332,24 +334,29 @@ def compile_now(recipe: Recipe, plan: Plan, device: str, calls: Sequence[BlockCa
 
 def _compile_stage(recipe: Recipe, plan: Plan, device: str, calls: Sequence[BlockCall]) -> None:
     recipe.accelerator.use()
-    place = plan.places[device]
-    stage = plan.stage(place)
+    place, name = plan.places[device], plan.module.module
+    stage, model, recomputed = plan.stage(place), recipe.module(name), recipe.recomputed_in(name)
     found = list(calls or _first_calls(recipe, plan))
-    if stage.recompute or recipe.recomputed:
+    if stage.recompute or recomputed:
         found += [again for call in found if (again := replace(call, grad=False)) not in found]
-    for section in _kinds(recipe.model, stage):
-        _pass_a_copy(recipe, stage, place.position, (section,), found)
+    for section in _kinds(model, stage):
+        _pass_a_copy(recipe, model, stage, place.position, (section,), found)
     if recipe.parallelism.compile == "chunks":
-        for run in _runs(recipe, stage):
-            _pass_a_copy(recipe, stage, place.position, run, [call for call in found if call.grad])
+        for run in _runs(model, stage, recomputed):
+            _pass_a_copy(recipe, model, stage, place.position, run, [call for call in found if call.grad])
 
 
 def _pass_a_copy(
-    recipe: Recipe, stage: Stage, position: int, sections: tuple[str, ...], calls: Sequence[BlockCall]
+    recipe: Recipe,
+    model: Model,
+    stage: Stage,
+    position: int,
+    sections: tuple[str, ...],
+    calls: Sequence[BlockCall],
 ) -> None:
     """Passes of a block of a stage, or of several as one graph, which torch compiles meanwhile, without the
     other members of its group. What cannot be called so is compiled in the first step."""
-    local = local_model(recipe.model, stage, position, recipe.accelerator, only=sections)
+    local = local_model(model, stage, position, recipe.accelerator, only=sections)
     parameters = [parameter for _, parameter in local.parameters.values()]
     _have_one_memory(parameters)
     if recipe.precision is not None:
@@ -359,7 +366,7 @@ def _pass_a_copy(
     alone = cast(Group, Alone(len(stage.devices), position))
     if len(stage.devices) > 1:
         for section, module in local.modules.items():
-            tp_hooks.attach(recipe.model, section, module, stage.shares, alone)
+            tp_hooks.attach(model, section, module, stage.shares, alone)
     with running(alone):
         try:
             for call in calls[:1]:  # eagerly: what modules make in their first call is then in no graph
@@ -419,18 +426,16 @@ def _kinds(model: Model, stage: Stage) -> list[str]:
     return list(found.values())
 
 
-def _runs(recipe: Recipe, stage: Stage) -> list[tuple[str, ...]]:
+def _runs(model: Model, stage: Stage, recomputed: Sequence[int]) -> list[tuple[str, ...]]:
     """Blocks of a stage that are one graph together, of which no two runs have the same graph."""
     found: dict[object, tuple[str, ...]] = {}
     for start, stop in stage.chunks:
         blocks = [f"blocks.{layer}" for layer in range(start, stop)]
-        alone = [
-            f"blocks.{layer}" for layer in range(start, stop) if stage.recompute or layer in recipe.recomputed
-        ]
-        for graph in autograd_graphs(recipe.model, blocks, alone):
+        alone = [f"blocks.{layer}" for layer in range(start, stop) if stage.recompute or layer in recomputed]
+        for graph in autograd_graphs(model, blocks, alone):
             for run in block_runs(graph):
                 if len(run) > 1:
-                    found.setdefault((stage.shares, *(_kind(recipe.model, section) for section in run)), run)
+                    found.setdefault((stage.shares, *(_kind(model, section) for section in run)), run)
     _widths.update(found)
     return list(found.values())
 
@@ -450,14 +455,32 @@ def _first_calls(recipe: Recipe, plan: Plan) -> Iterator[BlockCall]:
     dataset: Any = recipe.dataset
     if not hasattr(dataset, "__getitem__"):
         return
-    stage = Stage(start=0, stop=1, devices=("alone/0",), shares=(1,))
-    collate = reading(recipe.reads, recipe.data.collate)
+    name = plan.module.module
+    model, stage = recipe.module(name), Stage(start=0, stop=1, devices=("alone/0",), shares=(1,))
+    grad = plan.module.trainable or not plan.module.items
     with suppress(Exception):
-        local = local_model(recipe.model, stage, 0, only=("embed",))
+        local = local_model(model, stage, 0, only=("embed",))
         local.modules["embed"].to("meta")
-        for index in range(min(_SHAPES, len(dataset))):
-            packed = recipe.data.packing is not None  # of a row, one sequence says it all
-            batch = collate([dataset[index]] * (1 if packed else plan.micro_batch))
+        for batch in islice(_first_batches(recipe, name, plan.micro_batch), _SHAPES):
             batch = converted(batch, lambda x: x.to("meta"))
             out = local.passes["embed"](recipe.precision.entering(batch) if recipe.precision else batch)
-            yield BlockCall(training=True, grad=True, tensors=_described(out), packed=packed)
+            packed = recipe.data.packing is not None
+            yield BlockCall(training=True, grad=grad, tensors=_described(out), packed=packed)
+
+
+def _first_batches(recipe: Recipe, name: str, micro_batch: int) -> Iterator[Any]:
+    """What the embedding of a module takes of the first samples, without what other modules make."""
+    dataset: Any = recipe.dataset
+    graph = recipe.model.graph
+    items = "" if graph is None else graph.modules[name].items
+    collate = reading(recipe.reads, recipe.data.collate)
+    for index in range(len(dataset)):
+        sample = dataset[index]
+        if items:
+            yield from (pad([item]) for item in sample.get(items, ()))
+            continue
+        if graph is not None:
+            sample = {key: part for key, part in sample.items() if key not in graph.items}
+        # Of a packed row, one sequence says it all.
+        batch = collate([sample] * (1 if recipe.data.packing is not None else micro_batch))
+        yield batch if graph is None else {**batch, **dict.fromkeys(graph.modules[name].takes)}

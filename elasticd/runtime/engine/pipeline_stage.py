@@ -206,8 +206,7 @@ class StageRunner:
             compile_blocks(local.modules)
         elif recipe.parallelism.compile:
             warn_of_slices()
-        named = () if gives is not None else recipe.recomputed  # blocks of the module with the loss
-        self._recomputed = recomputed_blocks(stage, named, local)
+        self._recomputed = recomputed_blocks(stage, recipe.recomputed_in(plan.module.module), local)
         passes = local.passes | {name: block.forward for name, block in self._recomputed.items()}
         whole = self._compiles and recipe.parallelism.compile == "chunks"
         run_of = partial(CompiledRun, local) if whole else None

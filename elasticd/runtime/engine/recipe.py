@@ -162,6 +162,11 @@ class Recipe:
         """Blocks that recompute their activations under every plan, because the user named them."""
         return asked(self.parallelism.recompute, self.model.layers)[1]
 
+    def recomputed_in(self, module: str) -> tuple[int, ...]:
+        """Those of a module, by its name in the plan: the user names blocks of the one with the loss."""
+        graph = self.model.graph
+        return () if graph is not None and graph.modules[module].items else self.recomputed
+
     @cached_property
     def length(self) -> Callable[[int], int] | None:
         """Tokens of a sample of a map-style dataset by its index; None: not known."""

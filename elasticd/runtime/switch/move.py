@@ -110,7 +110,7 @@ def prepare(
         engine.after_recovery = recovery is not None
         engine.leave_out = recovery.leave_out if recovery is not None else -1
         if recipe.parallelism.compile:
-            _compile(recipe, plan, engine, training)
+            _compile(recipe, engine, training)
     snapshot = None
     if old is not None and recovery is not None and recovery.snapshots:
         snapshot = recipe.snapshots.state(old, recovery, device, recipe.accelerator)
@@ -134,20 +134,21 @@ def prepare(
     )
 
 
-def _compile(recipe: Recipe, plan: Plan, engine: Engine, training: Engine | None) -> None:
+def _compile(recipe: Recipe, engine: Engine, training: Engine | None) -> None:
     """Has the blocks of a plan compiled: now, where no training goes on here; else after the switch."""
-    if training is None:
-        finish = compile_ahead(recipe, plan, engine.device)
-        if engine.module.runner is None:
-            finish()  # perhaps of a plan that was given up
-        else:
-            engine.module.runner.before_first_pass = finish
-        return
-    if engine.module.runner is None:
-        return
-    seen = tuple(training.module.runner.calls.seen) if training.module.runner is not None else ()
-    engine.module.runner.calls.seen.extend(seen)
-    engine.module.runner.before_first_pass = partial(compile_now, recipe, plan, engine.device, seen)
+    for name, module in engine.modules.items():
+        runner, plan = module.runner, module.layouts.plan
+        if training is None:
+            finish = compile_ahead(recipe, plan, engine.device)
+            if runner is None:
+                finish()  # perhaps of a plan that was given up
+            else:
+                runner.before_first_pass = finish
+        elif runner is not None:
+            before = training.modules[name].runner
+            seen = tuple(before.calls.seen) if before is not None else ()
+            runner.calls.seen.extend(seen)
+            runner.before_first_pass = partial(compile_now, recipe, plan, engine.device, seen)
 
 
 def _prepare_move(old: Layouts, new: Layouts, group: Group, training: Engine | None) -> PreparedMove | None:
