@@ -492,6 +492,16 @@ def test_a_search_that_is_free_to_choose_tp_sizes_is_as_good_as_with_any_pinned(
         assert free <= seconds_of(packed_jobs.pinned(job, width)) * (1 + EQUAL), (job.name, width)
 
 
+@pytest.mark.parametrize(
+    ("seed", "number", "limit"), beside([(12652, 21, 3.2)], [(12652, 21, 3.2), (187022, 25, 18.0)])
+)
+def test_where_few_layouts_hold_the_longest_sequence_more_lanes_and_slow_devices_count(
+    seed: int, number: int, limit: float
+) -> None:
+    *_, job = packed_jobs.drawn(seed, number + 1)
+    assert seconds_of(job.problem) < limit
+
+
 @pytest.mark.parametrize(("seed", "number"), beside([(599667, 13)], [(599667, 12), (599667, 13), (599667, 25)]))
 def test_a_sequence_that_memory_proves_too_long_is_refused_without_a_dense_search(
     seed: int, number: int, monkeypatch: pytest.MonkeyPatch

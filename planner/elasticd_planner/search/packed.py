@@ -5,12 +5,12 @@ plans are made for rows of several sizes (views): each view has as many micro-ba
 and its plans hold them. Small rows let many narrow copies be, large ones ask for wide TP groups or more stages.
 
 Of each view the regular layouts are tried, which are quickly listed. The dense search, which takes longer, is
-asked where no layout holds the longest sequence, and of few devices in one node for rows of the best size, near
-the form of the best layout. Each plan is tried with its pipelines of equal borders joined into 1, 2, 4 ...
-lanes (`lanes`). Plans that hold the longest sequence are compared by the packed cost (`PackedCost`): by the
-seconds that these lengths take. A longer sequence that may come is held, too, where some plan holds it; else
-half of it, and so on. Among equal plans the one that moves the fewest bytes from the running plan is taken, and
-then the one with the fewest lanes.
+asked where no layout for rows of these sizes holds the longest sequence, for rows of which k lanes hold it; and
+of few devices in one node for rows of the best size, near the form of the best layout. Each plan is tried with
+its pipelines of equal borders joined into 1, 2, 4 ... lanes (`lanes`). Plans that hold the longest sequence are
+compared by the packed cost (`PackedCost`): by the seconds that these lengths take. A longer sequence that may
+come is held, too, where some plan holds it; else half of it, and so on. Among equal plans the one that moves
+the fewest bytes from the running plan is taken, and then the one with the fewest lanes.
 
 Slow devices: borders of lanes must be equal, so that plans for normal devices, whose lanes get unequal shares
 of tokens, stand beside those that move layers from a slow device.
@@ -126,6 +126,11 @@ class _Layouts:
         """Tokens of rows, the quickest first."""
         return sorted(self.seconds, key=lambda size: (self.seconds[size], size))
 
+    @property
+    def usual(self) -> bool:
+        """Returns whether rows of some usual size hold the sequences."""
+        return any(map(math.isfinite, self.seconds.values()))
+
     def around(self, sizes: list[int]) -> list[int]:
         """The best of these tokens of rows and those beside it; all, where no layout holds the sequences."""
         if not self.options:
@@ -181,15 +186,16 @@ class _PackedSearch:
         options += layouts.options
         if not options and not tight and any(most > 1 for most in self._rooms) and self._beyond_memory():
             return Answer(plan=None, refusal=self._too_long(), current_seconds=now, candidates=1)
-        for size in self._searched(layouts):
-            found = self.search(self._normal(size), layouts.forms.get(size))
+        pinned = self.problem.search_space.fixed_tp is not None
+        if not tight and not (layouts.options if pinned else layouts.usual):
+            options += self._widest_dense(self.packed.longest)
+        for view, near in self._searched(layouts) if layouts.usual or not options else ():
+            found = self.search(view, near)
             tried += found.candidates
             if found.plan is None:
                 refusals.append(found.refusal)
             else:
                 options += self._joined(found.plan.pipelines)
-        if not options and not tight:
-            options += self._widest_dense(self.packed.longest)
         if not options:
             return Answer(plan=None, refusal=self._refusal(refusals), current_seconds=now, candidates=tried)
         options = self._likely(options, room)
@@ -222,6 +228,10 @@ class _PackedSearch:
             return self._view(size)
         rates = {name: rate for name, rate in self.problem.rates.items() if not math.isfinite(rate)}
         return self._view(size, rates=rates)
+
+    def _holding(self, size: int) -> Problem:
+        """The same, with memory for no fewer tokens in a row."""
+        return msgspec.structs.replace(self._normal(size), profile=self.problem.profile.sized(float(size)))
 
     def _layouts(self, *, tight: bool) -> _Layouts:
         """The regular layouts with TP groups of each size, of rows of which lanes hold the longest sequence
@@ -272,14 +282,15 @@ class _PackedSearch:
             if seconds < layouts.seconds[size]:
                 layouts.seconds[size], layouts.forms[size] = seconds, form(plan)
 
-    def _searched(self, layouts: _Layouts) -> list[int]:
-        """Tokens of the rows for which the dense search is asked, the best first: all, where no regular layout
-        holds the longest sequence; else, of few devices in one node, those of the best layout."""
-        ranked = layouts.ranked
-        if not layouts.options:
-            return ranked
-        nodes = {device.node for device in alive(self.problem)}
-        return ranked[:1] if len(nodes) == 1 and len(alive(self.problem)) <= EXACT_DEVICES else []
+    def _searched(self, layouts: _Layouts) -> Iterator[tuple[Problem, Form | None]]:
+        """What the dense search is asked, and near which form: rows of all sizes where no plan holds the
+        longest sequence yet; else, of few devices in one node, those of the best layout."""
+        ranked, devices = layouts.ranked, alive(self.problem)
+        if not layouts.usual:
+            views = {view.global_batch: view for view in map(self._normal, sorted(ranked))}
+            yield from ((view, None) for view in reversed(views.values()))
+        elif len({device.node for device in devices}) == 1 and len(devices) <= EXACT_DEVICES:
+            yield self._normal(ranked[0]), layouts.forms.get(ranked[0])
 
     def _view(self, size: int, **changes: object) -> Problem:
         count, devices = max(1, round(self.packed.tokens / size)), len(alive(self.problem))
@@ -325,7 +336,7 @@ class _PackedSearch:
 
     def _widest(self, longest: int) -> list[_Option]:
         """Plans of one pipeline of k lanes that holds a sequence of this length: regular layouts with TP groups
-        of each size, of the least k that does. Where there are none, what the dense search finds."""
+        of each size, of all k that do. Where there are none, what the dense search finds."""
         return self._all_widest_regular(longest) or self._widest_dense(longest)
 
     def _all_widest_regular(self, longest: int) -> list[_Option]:
@@ -333,21 +344,34 @@ class _PackedSearch:
         return [option for width in self._tp_sizes() for option in self._widest_regular(longest, width)]
 
     def _widest_dense(self, longest: int) -> list[_Option]:
-        """Those that the dense search finds."""
-        for view in self._of_lanes(longest, self.problem.search_space.fixed_tp):
-            dense = self.search(view, None).plan
-            options = list(self._joined(dense.pipelines)) if dense is not None else []
-            if any(option.longest >= longest for option in options):
-                return options
-        return []
+        """Those that the dense search finds; also with layers moved from slow devices."""
+        slow = self.packed.cut and any(map(math.isfinite, self.problem.rates.values()))
+
+        def plans(view: Problem) -> Iterator[Plan]:
+            for rates in (view.rates, self.problem.rates) if slow else (view.rates,):
+                plan = self.search(msgspec.structs.replace(view, rates=rates), None).plan
+                if plan is None:
+                    return
+                yield plan
+
+        return self._held(longest, self.problem.search_space.fixed_tp, plans)
 
     def _widest_regular(self, longest: int, width: int) -> list[_Option]:
         """Those that are regular layouts with TP groups of this size."""
+        return self._held(longest, width, self.regular)
+
+    def _held(
+        self, longest: int, width: int | None, plans: Callable[[Problem], Iterable[Plan]]
+    ) -> list[_Option]:
+        """Plans that hold a sequence of this length, as long as more lanes hold it, too."""
+        options = list[_Option]()
         for view in self._of_lanes(longest, width):
-            made = [option for plan in self.regular(view) for option in self._joined(plan.pipelines)]
-            if any(option.longest >= longest for option in made):
-                return made
-        return []
+            joined = [option for plan in plans(view) for option in self._joined(plan.pipelines)]
+            held = [option for option in joined if option.longest >= longest]
+            if options and not held:
+                break
+            options += held
+        return options
 
     def _of_lanes(self, longest: int, width: int | None) -> Iterator[Problem]:
         """The problem with rows of which k lanes hold a sequence of this length, for every k whose copies of
@@ -362,7 +386,7 @@ class _PackedSearch:
         for count in sorted(counts) if self.packed.cut else (1,):
             if self._room(count) < longest or count * (width or 1) > devices:
                 continue
-            view = self._normal(-(-longest // count))
+            view = self._holding(-(-longest // count))
             yield msgspec.structs.replace(
                 view,
                 search_space=msgspec.structs.replace(view.search_space, fixed_dp=count, fixed_tp=width),
