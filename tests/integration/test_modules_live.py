@@ -1,5 +1,6 @@
-"""A job of two modules in processes: one module's layout changes in mid-run, then a device that both are on
-dies. Losses and weights are those of one process."""
+"""A job of two modules in processes: a device that only encodes becomes slow, is seen, and gets fewer images at
+once; then its module's layout changes, and a device that both are on dies. Losses and weights are those of one
+process."""
 
 from __future__ import annotations
 
@@ -29,10 +30,7 @@ from tests.runtime.image_model import (
 )
 
 SCRIPT = Path(train_modules.__file__)
-LANGUAGE = [
-    pipeline(3, stage(0, 5, ("a/0", 1))),
-    pipeline(2, stage(0, 2, ("a/1", 1)), stage(2, 5, ("b/0", 1))),
-]
+LANGUAGE = [pipeline(3, stage(0, 5, ("a/1", 1))), pipeline(2, stage(0, 5, ("b/0", 1)))]
 PLANS = {
     "": plan_of(
         [pipeline(1, stage(0, 2, ("a/0", 1))), pipeline(1, stage(0, 2, ("b/0", 1)))], LANGUAGE, ahead=2
@@ -52,12 +50,19 @@ PLANS = {
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_one_modules_layout_changes_and_a_device_of_both_dies() -> None:
+def test_a_device_that_only_encodes_becomes_slow_and_a_device_of_both_dies() -> None:
     with Cluster({"a": 2, "b": 1}, plans=PLANS, settings=JobSettings(retry_seconds=0.5)) as cluster:
         cluster.run(SCRIPT)
         cluster.runs(1, steps=6)
         cluster.pace("a/0", SLOW)
         cluster.runs(2, steps=6)
+        (slow,) = cluster.events("slow")
+        assert slow["data"]["device"] == "a/0"
+        shares = [event["data"] for event in cluster.events("shares") if event["data"]["device"] == "a/0"]
+        assert shares, said(cluster)
+        assert shares[0]["slowdown"] > 1.3, "of its lane; its embedding and head are not slowed down"
+        recorded = [event["data"] for event in cluster.events("recorded") if event["data"]["number"] == 2]
+        assert shares[0]["step"] <= recorded[0]["step"], "before any layout changes"
         moved = cluster.job()["plan"]["strategies"][0]["modules"]
         assert [len(module["pipelines"][0]["stages"][0]["devices"]) for module in moved] == [2, 1]
         die_and_compare(cluster, plans=3)

@@ -49,6 +49,20 @@ def loads(batch: ItemBatch) -> list[int]:
     ]
 
 
+def test_a_lane_that_goes_first_gets_an_item_however_slow_it_is() -> None:
+    """The one that costs least, as soon as there is one."""
+    plan = planned((1, 1, 1), (4,), ahead=4)
+    counts, rows = {0: 0, 1: 1, 2: 1, 3: 0}, {SampleItem(1, 0): 5, SampleItem(2, 0): 3}
+    slow = (64, 64, 1024)
+    assert loads(item_batch(plan, "vision", batch_of(plan), counts, rows, slow)) == [5, 3, 0]
+    assert loads(item_batch(plan, "vision", batch_of(plan), counts, rows, slow, (2,))) == [5, 0, 3]
+    assert loads(item_batch(plan, "vision", batch_of(plan), dict.fromkeys(counts, 0), {}, slow, (2,))) == [
+        0,
+        0,
+        0,
+    ]
+
+
 @pytest.mark.parametrize("seed", range(30))
 def test_every_item_is_dealt_once_and_groups_are_in_the_order_of_need(seed: int) -> None:
     step = drawn_step(seed)

@@ -169,7 +169,7 @@ def _fit(turn: Turn, plan: Plan) -> None:
         packed = data_lengths.packed(turn.job)
         links = step_prediction.links_of(turn.settings)
         if len(plan.modules) > 1:
-            profile = _fit_modules(turn, plan, profile)
+            profile = _fit_modules(turn, plan, profile, sampled)
         else:
             profile = fit(profile, plan, sampled, links, turn.job.rates.rates, packed)
     except Invalid as error:  # what the workers measured makes no sense
@@ -188,7 +188,7 @@ def _fit(turn: Turn, plan: Plan) -> None:
     turn.note("fitted", text, number=plan.number, block_seconds=block, step_seconds=seconds)
 
 
-def _fit_modules(turn: Turn, plan: Plan, profile: ModelProfile) -> ModelProfile:
+def _fit_modules(turn: Turn, plan: Plan, profile: ModelProfile, steps: tuple[Step, ...]) -> ModelProfile:
     """Fits the profiles of all modules. Returns that of the module with the loss. Raises Invalid as `fit`."""
     job, settings, loss = turn.job, turn.settings, plan.loss_module.module
 
@@ -200,7 +200,7 @@ def _fit_modules(turn: Turn, plan: Plan, profile: ModelProfile) -> ModelProfile:
         return step_prediction.modules_seconds(plan, settings, own, others, job.rates.rates)
 
     links, known = step_prediction.links_of(settings), _profiles(turn, plan, profile)
-    fitted = fit_modules(known, plan, job.sampled, links, predicted, job.rates.rates)
+    fitted = fit_modules(known, plan, steps, links, predicted, job.rates.rates)
     turn.set(modules=modules(fitted))
     return fitted[loss]
 

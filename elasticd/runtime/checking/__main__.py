@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from elasticd.runtime.api.script import CannotRun, recipe_of
+from elasticd.runtime.checking.module_layouts import modules_compared, one_process
 from elasticd.runtime.checking.verdict import findings
 from elasticd.runtime.data.collate import pad
 from elasticd.runtime.engine.recipe import Recipe
@@ -35,9 +36,11 @@ def compared(recipe: Recipe, say: Callable[[str], None]) -> bool:
     """Tries every layout; whether all are as one process. What deals samples to several micro-batches is tried
     where the rules are right, and compared with one process that takes them one by one. Samples are padded, and
     packed where that is what is tried."""
+    if recipe.model.graph is not None:
+        return modules_compared(recipe, say)
     asked_for, recipe = recipe, replace(recipe, data=replace(recipe.data, packing=None))
     model, samples = recipe.model, min(_SAMPLES, recipe.samples)
-    one = _one_process(recipe, layouts.alone(model.spec, samples))
+    one = one_process(recipe, layouts.alone(model.spec, samples))
     say(f"{model.name}: {model.layers} blocks; one process has a loss of {one.loss:.6g}")
     if model.proved:
         say(f"ok    {model.proved}")
@@ -67,7 +70,7 @@ def compared(recipe: Recipe, say: Callable[[str], None]) -> bool:
         good.append(right(said, each, one, True) if asked else _may_be_sliced(recipe, one, said, each, say))
     good.append(_may_be_packed(asked_for, one, samples, say))
     if dealt := layouts.dealt(model.spec, samples):
-        by_sample = _one_process(recipe, layouts.by_sample(model.spec, samples))
+        by_sample = one_process(recipe, layouts.by_sample(model.spec, samples))
         if apart := list(findings(model, one, by_sample, outputs=False)):
             say("note  one process gives something else where each sample is a micro-batch of its own:")
             say(f"      {apart[0]}. Do padded tokens or other samples reach what a sample gives?")
@@ -110,21 +113,6 @@ def _may_be_packed(recipe: Recipe, one: Trial, samples: int, say: Callable[[str]
     for line in found:
         say(f"      {line}")
     return not (found and asked)
-
-
-def _one_process(recipe: Recipe, variation: Variation) -> Trial:
-    one = tried(recipe, variation)
-    if one.failed is not None:
-        where, error = one.failed
-        if isinstance(error, ModelError):
-            raise error
-        raise CannotRun(f"one process fails{' in ' + where if where else ''}: {type(error).__name__}: {error}")
-    if not one.applied:
-        raise CannotRun(
-            "one process's step has no finite gradients, so that nothing can be compared: look at its samples "
-            "and loss, and at precision's scale where there is one"
-        )
-    return one
 
 
 def main() -> int:

@@ -215,7 +215,7 @@ class Engine:
         )
         self.loss_plan = layouts.plan if graph is None else layouts.views[graph.own].plan
         self._trained = self.layouts.trained
-        self._vote = StepVote(peers.everyone, len(self._trained))
+        self._vote = StepVote(peers.everyone, len(self._trained), len(graph.encoders) if graph else 0)
         self._bits = set[str](), bits_of((), self._trained)
         self._skipped = "", frozenset[str]()
         self._zeros = (0,) * len(self.plan.members)
@@ -488,6 +488,7 @@ class Engine:
                 stop=stopping(),
                 reached=self._reached(),
                 seconds=self._telemetry.block_seconds() if batch.packed else 0.0,
+                items=self._several.ratios() if self._several is not None else b"",
                 next=after.digest if (after := self._batches.next(step)) is not None and after.packed else 0,
             )
             outcome = self._vote.vote(record, self._expected(batch))
@@ -497,6 +498,7 @@ class Engine:
             if outcome.failed is not None:
                 self._drop(*outcome.failed, passed.failure)
             if self._several is not None:
+                self._several.voted(step, outcome.items)
                 self._several.read_ahead()
             where.at(UPDATE)
             self.copied()
@@ -517,6 +519,7 @@ class Engine:
                 batch=self._batches.summary(batch) if self.rank == 0 else None,
                 longest_so_far=self._recipe.feed.longest,
                 modules=self._apart,
+                item_slowdowns=self._several.slowdowns() if self._several is not None else None,
             )
             return StepDone(outcome=outcome, samples=batch.samples(), measurement=measurement)
 

@@ -7,8 +7,9 @@ The first act of it that is not over can always go on, whatever devices the modu
 from __future__ import annotations
 
 import math
+import struct
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
@@ -26,6 +27,7 @@ from elasticd.runtime.comm.communicators import Peers
 from elasticd.runtime.data.loader import Loader, item_sizes
 from elasticd.runtime.data.sample_ledger import NO_SAMPLES, expected_hash
 from elasticd.runtime.engine.item_border import ItemBorder
+from elasticd.runtime.engine.item_dealing import ItemDealing
 from elasticd.runtime.engine.module_engine import ModuleEngine
 from elasticd.runtime.engine.module_step import GradientSum, ModuleStep, StepMaker
 from elasticd.runtime.engine.p2p import HEADERS
@@ -83,6 +85,9 @@ class ModulePasses:
         self._runners = {name: module.runner for name, module in modules.items() if module.runner is not None}
         #: The kinds of items that this device reads.
         self._kinds = sorted({self._items[name] for name in self._runners if name in self._items})
+        self._device = device
+        self._dealing = {name: ItemDealing(layouts.plan, name) for name in self._items}
+        self._ratios = struct.Struct(f"<{len(self._items)}d")
         self._now: tuple[BatchPlan, ModuleStep] | None = None
         self._next: tuple[BatchPlan, Future[ModuleStep]] | None = None
 
@@ -90,7 +95,32 @@ class ModulePasses:
         """A function that makes the step of a batch, in any thread. The dataset is asked here."""
         samples = batch.samples()
         sizes = {name: item_sizes(dataset, items, samples) for name, items in self._items.items()}
-        return partial(self._make, batch, sizes, backward=backward)
+        speeds = {name: dealing.of(batch.step) for name, dealing in self._dealing.items()}
+        return partial(self._make, batch, sizes, speeds, backward=backward)
+
+    def ratios(self) -> bytes:
+        """`RankRecord.items` of the step whose passes are over."""
+        found = []
+        for name, dealing in self._dealing.items():
+            telemetry = self._modules[name].telemetry
+            spent = (0.0, 0) if telemetry is None else telemetry.passes()
+            found.append(dealing.ratio(self._device, *spent))
+        return self._ratios.pack(*found)
+
+    def voted(self, step: int, ratios: Sequence[bytes]) -> None:
+        """A step ends.
+
+        Args:
+            step: its index.
+            ratios: of each rank, as in its record.
+        """
+        by_module = zip(*map(self._ratios.unpack, ratios), strict=True)
+        for dealing, listed in zip(self._dealing.values(), by_module, strict=True):
+            dealing.voted(step, listed)
+
+    def slowdowns(self) -> dict[str, int]:
+        """Of this device's lanes, by module of items [64ths of what was planned]; 0: shares do not follow."""
+        return {name: dealing.slowdown_of(self._device) for name, dealing in self._dealing.items()}
 
     def _step(self, batch: BatchPlan) -> ModuleStep:
         """The step of a batch of the training."""

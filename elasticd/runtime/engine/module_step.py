@@ -20,6 +20,7 @@ from elasticd_planner.spec.batch import BatchPlan, MicroBatch
 from elasticd_planner.spec.item_batch import ItemBatch, SampleItem, item_batch
 
 from elasticd.runtime.data.loader import ItemSizes
+from elasticd.runtime.engine.item_dealing import LaneSpeeds
 
 #: By module what it takes in a step.
 Batches = Mapping[str, BatchPlan | ItemBatch]
@@ -61,19 +62,27 @@ class StepMaker:
     schedule: Schedule
     buckets: Mapping[str, Sequence[Bucket]]  #: by module the buckets that this device sums with others
 
-    def __call__(self, batch: BatchPlan, sizes: Mapping[str, ItemSizes], *, backward: bool) -> ModuleStep:
+    def __call__(
+        self,
+        batch: BatchPlan,
+        sizes: Mapping[str, ItemSizes],
+        speeds: Mapping[str, LaneSpeeds],
+        *,
+        backward: bool,
+    ) -> ModuleStep:
         """Makes a step.
 
         Args:
             batch: of the module that computes the loss.
             sizes: by module of items.
+            speeds: of its lanes, likewise.
             backward: whether there are backward passes and sums.
 
         Raises:
             Invalid: a sample or an item has no size.
         """
         plan = self.layouts.plan
-        items = {name: item_batch(plan, name, batch, *each) for name, each in sizes.items()}
+        items = {name: item_batch(plan, name, batch, *each, *speeds[name]) for name, each in sizes.items()}
         batches: dict[str, BatchPlan | ItemBatch] = {self.own: batch, **items}
         order = module_order(plan, batches, self.schedule, backward=backward)
         lanes: dict[str, LaneActs] = {}

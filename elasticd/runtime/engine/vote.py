@@ -20,7 +20,7 @@ from elasticd.records import Vote
 from elasticd.runtime.comm.groups import Group
 from elasticd.runtime.data.sample_ledger import LedgerError
 
-#: The fields of `RankRecord` in their order but for the last one, 92 bytes.
+#: The fields of `RankRecord` in their order but for the last two, 92 bytes.
 _FIELDS = "<qqq??qdddQqbQd?"
 
 
@@ -53,6 +53,8 @@ class RankRecord(NamedTuple):
     seconds: float = 0.0  #: that its blocks computed in this step
     stop: bool = False  #: its script wants this step to be the last
     reached: bytes = b""  #: a bit for each trained parameter, the first in the lowest: it had a gradient here
+    #: Of each module of items how many times as long as planned a row took this rank, as a double.
+    items: bytes = b""
 
 
 class StepOutcome(Value, frozen=True, kw_only=True):
@@ -65,6 +67,7 @@ class StepOutcome(Value, frozen=True, kw_only=True):
     snapshot: tuple[bool, ...]  # of each rank, as in its record
     failed: tuple[int, int] | None = None  # the first rank that could not read a sample, and the sample's index
     seconds: tuple[float, ...] = ()  # of each rank, as in its record
+    items: tuple[bytes, ...] = ()  # of each rank, as in its record
     stop: bool = False  # a rank's script wants this step to be the last
     last: bool = False  # all ranks leave the job, and a last checkpoint is to be made
 
@@ -113,6 +116,7 @@ def fold(records: Sequence[tuple[Any, ...]], expected: Sequence[int], trained: i
         saving=every.saving,
         snapshot=every.snapshot,
         seconds=every.seconds,
+        items=every.items,
         failed=None if unread is None else (unread, every.failed[unread] - 1),
         stop=any(every.stop),
         last=all(every.draining) and Draining.UNSAVED in every.draining,
@@ -159,14 +163,15 @@ def _finite(value: float) -> float | None:
 class StepVote:
     """All-gathers one fixed-size record per rank at the end of a step. Buffers are allocated once."""
 
-    def __init__(self, group: Group, trained: int = 0) -> None:
+    def __init__(self, group: Group, trained: int = 0, item_modules: int = 0) -> None:
         """
         Args:
             group: all members of the plan.
             trained: number of the parameters that `RankRecord.reached` has bits of, the same on all ranks.
+            item_modules: number of the modules of items.
         """
         self._group, self._trained = group, trained
-        self._record = struct.Struct(f"{_FIELDS}{-(-trained // 8)}s")
+        self._record = struct.Struct(f"{_FIELDS}{-(-trained // 8)}s{8 * item_modules}s")
         self._mine = bytearray(self._record.size)
         self._all = bytearray(self._record.size * group.size)
         self._packed = torch.frombuffer(self._mine, dtype=torch.uint8)

@@ -81,7 +81,7 @@ def tried(
 ) -> Trial:
     """Takes one step. watch: called before it with the engine of each member, in that one's thread."""
     plan = variation.plan
-    layouts = Layouts(recipe.model.spec, plan)
+    layouts = Layouts(recipe.model.specs, plan)
     members = {name: Member() for name in plan.members}
     store = TorchStore(torch.distributed.HashStore())  # type: ignore[attr-defined]
 
@@ -113,33 +113,39 @@ def _step(
     engine = Engine(recipe, layouts, plan_groups, unpaced)
     place = recipe.accelerator
     engine.adopt(first_state(recipe.model, layouts, plan_groups.me, recipe.seed, recipe.master, place))
-    first = {name: p.detach().clone() for name, (_, p) in engine.module.local.parameters.items()}
+    parameters = {
+        module.prefix + name: held
+        for module in engine.modules.values()
+        for name, held in module.local.parameters.items()
+    }
+    first = {name: p.detach().clone() for name, (_, p) in parameters.items()}
     terms: dict[str, Tensor] = {}
     scaled = recipe.precision.scale if recipe.precision is not None else None
     scale = scaled.first if scaled is not None else 1.0  # by which backward passes multiply
-    for name, (_, parameter) in engine.module.local.parameters.items():
+    for name, (_, parameter) in parameters.items():
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(partial(_keep, terms, name))
-    for section, module in engine.module.local.modules.items():
-        _follow(section, module, seen, engine.module.slices if section != "head" else None)
+    for each in engine.modules.values():
+        for section, module in each.local.modules.items():
+            _follow(each.prefix + section, module, seen, each.slices if section != "head" else None)
+        each.local.drawing.drew = seen.drew
 
     def reduced(*_: Any) -> None:
         if seen.gradients:  # torch asks once more where the step calls that of a base class
             return
         for name, box, parameter in engine.owned:
             if parameter.grad is not None:
-                term = _cut(engine, terms, name, box).to(parameter.grad.dtype) / scale
+                term = _cut(parameters, engine, terms, name, box).to(parameter.grad.dtype) / scale
                 made = GradientPart(box, parameter.grad.detach().clone(), term)
                 seen.gradients.setdefault(name, []).append(made)
 
     engine.optimizer.register_step_pre_hook(reduced)
-    engine.module.local.drawing.drew = seen.drew
     watch(engine)
     outcome = engine.step(0, lambda: 0, lambda: 0).outcome
     engine.settle()
     for held in chain.from_iterable(seen.gradients.values()):
         held.reduced.mul_(outcome.vote.count)
-    for name, (box, parameter) in engine.module.local.parameters.items():
+    for name, (box, parameter) in parameters.items():
         if parameter.requires_grad:
             after = parameter.detach()
             grain = torch.finfo(after.dtype).eps * torch.maximum(after.abs(), first[name].abs())
@@ -147,9 +153,15 @@ def _step(
     return outcome.loss, outcome.vote.apply
 
 
-def _cut(engine: Engine, terms: dict[str, Tensor], name: str, box: Box) -> Tensor:
+def _cut(
+    parameters: Mapping[str, tuple[Box, nn.Parameter]],
+    engine: Engine,
+    terms: dict[str, Tensor],
+    name: str,
+    box: Box,
+) -> Tensor:
     """What the member computed of a box; nothing where it computes with another one."""
-    around = engine.module.local.parameters[name][0] if name in terms else None
+    around = parameters[name][0] if name in terms else None
     if around is None or not around.contains(box):
         return torch.zeros(box.shape, device=engine.accelerator.device)
     return terms[name][box.slices(around)]

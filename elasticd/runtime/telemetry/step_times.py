@@ -137,6 +137,7 @@ class Telemetry:
         batch: BatchSummary | None = None,
         longest_so_far: int = 0,
         modules: Mapping[str, Telemetry] | None = None,
+        item_slowdowns: Mapping[str, int] | None = None,
     ) -> Measurement:
         """The measurement of the step that ends now.
 
@@ -147,11 +148,13 @@ class Telemetry:
             batch: the packed batch of the step, if this device is to tell of it.
             longest_so_far: tokens of the longest sequence of any step.
             modules: the other modules that this device computes with, by name; all are of items.
+            item_slowdowns: of its lanes in them [64ths], see `ModuleMeasurement`.
 
         Returns:
             Times in seconds, work in tokens x blocks, memory in bytes.
         """
-        others = {name: module.measured() for name, module in modules.items()} if modules else {}
+        slow = item_slowdowns or {}
+        others = {name: each.measured(slow.get(name, 0)) for name, each in modules.items()} if modules else {}
         spent, compute = self._stopwatch.take(), self._compute
         if self._spans is not None:
             for kind, seconds in self._spans.take().items():
@@ -205,17 +208,32 @@ class Telemetry:
             stopwatch.marks = marks
             self._apart[label] += stopwatch.read(label) - before
 
-    def measured(self) -> ModuleMeasurement:
-        """The measurement of a module of items in the step that ends now. What its communication took counts
-        for no other module any more."""
-        compute, spent = self._compute, self._apart
-        for label, seconds in spent.items():
-            if seconds:
-                self._stopwatch.seconds[label] -= seconds
+    def passes(self) -> tuple[float, int]:
+        """Seconds of the passes of a module of items in this step, with the communication in them, as far as it
+        has come, and the tokens that they were on."""
+        self._read_apart()
+        seconds = self.block_seconds() + self._compute["embed"] + self._compute["head"] + self._apart["tensor"]
+        return seconds, sum([tokens for tokens, _, _ in self._worked])
+
+    def _read_apart(self) -> None:
+        """Takes in the device's own times of a module of items."""
         if self._spans is not None:
             for kind, seconds in self._spans.take().items():
-                to = spent if kind in INSIDE else compute
+                to = self._apart if kind in INSIDE else self._compute
                 to[kind] = to.get(kind, 0.0) + seconds
+
+    def measured(self, slowdown: int = 0) -> ModuleMeasurement:
+        """The measurement of a module of items in the step that ends now. What its communication took counts
+        for no other module any more.
+
+        Args:
+            slowdown: of this device's lane [64ths].
+        """
+        compute, spent = self._compute, self._apart
+        for label in _OF_MODULES:
+            if spent[label] and (self._spans is None or label not in INSIDE):
+                self._stopwatch.seconds[label] -= spent[label]
+        self._read_apart()
         counts = self._counts()
         return ModuleMeasurement(
             block_seconds=compute["blocks"] + compute["forward"] + compute["backward"],
@@ -230,6 +248,7 @@ class Telemetry:
             head_seconds=compute["head"],
             tensor_seconds=spent["tensor"],
             reduce_seconds=spent["reduce"],
+            slowdown=slowdown,
         )
 
     def _counts(self) -> _Counts:

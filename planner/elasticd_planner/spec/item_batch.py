@@ -17,7 +17,7 @@ import struct
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from heapq import heapreplace
+from heapq import heapify, heapreplace
 from itertools import chain
 from math import lcm
 from typing import NamedTuple
@@ -121,6 +121,7 @@ def item_batch(
     counts: Mapping[int, int] | None,
     rows: Mapping[SampleItem, int] | None = None,
     slowdown: Sequence[int] = (),
+    first: Sequence[int] = (),
 ) -> ItemBatch:
     """Deals the items of a step to the lanes of a module of items.
 
@@ -133,6 +134,7 @@ def item_batch(
         rows: what each item costs [tokens]; None: all alike.
         slowdown: of each lane of the module, over all its pipelines [64ths of a normal lane's time]; empty: all
             are normal.
+        first: lanes that take an item each before any other lane does, of those that cost least.
 
     Raises:
         Invalid: the module takes samples, a sample or an item is not in `counts` or `rows`, or there are not as
@@ -148,7 +150,12 @@ def item_batch(
         windows[item.micro_batch // taker.ahead].append(item)
     dealt: list[list[_Item]] = [[] for _ in weights]
     for window in sorted(windows):
-        for item in sorted(windows[window]):
+        listed = sorted(windows[window])
+        if window == min(windows):
+            for lane in first[: len(listed)]:
+                dealt[lane].append(item := listed.pop())
+                lanes.take(lane, -item.cost)
+        for item in listed:
             dealt[lanes.first_done(-item.cost)].append(item)
     known = rows is not None
     groups = iter([tuple(_group(item, known=known) for item in sorted(mine, key=_need)) for mine in dealt])
@@ -170,6 +177,15 @@ class _Lanes:
         self._alike: dict[int, list[tuple[int, int]]] = defaultdict(list)
         for lane, (weight, each) in enumerate(zip(weights, slow, strict=True)):
             self._alike[whole // weight * each].append((0, lane))
+
+    def take(self, lane: int, cost: int) -> None:
+        """A lane is dealt an item, whoever would be done first."""
+        for heap in self._alike.values():
+            for place, (load, number) in enumerate(heap):
+                if number == lane:
+                    heap[place] = load + cost, lane
+                    heapify(heap)
+                    return
 
     def first_done(self, cost: int) -> int:
         """The lane that would be done first with an item more, which it gets."""

@@ -24,6 +24,9 @@ class ModuleMeasurement(Value, frozen=True, kw_only=True, omit_defaults=True):
     head_seconds: float = 0.0
     tensor_seconds: float = 0.0  # in the module's TP group
     reduce_seconds: float = 0.0  # in the reduction of its gradients
+    # How many 64ths of the planned time its lane takes for a row, by which it gets its share of items;
+    # 0: shares do not follow.
+    slowdown: int = 0
 
     @property
     def compute_seconds(self) -> float:

@@ -51,7 +51,7 @@ def row_of(measurement: Measurement) -> Row:
 
 
 #: The columns of a module's row under other names there, and those that it has not.
-_ITEM_COLUMNS = tuple({"micro_batches": "items", "step_seconds": "", "slowdown": ""}.get(c, c) for c in COLUMNS)
+_ITEM_COLUMNS = tuple({"micro_batches": "items", "step_seconds": ""}.get(c, c) for c in COLUMNS)
 
 
 def module_row(measurement: ModuleMeasurement) -> Row:

@@ -377,6 +377,8 @@ class JobState(Value, frozen=True, kw_only=True):
     likely: int = 0  # [tokens] of the longest that checkpoints know of: it may come again
     #: by which lanes get their shares of tokens [64ths], by device, as far as it is not that of the others
     shares: dict[str, int] = msgspec.field(default_factory=dict)
+    #: likewise of items, by module and the first device of a lane
+    item_shares: dict[str, dict[str, int]] = msgspec.field(default_factory=dict)
     shares_plan: int = 0  # number of the plan that those are of
     batch: BatchSummary | None = None  # the newest packed batch
     progress: JobProgress = JobProgress()  # the newest step
