@@ -201,8 +201,8 @@ class _PackedSearch:
         options = self._likely(options, room)
         slack = tolerance if current is not None else 0.0
         limit = min(option.seconds for option in options) * (1 + slack) * (1 + EQUAL)
-        near = [option for option in options if option.seconds <= limit]
-        chosen = min(near, key=lambda option: option.preference(current)).plan
+        equal = [option for option in options if option.seconds <= limit]
+        chosen = min(equal, key=lambda option: option.preference(current)).plan
         if current is not None and now is not None and _shape(chosen) == _shape(current):
             chosen = chosen.replace(strategies=current.strategies)  # its first shares are of no interest now
         return Answer(plan=self.told(chosen), current_seconds=now, candidates=tried + len(options))
