@@ -189,8 +189,8 @@ class _PackedSearch:
         pinned = self.problem.search_space.fixed_tp is not None
         if not tight and not (layouts.options if pinned else layouts.usual):
             options += self._widest_dense(self.packed.longest)
-        for view, near in self._searched(layouts) if layouts.usual or not options else ():
-            found = self.search(view, near)
+        for view, like in self._searched(layouts) if layouts.usual or not options else ():
+            found = self.search(view, like)
             tried += found.candidates
             if found.plan is None:
                 refusals.append(found.refusal)
