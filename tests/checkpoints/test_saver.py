@@ -127,7 +127,7 @@ def gang(tmp_path: Path) -> Iterator[Gang]:
 
 
 def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
+    return sorted(path.name for path in folder.glob("step-*"))
 
 
 def test_checkpoints_are_written_published_and_kept_as_many_as_wanted(gang: Gang, tmp_path: Path) -> None:
@@ -291,7 +291,7 @@ def test_a_folder_that_nobody_gave_up_and_is_gone_is_told(gang: Gang, tmp_path: 
     gang.vote(2)
     others = [saver for device, saver in gang.savers.items() if device != slow]
     until(lambda: all(saver.word % 8 == Status.WRITTEN for saver in others))
-    shutil.rmtree(next(tmp_path.iterdir()))
+    shutil.rmtree(next(tmp_path.glob("step-*")))
     gang.disks[slow].go.set()
     gang.settle(3, gang.free)
     (said,) = gang.failed

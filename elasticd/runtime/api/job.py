@@ -259,6 +259,7 @@ class Job(RankInfo):
                 names=names,
                 pretrained=self._recipe.model.pretrained.describe() if self._recipe.model.pretrained else "",
                 frozen=self._recipe.model.frozen_digest,
+                user=f"process {os.getpid()}" if control.alone else "",
             )
         if snaps is not None and not control.alone:  # else no agent is there to keep any
             self._snapper = Snapper(

@@ -23,6 +23,7 @@ from elasticd_planner.spec.model import frozen_names, fused_parameters
 from elasticd.checkpoints import folder as folders
 from elasticd.checkpoints.checksums import Damaged
 from elasticd.checkpoints.disk import Disk, LocalDisk
+from elasticd.checkpoints.folder_use import FolderUse
 from elasticd.codec.message import Message
 from elasticd.machines.worker import checkpointing
 from elasticd.machines.worker.checkpointing import Status
@@ -60,7 +61,8 @@ def _cause(error: BaseException) -> BaseException:
 
 class Saver:
     """Makes this rank's checkpoints. `tell` sends to the leader; `lost` says that nobody hears it any more;
-    `names`, `pretrained` and `frozen` are the manifest's.
+    `names`, `pretrained` and `frozen` are the manifest's; `user` is for `FolderUse`, where no job saves. Raises
+    ValueError where another job saves to the folder.
 
     The thread that trains calls `voted` after each vote, and `finish` after the last; `published` and `ask` are
     called by the control thread, `end` by whoever ends the process.
@@ -79,9 +81,11 @@ class Saver:
         names: Mapping[str, str] | None = None,
         pretrained: str = "",
         frozen: str = "",
+        user: str = "",
     ) -> None:
         if options.path is None:
             raise ValueError("checkpointing: there is no folder to save to")
+        self._use = FolderUse(options.path, user or f"job {spec.job}")
         self.options, self._folder = options, options.path
         self._spec, self._device, self._tell, self._lost = spec, device, tell, lost
         self._longest, self._pretrained, self._frozen = longest, pretrained, frozen
@@ -269,6 +273,7 @@ class Saver:
             self._ending = True
             self._changed.notify_all()
         self._writer.end(_LEAVE)
+        self._use.end()
 
     # -- what the control thread does ------------------------------------------------------------------------
 
