@@ -115,14 +115,14 @@ def test_a_run_trains_as_eager_blocks_do_and_is_compiled_before_training(
 def passes_of(plan: Plan, monkeypatch: pytest.MonkeyPatch, recipe: Recipe, steps: int = 1) -> list[int]:
     """How often the first device calls a run of blocks, in each step."""
     calls = 0
-    called = CompiledRun.__call__
+    called = CompiledRun._pass
 
-    def counted(self: CompiledRun, entered: Any) -> Any:
+    def counted(self: CompiledRun, *args: Any) -> Any:
         nonlocal calls
         calls += 1
-        return called(self, entered)
+        return called(self, *args)
 
-    monkeypatch.setattr(CompiledRun, "__call__", counted)
+    monkeypatch.setattr(CompiledRun, "_pass", counted)
     found: list[int] = []
 
     def worker(memory: MemoryPlanGroups) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, cast
 
@@ -13,7 +15,7 @@ from elasticd_planner.spec.plan import Plan
 from torch import nn
 
 from elasticd.models import Decoder
-from elasticd.models.decoder import initial
+from elasticd.models.decoder import Block, initial
 from elasticd.runtime.comm.groups import PlanGroups
 from elasticd.runtime.comm.in_memory import MemoryPlanGroups, MemoryWorld, run_threads
 from elasticd.runtime.engine.recipe import Recipe
@@ -85,6 +87,48 @@ def test_the_hosts_generators_are_not_seeded_for_sections_that_draw_nothing_from
     plan = plan_of((8, [stage(0, 6, ("a/0", 1), ("a/1", 1))]))
     for _, *steady in seeds_of_the_host(plan):
         assert min(steady) >= 8 * SECTIONS, "a pass that communicates cannot be repeated"
+
+
+def test_no_generator_is_seeded_for_sections_that_draw_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    seeds: list[int] = []
+    for name in ("seed_all", "seed_torch"):
+        seed = getattr(rng, name)
+        monkeypatch.setattr(rng, name, lambda *args, seed=seed: (seeds.append(args[0]), seed(*args)))
+    engine = engine_on(cast(PlanGroups, MemoryPlanGroups(MemoryWorld(), "a/0")), make_recipe(), ALONE)
+    for step in range(4):
+        seeds.clear()
+        engine.step(step, lambda: 0)
+    assert len(seeds) == 8 * 3, "of a micro-batch the loss, and the backward passes of two graphs"
+
+
+@pytest.mark.parametrize("draw", [lambda: float(torch.rand(())), random.random], ids=["torch", "python"])
+def test_sections_that_draw_late_draw_as_if_they_had_all_seeds_always(
+    draw: Callable[[], float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two of the sections draw in some passes of the later steps, and each mask is another one."""
+    rate, forward = [0.0], Block.forward
+    monkeypatch.setattr(
+        Block, "forward", lambda self, x: forward(self, x) * (1 + rate[0] * draw() if rate[0] else 1)
+    )
+
+    def trained() -> tuple[list[float], dict[str, torch.Tensor]]:
+        engine = engine_on(cast(PlanGroups, MemoryPlanGroups(MemoryWorld(), "a/0")), make_recipe(), ALONE)
+        losses = []
+        for step in range(7):
+            rate[0] = 0.5 if step in (3, 5, 6) else 0.0
+            losses.append(engine.step(step, lambda: 0).outcome.vote.loss)
+        weights = {name: p.detach() for name, (_, p) in engine.module.local.parameters.items()}
+        return losses, weights
+
+    script = torch.random.get_rng_state(), random.getstate()
+    losses, weights = trained()
+    assert torch.equal(script[0], torch.random.get_rng_state())
+    assert script[1] == random.getstate()
+    monkeypatch.setattr(rng.Drawing, "may_leave_seeds_out", False)
+    monkeypatch.setattr(rng, "_WATCHED", 1_000)
+    expected, same = trained()
+    assert losses == expected
+    assert all(torch.equal(weights[name], same[name]) for name in same)
 
 
 def backward_calls(recipe: Recipe, plan: Plan, steps: int = 4) -> list[list[int]]:

@@ -174,14 +174,31 @@ class CompiledRun:
 
     def __call__(self, entered: Bundle) -> Bundle:
         """The output of the last block."""
+        return self._pass(entered, self._passed, self._passes)
+
+    @property
+    def draws_nothing(self) -> bool:
+        """As `SeededSection.draws_nothing`."""
+        passes = self._passes if self.by_block else [self._passed]
+        return all(getattr(passed, "draws_nothing", False) for passed in passes)
+
+    def unseeded(self, entered: Bundle) -> Bundle:
+        """As `SeededSection.unseeded`."""
+        one_graph: Any = self._passed
+        by_block: list[Any] = self._passes
+        return self._pass(entered, one_graph.unseeded, [passed.unseeded for passed in by_block])
+
+    def _pass(
+        self, entered: Bundle, one_graph: Callable[..., Any], by_block: Sequence[Callable[..., Any]]
+    ) -> Bundle:
         if not self.by_block:
             failures: Any = torch._dynamo.exc
             try:
-                out: Bundle = self._passed(entered)
+                out: Bundle = one_graph(entered)
                 return out
             except (failures.TorchDynamoException, failures.FailOnRecompileLimitHit) as error:
                 self._give_up(error)  # no block has run
-        for passed in self._passes:
+        for passed in by_block:
             entered = passed(entered if isinstance(entered, Tensor) else dict(entered))
         return entered
 

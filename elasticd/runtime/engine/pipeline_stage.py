@@ -60,7 +60,7 @@ from elasticd.runtime.model.bundle import (
 )
 from elasticd.runtime.model.local_model import LocalModel
 from elasticd.runtime.model.model import Loss, Model
-from elasticd.runtime.model.rng import EVALUATION, Draws, watching
+from elasticd.runtime.model.rng import EVALUATION, Draws, UnseededPasses, watching
 from elasticd.runtime.model.validation import sum_and_count
 from elasticd.runtime.parallel.context_parallel import ContextParallel
 from elasticd.runtime.parallel.packed_row import PackedRow, passing
@@ -506,7 +506,7 @@ class StageRunner:
         micro: MicroBatch,
         expected: Sequence[int],
         chunk: StageChunk,
-        graphs: Sequence[Sequence[PassPart]],
+        graphs: list[list[PassPart]],
     ) -> tuple[MicroBatchState, float | Tensor]:
         telemetry, index = self._telemetry, act.micro_batch
         state = MicroBatchState(ids=expected)
@@ -524,8 +524,7 @@ class StageRunner:
                 x = self._with_items(state, index, micro, batch)
             telemetry.mark()
             x = self._precision.entering(x) if self._precision else x
-        for parts in graphs:
-            x = self._segment(state, micro, chunk, parts, x)
+        x = self._sections(state, micro, chunk, graphs, x)
         counted: float | Tensor = 0
         if chunk.after is None:
             counted = self._loss_of(state, x, batch)
@@ -546,6 +545,24 @@ class StageRunner:
                 f"{failure}; what stands in for it does not go through the model: {described(error)}"
             ) from failure
 
+    def _sections(
+        self, state: MicroBatchState, micro: MicroBatch, chunk: StageChunk, graphs: list[list[PassPart]], x: Any
+    ) -> Bundle:
+        """The sections of a forward pass. Where none draws random numbers, none has a seed."""
+        unseeded = chunk.unseeded(graphs) if self._drawing.may_leave_seeds_out else None
+        if unseeded is not None:
+            passes, out = UnseededPasses(chunk.name, x), x
+            for parts in unseeded:
+                out = self._segment(state, micro, chunk, parts, out)
+            if not passes.drew:
+                return cast(Bundle, out)
+            chunk.drew()
+            state.segments.clear()
+            x = passes.entered()
+        for parts in graphs:
+            x = self._segment(state, micro, chunk, parts, x)
+        return cast(Bundle, x)
+
     def _worked(self, state: MicroBatchState, micro: MicroBatch, chunk: StageChunk, x: Bundle) -> None:
         """Counts the tokens of a micro-batch, now that its activation is here."""
         samples, state.length = sizes(x)
@@ -555,7 +572,7 @@ class StageRunner:
         state.tokens = samples * state.length
         state.squares = sum(here.tokens * here.length for here in sequences)
         self._notes = self._compiles and self.calls.wants(self._modules[next(iter(chunk.passes))].training, x)
-        if chunk is self._chunks[0]:
+        if chunk is self._chunks[0] and not state.start:  # else the pass is repeated
             self._telemetry.worked(state.tokens, self._layers, self._share, sequences)
         state.start = time.perf_counter()
 

@@ -9,7 +9,7 @@ one graph of torch.compile, too: a `BlockRun`, which is one module for a pass.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
 from typing import Any, NamedTuple, TypeVar
@@ -35,7 +35,7 @@ class PassPart(NamedTuple):
     passed: Callable[..., Any]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class StageChunk:
     """Consecutive sections that a micro-batch passes through at once; an interleaved stage has several."""
 
@@ -43,6 +43,9 @@ class StageChunk:
     graphs: list[list[PassPart]]  #: the parts that can be one autograd graph together
     before: PrevStage | None  #: None: the chunk begins with the embedding
     after: NextStage | ItemSource | None  #: None: the chunk ends with the head, whose outputs go to the loss
+    #: By the identity of `graphs` or `separate`: `unseeded` of it.
+    _unseeded: dict[int, list[list[PassPart]]] = field(default_factory=dict)
+    _draws: bool = False  # a section drew late
 
     @property
     def ends_with_head(self) -> bool:
@@ -53,6 +56,29 @@ class StageChunk:
     def separate(self) -> list[list[PassPart]]:
         """Each section by itself."""
         return [[PassPart((section,), passed)] for section, passed in self.passes.items()]
+
+    @property
+    def name(self) -> str:
+        """Its sections, for people."""
+        first, last = next(iter(self.passes)), next(reversed(self.passes))
+        return first if first == last else f"{first} to {last}"
+
+    def unseeded(self, graphs: list[list[PassPart]]) -> list[list[PassPart]] | None:
+        """The passes of `graphs` or `separate` without seeds of random draws; None: one draws, or may draw."""
+        if self._draws:
+            return None
+        if (known := self._unseeded.get(id(graphs))) is not None:
+            return known
+        passes: list[Any] = [part.passed for parts in graphs for part in parts]
+        if not all(getattr(passed, "draws_nothing", False) for passed in passes):
+            return None
+        made = [[PassPart(sections, passed.unseeded) for sections, passed in parts] for parts in graphs]  # type: ignore[attr-defined]
+        self._unseeded[id(graphs)] = made
+        return made
+
+    def drew(self) -> None:
+        """A section drew random numbers for the first time: all have seeds from now on."""
+        self._draws = True
 
 
 class BlockRun(nn.Module):

@@ -168,7 +168,7 @@ class Drawing:
         """
         dropouts = [each for each in module.modules() if isinstance(each, Dropout)]
         if not dropouts:
-            return SeededSection(self, section, module, check).passed
+            return SeededSection(self, section, module, check)
 
         def dropping(entered: Any) -> Any:
             with self.section(section):
@@ -257,6 +257,11 @@ class Drawing:
                 if self.drew is not None and seeded is not None and states() != seeded:
                     self.drew.add(place)
 
+    @property
+    def may_leave_seeds_out(self) -> bool:
+        """True if passes of sections that draw nothing need no seeds: they can be repeated."""
+        return self.repeats and self.keeps and self.drew is None
+
     @contextmanager
     def kept(self) -> Iterator[None]:
         """Restores the states of all generators at the end, once for all that is keyed inside."""
@@ -278,10 +283,12 @@ _WATCHED = 3
 class SeededSection:
     """A section without dropouts: the generators are seeded before each of its forward passes.
 
-    To seed Python's generator and NumPy's takes longer than a small section's own calls, and few sections draw
-    from them. So once some passes did not, a pass begins without those seeds. If it draws from them after all,
-    it is repeated with the seeds, and so each later pass has them from the beginning: what is drawn is the same
-    in any case. A pass that cannot be repeated has them, too: it communicates, or changes its input in place.
+    To seed generators takes longer than a small section's own calls, and few sections draw from them. So once
+    some passes drew from neither Python's generator nor NumPy's, a pass begins without those seeds. If it draws
+    from them after all, it is repeated with the seeds, and so each later pass has them from the beginning: what
+    is drawn is the same in any case. A pass that cannot be repeated has them, too: it communicates, or changes
+    its input in place. Passes of several sections that drew from torch's generators neither have no seed at
+    all, and are repeated together (`UnseededPasses`).
     """
 
     def __init__(
@@ -292,9 +299,15 @@ class SeededSection:
         self._section, self._place = section, f"{section}/0".encode()
         self._watched = 0  # passes that were watched; none drew from the host's generators
         self._always = False  # one did, or changed its input
+        self._from_torch = False  # one drew from torch's generators, or that is not known
         self._unseeded = False  # passes begin without the seeds of the host
 
-    def passed(self, entered: Any) -> Any:
+    @property
+    def draws_nothing(self) -> bool:
+        """True if passes were watched, and none drew from any generator."""
+        return self._unseeded and not self._from_torch
+
+    def __call__(self, entered: Any) -> Any:
         """A forward pass.
 
         Raises:
@@ -318,12 +331,21 @@ class SeededSection:
             self._check(entered, output)
         return output
 
+    def unseeded(self, entered: Any) -> Any:
+        """A forward pass without seeds."""
+        output = self._module(entered)
+        if not isinstance(output, Tensor):
+            self._check(entered, output)
+        return output
+
     def _watch(self, entered: Any) -> Any:
-        """A pass after all seeds, which shows whether it needs those of the host."""
+        """A pass after all seeds, which shows which of them it needs."""
         again = _again(entered)
         versions, changes = _versions(again), host_seeds.changes
+        before, seedings = states(), _changes
         output = self._module(entered)
         drew = not host_seeds.undrawn() and changes == host_seeds.changes
+        self._from_torch |= states() != before or seedings != _changes
         self._always = drew or again is None or _versions(again) != versions
         self._watched += 1
         self._unseeded = self._watched >= _WATCHED and self._drawing.repeats and not self._always
@@ -332,13 +354,49 @@ class SeededSection:
     def _repeat(self, entered: Any, versions: int | list[int]) -> Any:
         """A pass once more, after all seeds."""
         self._always, self._unseeded = True, False
-        if entered is None or _versions(entered) != versions:
-            raise ScriptRefusal(
-                f"{self._section} draws from Python's or NumPy's generator for the first time, and changes its "
-                "input in place: make a new tensor of the input"
-            )
+        _refuse_changed(self._section, entered, versions)
         seed_all(self._drawing.seed_of(self._place), self._drawing.generators)
         return self._module(entered)
+
+
+class UnseededPasses:
+    """Forward passes of sections, each of which draws nothing as far as is known, without any seed.
+
+    Make one before them. The states of all generators are compared once, after them: if one of the sections
+    drew after all, the passes are repeated with seeds.
+    """
+
+    def __init__(self, sections: str, entered: Any) -> None:
+        """
+        Args:
+            sections: their names, for people.
+            entered: what the first one is called with.
+        """
+        self._sections, self._again = sections, _again(entered)
+        self._versions, self._changes, self._states = _versions(self._again), _changes, states()
+
+    @property
+    def drew(self) -> bool:
+        """True if somebody drew since, or if nobody can tell because generators were seeded meanwhile."""
+        return self._changes != _changes or states() != self._states
+
+    def entered(self) -> Any:
+        """What the passes are to be repeated with.
+
+        Raises:
+            ScriptRefusal: they changed it.
+        """
+        _refuse_changed(self._sections, self._again, self._versions)
+        return self._again
+
+
+def _refuse_changed(section: str, entered: Any, versions: int | list[int]) -> None:
+    """Raises ScriptRefusal where a pass, which is to be repeated, changed what it was called with."""
+    if entered is None or _versions(entered) != versions:
+        raise ScriptRefusal(
+            f"{section} draws random numbers for the first time, and changes its input in place: make a new "
+            "tensor of the input"
+        )
 
 
 def _again(entered: Any) -> Any:
