@@ -30,6 +30,8 @@ from elasticd.runtime.engine import compiled_blocks
 from elasticd.runtime.snapshot.memory_file import MemoryFile, size_of
 
 Figures = Iterator[tuple[str, Any]]
+#: Steps of ours before its passes are captured, and one in which they are.
+EAGER_STEPS = 5
 #: Sections of a pass whose backward passes are measured together and by themselves.
 SECTIONS = 26
 
@@ -256,7 +258,8 @@ def covered(spans: list[tuple[float, float]]) -> float:
 
 
 def floor(accelerator: Accelerator, sizes: Sizes) -> Figures:
-    """A step of plain torch whose passes are captured as a CUDA graph: the least that its kernels take."""
+    """A step of plain torch whose passes are captured as a CUDA graph, the least that its kernels take. Ours
+    with captured passes is beside it; on a device that captures nothing with compiled blocks."""
     size = sizes.small
     side = Plain(size, accelerator, compiled=True)
     for _ in range(3):
@@ -284,9 +287,16 @@ def floor(accelerator: Accelerator, sizes: Sizes) -> Figures:
         side.update(count)
         losses.append(float(total / count))
 
-    (seconds,) = in_turns(accelerator, replace(size, seconds=size.seconds / 4), step)
+    ours = Ours(size, accelerator, compiled="graphs" if accelerator.captures else True)
+    own = [ours.step() for _ in range(EAGER_STEPS)]
+    captured, seconds = in_turns(accelerator, replace(size, seconds=size.seconds / 2), ours.step, step)
     yield "floor: milliseconds, plain torch captured", _median_ms(seconds)
     yield "floor: losses", losses[:1] + losses[-1:]
+    yield "captured", ratio(captured, seconds)
+    yield "captured: milliseconds", _median_ms(captured)
+    yield "captured: losses", [*own[:1], ours.step()]
+    if (busy := busy_ms(accelerator, ours.step)) is not None:
+        yield "captured: busy", busy / _median_ms(captured)
 
 
 def _captured(accelerator: Accelerator, passes: Callable[[], object]) -> Callable[[], object]:

@@ -96,7 +96,7 @@ class Ours:
         size: Size,
         accelerator: Accelerator,
         *,
-        compiled: bool | Literal["chunks"] = False,
+        compiled: bool | Literal["chunks", "graphs"] = False,
         fused: bool | None = None,
     ) -> None:
         fused = not accelerator.immediate if fused is None else fused

@@ -159,6 +159,8 @@ ON_A_GPU = (
         at_least=True,
     ),
     OnGpu("one GPU: peak memory over plain torch's", "large: peak memory", "x", 1.02),
+    OnGpu("one GPU: captured over plain torch captured", "captured", "x", 1.05),
+    OnGpu("one GPU: device busy in a captured step", "captured: busy", "", 0.85, at_least=True),
     OnGpu("one GPU: step over one without telemetry", "telemetry", "x", 1.01),
     OnGpu("one GPU: step with a snapshot over one without", "snapshot", "x", 1.02),
     OnGpu("one GPU: the device stands still around the vote", "vote", "ms", 1.5),

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -81,6 +81,27 @@ class _HostEvent:
         return (later.at - self.at) * 1e3
 
 
+_Value = TypeVar("_Value")
+
+
+class Graphs(Protocol):
+    """What a device is asked to do, captured, so that it can be asked for once more by one call."""
+
+    def capture(self, launch: Callable[[], _Value], /) -> tuple[Callable[[], None], _Value]:
+        """Captures all that a function launches. The device does nothing of it meanwhile.
+
+        Args:
+            launch: asks the device. It waits for it nowhere.
+
+        Returns:
+            A function that asks for all of it again, and what `launch` returned: tensors in it get their values
+            anew by each replay.
+
+        Raises:
+            RuntimeError: something in it cannot be captured.
+        """
+
+
 @dataclass(frozen=True, kw_only=True)
 class Kind:
     """What torch has no common word for, of one type of device."""
@@ -93,6 +114,8 @@ class Kind:
     used_bytes: Callable[[torch.device], int]
     #: Bytes of it in all.
     total_bytes: Callable[[torch.device], int]
+    #: Makes what captures on this device; None: torch captures nothing there.
+    graphs: Callable[[], Graphs] | None = None
 
 
 class Accelerator:
@@ -158,6 +181,16 @@ class Accelerator:
             return _HostEvent()
         made: Event = torch.Event(self.device, enable_timing=timing)
         return made
+
+    @property
+    def captures(self) -> bool:
+        """True if torch captures what it is asked to do (CUDA graphs)."""
+        return self._kind.graphs is not None
+
+    def graphs(self) -> Graphs:
+        """What captures on this device, which `captures`."""
+        assert self._kind.graphs is not None
+        return self._kind.graphs()
 
     def free_bytes(self) -> int:
         """Bytes of memory that are free on the device, for anybody."""
@@ -383,6 +416,20 @@ def _register_nothing(memory: Tensor) -> Callable[[], object]:
     raise RuntimeError("this type of device pins memory of its own alone")
 
 
+class _CudaGraphs:
+    """CUDA graphs, which share one pool of memory: they are replayed one after the other."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def capture(self, launch: Callable[[], _Value]) -> tuple[Callable[[], None], _Value]:
+        graph = torch.cuda.CUDAGraph()
+        # Other threads read samples and pin memory meanwhile.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            values = launch()
+        return graph.replay, values
+
+
 _OTHER = Kind(
     register=_register_nothing,
     free_bytes=_driver_free,
@@ -394,7 +441,7 @@ KINDS = {
     "cpu": Kind(
         register=_register_nothing, free_bytes=_host_free, used_bytes=_host_used, total_bytes=_host_total
     ),
-    "cuda": replace(_OTHER, register=_cuda_register),
+    "cuda": replace(_OTHER, register=_cuda_register, graphs=_CudaGraphs),
 }
 
 #: The machine's processors.

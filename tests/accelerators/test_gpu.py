@@ -27,10 +27,11 @@ from elasticd.runtime.comm.groups import Cancelled, PeerLost, PlanGroups
 from elasticd.runtime.comm.in_memory import MemoryPlanGroups, MemoryWorld
 from elasticd.runtime.comm.nccl import NcclLibrary, nccl_communicators
 from elasticd.runtime.engine.engine import DRAIN, Engine, first_state
+from elasticd.runtime.engine.parallelism import ParallelismOptions
 from tests.accelerators import shared_gpu, test_drills, test_training, vgpu
 from tests.accelerators.strict_process_group import StrictGroups, connected
 from tests.accelerators.test_training import PLANS
-from tests.runtime import gang, test_cut_sequences, test_parity
+from tests.runtime import gang, test_captured_passes, test_cut_sequences, test_parity
 from tests.runtime.test_parity import SEED, make_recipe, plan_of, stage, unpaced
 
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -118,6 +119,46 @@ def without_waits(device: str, store: Any) -> float:
 def test_a_step_on_a_gpu_has_no_synchronization() -> None:
     (loss,) = gang.run(__file__, "without_waits", ["a/0"]).values()
     assert loss == pytest.approx(test_parity.reference(3)[0][2], rel=1e-9)
+
+
+def captured(device: str, store: Any, kind: str) -> tuple[int, list[float], list[float], float]:
+    """Steps with captured passes after those of an eager engine. Returns the shapes that were captured, the
+    losses of both, and the largest difference of a weight."""
+    accelerator = of_kind(kind, 0)
+    with pytest.MonkeyPatch.context() as patch:
+        recorder = None
+        if kind == "vgpu":
+            recorder, accelerator = test_captured_passes.recording(patch, "vgpu:0")
+        losses: list[list[float]] = []
+        weights: list[dict[str, torch.Tensor]] = []
+        for compiled in (True, "graphs"):
+            options = ParallelismOptions(compile=cast(Any, compiled))
+            recipe = test_captured_passes.recipe_of(accelerator, parallelism=options)
+            layouts = Layouts(recipe.model.spec, ALONE)
+            engine = Engine(recipe, layouts, cast(PlanGroups, MemoryPlanGroups(MemoryWorld(), device)), unpaced)
+            engine.adopt(first_state(recipe.model, layouts, device, SEED, accelerator=accelerator))
+            held = {name: parameter for name, (_, parameter) in engine.module.local.parameters.items()}
+            if recorder is not None:
+                recorder.parameters = list(held.values())
+            losses.append([engine.step(step, lambda: 0).outcome.vote.loss for step in range(7)])
+            weights.append({name: parameter.detach().cpu() for name, parameter in held.items()})
+        runner = engine.module.runner
+        assert runner is not None
+        assert runner._captured is not None
+        shapes = sum(shape.replay is not None for shape in runner._captured._shapes.values())
+    apart = max(float((weights[1][name] - value).abs().max()) for name, value in weights[0].items())
+    return shapes, losses[0], losses[1], apart
+
+
+@pytest.mark.parametrize("kind", [KINDS[0], pytest.param("cuda", marks=gpu)])
+def test_captured_passes_train_as_compiled_ones(kind: str) -> None:
+    """On vgpu a recorder stands in for the graphs. No GPU has run it yet."""
+    if kind == "vgpu":
+        vgpu.needed()
+    ((shapes, compiled, mine, apart),) = gang.run(__file__, "captured", ["a/0"], kind).values()
+    assert shapes == 3
+    assert mine == pytest.approx(compiled, rel=1e-9)
+    assert apart <= 1e-10
 
 
 # -- NCCL ----------------------------------------------------------------------------------------------------

@@ -117,7 +117,7 @@ def load() -> None:
     path = library()
     backend_registration.rename_privateuse1_backend(NAME)
     torch.ops.load_library(str(path))  # type: ignore[no-untyped-call]
-    accelerator.KINDS[NAME] = replace(accelerator.KINDS["cuda"], register=_registered)
+    accelerator.KINDS[NAME] = replace(accelerator.KINDS["cuda"], register=_registered, graphs=None)
     torch._register_device_module(NAME, _module())  # type: ignore[no-untyped-call]
     backend_registration.generate_methods_for_privateuse1_backend(for_storage=True)
 

@@ -42,6 +42,7 @@ def test_both_sides_of_each_pair_train_alike_and_have_equal_graphs(tmp_path: Pat
     for pair in ("large", "compiled"):
         assert made[f"{pair}: graphs"] == {"ours": 1, "plain": 1}
     assert made["floor: milliseconds, plain torch captured"] > 0
+    assert made["captured"][0] > 0
     assert "pipeline_stage._backward_of" in made["stacks: elasticd's functions, ours"]
     assert "pipeline_stage._backward_of" not in made["stacks: elasticd's functions, plain"]
 

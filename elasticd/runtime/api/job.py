@@ -195,6 +195,7 @@ class Job(RankInfo):
             check_callbacks(callbacks, Callback)
             check_grace(grace)
             accelerator = self._accelerator_of(groups.parallelism.device)
+            groups.parallelism.refuse_device(accelerator)
             settle(accelerator)
             accelerator.use()
             self._recipe = Recipe(

@@ -308,6 +308,9 @@ class Engine:
         """
         if self.lent is None:
             self.copied()
+            for module in self.modules.values():
+                if module.runner is not None:
+                    module.runner.release()  # graphs have addresses of what goes away
             self.lent = SetAside(self.state(), self.accelerator)
         self.lent.lend(kept)
         size = self.lent.bytes / (1 << 20)

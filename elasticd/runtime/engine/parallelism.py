@@ -9,6 +9,7 @@ from typing import Literal
 
 from elasticd_planner.spec.plan import Plan, StatePolicy
 
+from elasticd.runtime.accelerator import Accelerator
 from elasticd.runtime.engine.activation_checkpoint import Recompute, asked
 from elasticd.runtime.engine.mixed_precision import Name, Precision, precision_of
 
@@ -41,8 +42,9 @@ class ParallelismOptions:
     sequence_parallel: bool | Literal["plan"] = False
     #: Whether blocks are compiled by `torch.compile`, as each device holds them, each width once in a process.
     #: Not in stages with sequence parallelism. "chunks": the consecutive blocks of a device are one graph, too,
-    #: where they can be; the others are compiled one by one.
-    compile: bool | Literal["chunks"] = False
+    #: where they can be; the others are compiled one by one. "graphs", on CUDA alone: compiled blocks, and the
+    #: passes of a micro-batch are launched together, as a CUDA graph, on devices that have all of the model.
+    compile: bool | Literal["chunks", "graphs"] = False
     #: The first plan: `elasticd.annotations.plan_of` makes one. None: the planner makes it. The planner puts
     #: another in its place once that is better, or one of its devices is lost.
     plan: Plan | None = None
@@ -62,13 +64,22 @@ class ParallelismOptions:
         precision_of(self.precision, 1.0)
         asked(self.recompute, 0)
         self._check_plan()
-        if not isinstance(self.compile, bool) and self.compile != "chunks":
+        if not isinstance(self.compile, bool) and self.compile not in ("chunks", "graphs"):
             raise ValueError(
-                f'compile must be True, False or "chunks", not {self.compile!r}: options of torch.compile are '
-                "for functions that your modules call"
+                f'compile must be True, False, "chunks" or "graphs", not {self.compile!r}: options of '
+                "torch.compile are for functions that your modules call"
             )
         if self.sequence_parallel not in (True, False, "plan"):
             raise ValueError(f'sequence_parallel must be True, False or "plan", not {self.sequence_parallel!r}')
+
+    def refuse_device(self, accelerator: Accelerator) -> None:
+        """Raises ValueError where a worker's device cannot do what is asked for."""
+        if self.compile == "graphs" and not accelerator.captures:
+            raise ValueError(
+                f'compile="graphs" launches passes as CUDA graphs, and this worker computes on '
+                f"{accelerator.text}: "
+                'give ParallelismOptions(compile=True) or compile="chunks" there'
+            )
 
     def _check_plan(self) -> None:
         if self.plan is None:

@@ -10,6 +10,7 @@ too: it shows whether one draws, and fails where a section detaches its output.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -35,6 +36,7 @@ from elasticd.runtime.data.loader import Loader
 from elasticd.runtime.data.prefetch import NothingRead
 from elasticd.runtime.data.sample_ledger import draws_of, entries, hash_items, hash_samples
 from elasticd.runtime.engine.activation_checkpoint import recomputed_blocks
+from elasticd.runtime.engine.captured_passes import CapturedPasses, WholePass
 from elasticd.runtime.engine.compiled_blocks import (
     BlockCalls,
     CompiledRun,
@@ -65,9 +67,11 @@ from elasticd.runtime.model.validation import sum_and_count
 from elasticd.runtime.parallel.context_parallel import ContextParallel
 from elasticd.runtime.parallel.packed_row import PackedRow, passing
 from elasticd.runtime.parallel.sequence_parallel import TokenSlices, single
-from elasticd.runtime.telemetry.step_times import SequenceHere, Telemetry
+from elasticd.runtime.telemetry.step_times import CAPTURED, SequenceHere, Telemetry
 from elasticd.system.user_line import described
 from elasticd.wire.main_thread import BACKWARD, FORWARD, LOSS
+
+log = logging.getLogger(__name__)
 
 #: The sections around which more than their pass is to be done.
 _SPECIAL = ("embed", "blocks.0", "head")
@@ -188,6 +192,7 @@ class StageRunner:
         )
         self._on_section_done, self._seed, self._sums_begin = on_section_done, recipe.seed, sums_begin
         self._steps, self._draws = 0, False  # of the plan; a backward pass draws random numbers
+        self._loss_draws = False  # the loss does
         self._begun: set[int] = set()  # the chunks that a backward pass has gone through
         self._paced = True  # an emulated device paces the blocks of this step
         self._schedule, self._precision, self._scale = recipe.schedule, recipe.precision, 1.0
@@ -216,11 +221,35 @@ class StageRunner:
         self._chunks = stage_chunks(recipe, model, plan, peers, passes, self._recomputed, run_of, gives, tags)
         self._context = _context(model, plan, peers)
         alone = len(stage.devices) == 1
+        self._captured = self._captured_passes(recipe, local, alone=alone and self._context is None)
         channel = Channel("tensor", stage.devices)
         self._group = OneDevice(*stage.devices) if alone else peers.communicators.team(channel)
         self._drawing.repeats = alone and self._context is None
         self.reads = any(chunk.before is None or chunk.after is None for chunk in self._chunks)
         self.most_alive = 0
+
+    def _captured_passes(self, recipe: Recipe, local: LocalModel, *, alone: bool) -> CapturedPasses | None:
+        """What captures the passes of a micro-batch; None: they are eager under this plan."""
+        if recipe.parallelism.compile != "graphs":
+            return None
+        (first, *more), reason = self._chunks, ""
+        if recipe.model.graph is not None:
+            reason = "the model has several modules"
+        elif not alone:
+            reason = "members of its TP group or lanes communicate in them"
+        elif more or first.before is not None or first.after is not None:
+            reason = "it has a stage of the model"
+        elif self._recomputed:
+            reason = "its blocks recompute"
+        if reason:
+            log.info("passes of this device are no CUDA graphs: %s", reason)
+            return None
+        return CapturedPasses(self._accelerator.graphs(), [p for _, p in local.parameters.values()])
+
+    def release(self) -> None:
+        """Drops the graphs that were captured, and their memory. Passes are captured anew later."""
+        if self._captured is not None:
+            self._captured.release()
 
     def run(
         self, micro_batches: Sequence[MicroBatch], scale: float = 1.0, rows: Sequence[BatchRow] = ()
@@ -283,6 +312,8 @@ class StageRunner:
         self._scale = scale
         self._paced = self._pace.emulates
         self._steps += torch.is_grad_enabled()
+        if self._captured is not None and torch.is_grad_enabled():
+            self._captured.begin_step(tuple(module.training for module in self._modules.values()))
         self._made.clear()
         self._loader.take()
         for chunk in self._chunks:
@@ -523,6 +554,12 @@ class StageRunner:
             if self._takes:
                 x = self._with_items(state, index, micro, batch)
             telemetry.mark()
+            if (
+                self._captured is not None
+                and graphs is chunk.graphs
+                and self._replay(state, micro, chunk, batch)
+            ):
+                return state, state.targets
             x = self._precision.entering(x) if self._precision else x
         x = self._sections(state, micro, chunk, graphs, x)
         counted: float | Tensor = 0
@@ -545,6 +582,28 @@ class StageRunner:
                 f"{failure}; what stands in for it does not go through the model: {described(error)}"
             ) from failure
 
+    def _replay(self, state: MicroBatchState, micro: MicroBatch, chunk: StageChunk, batch: Any) -> bool:
+        """All passes of a micro-batch as one graph of the device. Returns False where they are to be eager."""
+        assert self._captured is not None
+        if self._steps <= _FIRST or self._rows or not self._drawing.may_leave_seeds_out:
+            return False
+
+        def whole() -> WholePass | None:
+            graphs = chunk.unseeded(chunk.graphs)
+            if graphs is None or self._loss_draws:
+                return None
+            return WholePass(graphs=graphs, loss=self.loss, precision=self._precision)
+
+        self._stopwatch.where.at(FORWARD)
+        values = self._captured.replay(batch, self._scale, whole)
+        if values is None:
+            return False
+        state.loss, state.targets, worked = values
+        state.replayed = True
+        self._telemetry.passed(CAPTURED)
+        self._count(state, micro, chunk, *worked)
+        return True
+
     def _sections(
         self, state: MicroBatchState, micro: MicroBatch, chunk: StageChunk, graphs: list[list[PassPart]], x: Any
     ) -> Bundle:
@@ -565,13 +624,19 @@ class StageRunner:
 
     def _worked(self, state: MicroBatchState, micro: MicroBatch, chunk: StageChunk, x: Bundle) -> None:
         """Counts the tokens of a micro-batch, now that its activation is here."""
-        samples, state.length = sizes(x)
+        self._notes = self._compiles and self.calls.wants(self._modules[next(iter(chunk.passes))].training, x)
+        self._count(state, micro, chunk, *sizes(x))
+
+    def _count(
+        self, state: MicroBatchState, micro: MicroBatch, chunk: StageChunk, samples: int, length: int
+    ) -> None:
+        """Counts the tokens of a micro-batch for telemetry and for a pace."""
+        state.samples, state.length = samples, length
         if self._slices is not None:
             state.length = self._slices.length
         sequences = self._sequences(micro, samples, state.length)
         state.tokens = samples * state.length
         state.squares = sum(here.tokens * here.length for here in sequences)
-        self._notes = self._compiles and self.calls.wants(self._modules[next(iter(chunk.passes))].training, x)
         if chunk is self._chunks[0] and not state.start:  # else the pass is repeated
             self._telemetry.worked(state.tokens, self._layers, self._share, sequences)
         state.start = time.perf_counter()
@@ -632,8 +697,12 @@ class StageRunner:
         """Computes the loss of a micro-batch. Returns the count of its targets."""
         logits = self._precision.leaving(output) if self._precision else output
         self._stopwatch.where.at(LOSS)
-        with self._drawing.keyed("loss"):  # every member of the last stage computes it
-            state.loss, counted = sum_and_count(self.loss(logits, batch))
+        watches = self._captured is not None and self._steps <= _FIRST
+        with self._drawing.keyed("loss"), watching() if watches else nullcontext(Draws()) as draws:
+            state.loss, counted = sum_and_count(self.loss(logits, batch))  # on every member of the last stage
+        self._loss_draws = self._loss_draws or draws.drew
+        if self._captured is not None:
+            state.batch = batch
         if isinstance(counted, Tensor) and counted.device.type == "cpu":
             counted = counted.item()
         state.targets = counted
@@ -663,6 +732,11 @@ class StageRunner:
         """One backward pass. `last`: no other one of the step goes through the chunk, and sums may begin."""
         telemetry = self._telemetry
         self._stopwatch.where.at(BACKWARD)
+        if state.replayed:
+            if last:
+                for section in reversed(chunk.passes):
+                    self._on_section_done(section)
+            return
         if self._slices is not None:
             self._slices.length = state.length
         grads: Gradients = None
@@ -681,6 +755,8 @@ class StageRunner:
                 segment = self._recompute(state, section, segment)
             communicated = self._stopwatch.inside if self._paced else 0.0
             self._backward_of(state, segment, grads)
+            if self._captured is not None and not state.segments and state.loss is not None:
+                self._captured.passed(state.batch, state.loss, (state.samples, state.length))
             if self._paced and section.startswith("blocks."):
                 self._end_pace("backward", state, communicated)
             grads = None if segment.entered is None else gradients(segment.entered)

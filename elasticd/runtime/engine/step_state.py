@@ -29,6 +29,7 @@ class MicroBatchState:
 
     ids: Sequence[int]  #: what the ledger has of it, as it came with the activation
     tokens: int = 0
+    samples: int = 0
     length: int = 0  #: of its samples, in tokens; of a packed row, of all its pieces
     squares: float = 0.0  #: the sum over its tokens of the length of their sequence
     start: float = 0.0  #: when the pass of a block began, by perf_counter
@@ -38,6 +39,8 @@ class MicroBatchState:
     items: dict[GroupId, Bundle] = field(default_factory=dict)
     loss: Tensor | None = None  #: sum over targets; None: not the last stage
     targets: float | Tensor = 0
+    batch: Any = None  #: where passes may be captured, what the loss was computed of
+    replayed: bool = False  #: a graph had the backward pass with the forward one
 
     @property
     def output(self) -> Bundle:

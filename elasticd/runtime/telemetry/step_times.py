@@ -25,6 +25,10 @@ PASSES = ("blocks", "forward", "backward", "recompute")
 _OF_MODULES = ("tensor", "reduce")
 
 
+#: Passes of which the device says one time for all kinds of computation, and those kinds.
+CAPTURED, _KINDS = "captured", ("embed", "forward", "head", "backward")
+
+
 class SequenceHere(NamedTuple):
     """What this device has of a sequence."""
 
@@ -61,6 +65,8 @@ class Telemetry:
         stopwatch.marks = spans
         self._worked: list[tuple[int, float, Sequence[SequenceHere]]] = []
         self._modalities: dict[str, int] = {}
+        #: Of each kind of computation its share in all passes, by the last step without captured ones.
+        self._shares: dict[str, float] = {}
         self._optimizer = 0.0  # seconds of the optimizer in the last step, if they are known by now
         self.begin()
 
@@ -68,7 +74,7 @@ class Telemetry:
         """A step begins: all times and counts start at 0."""
         self._start = time.perf_counter()
         self._stopwatch.take()
-        self._compute = dict.fromkeys((*PASSES, "embed", "head", "optimizer"), 0.0)
+        self._compute = dict.fromkeys((*PASSES, "embed", "head", "optimizer", CAPTURED), 0.0)
         self._apart = dict.fromkeys(_OF_MODULES, 0.0)
         self.forget()
         self._compute["optimizer"], self._optimizer = self._optimizer, 0.0
@@ -94,7 +100,8 @@ class Telemetry:
 
         Args:
             kind: "embed"; "head"; the "forward" or "backward" pass of blocks ("blocks": either); "recompute", a
-                forward pass that the backward pass repeats; or "optimizer".
+                forward pass that the backward pass repeats; "optimizer"; or `CAPTURED`, the passes of a
+                micro-batch together, whose seconds are parted as those of eager passes were.
         """
         if self._spans is not None:
             self._spans.passed(kind)
@@ -129,6 +136,15 @@ class Telemetry:
                 to[kind] = to.get(kind, 0.0) + seconds
         return sum(self._compute[kind] for kind in PASSES)
 
+    def _part_captured(self) -> None:
+        """Gives the seconds of captured passes to the kinds of computation in them."""
+        captured, self._compute[CAPTURED] = self._compute[CAPTURED], 0.0
+        if captured:
+            for kind, share in self._shares.items():
+                self._compute[kind] += captured * share
+        elif total := sum(self._compute[kind] for kind in _KINDS):
+            self._shares = {kind: self._compute[kind] / total for kind in _KINDS}
+
     def finish(
         self,
         plan: int,
@@ -160,6 +176,7 @@ class Telemetry:
             for kind, seconds in self._spans.take().items():
                 to = spent if kind in INSIDE else compute
                 to[kind] = to.get(kind, 0.0) + seconds
+        self._part_captured()
         tokens, work, squares, longest, shortest, sequence_tokens, lengths = self._counts()
         return Measurement(
             device=self._device,
