@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import click
 import msgspec
 from elasticd_planner.detection.slowness_history import SlownessKind
-from elasticd_planner.readable import readable, readable_seconds
+from elasticd_planner.readable import counted, readable, readable_seconds
 from elasticd_planner.value import Value
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -27,6 +27,7 @@ from elasticd.coordinator.api_types import (
     ExceptionStatus,
     JobStatus,
     MemberStatus,
+    ModuleStatus,
     NodeStatus,
     RestartStatus,
 )
@@ -361,6 +362,11 @@ def _job(
             ("  wall time a step ", "dim"), readable_seconds(job.wall_seconds),
             ("   the step itself ", "dim"), readable_seconds(job.step_seconds),
         )  # fmt: skip
+    for module in job.modules:
+        yield Text.assemble(
+            ("  module ", "dim"), module.module, f"  {readable_seconds(module.seconds)} of computation on ",
+            f"{module.busiest}, the busiest of {counted(module.devices, 'device')}", _items(module),
+        )  # fmt: skip
     if job.plan is not None:
         expected = predicted(job)
         proposed = f", plan {job.proposal} is proposed" if job.proposal is not None else ""
@@ -381,6 +387,12 @@ def _job(
         yield Text.assemble(("  workers ", "dim"), ", ".join(map(worker, job.members)))
     elif job.members:
         yield Text.assemble(("  workers ", "dim"), f"{len(job.members):,} processes; --all lists them")
+
+
+def _items(module: ModuleStatus) -> str:
+    if not module.items:
+        return ""
+    return f"; {module.items_a_sample:.2f} {module.items} a sample, of {module.rows_an_item:,.0f} rows each"
 
 
 def predicted(job: JobStatus) -> str:

@@ -89,6 +89,18 @@ class CheckpointStatus(Value, frozen=True, kw_only=True):
     failure: str = ""  # why it was not made
 
 
+class ModuleStatus(Value, frozen=True, kw_only=True):
+    """One module of a model of several, in the newest step that all have reported."""
+
+    module: str  # its name
+    devices: int  # that compute with it
+    busiest: str  # the device whose computation took longest
+    seconds: float  # of that computation
+    items: str = ""  # the key of what it runs on, as "images" (empty: samples)
+    items_a_sample: float = 0.0  # in the mean of the last steps
+    rows_an_item: float = 0.0  # tokens, likewise
+
+
 class JobStatus(Value, frozen=True, kw_only=True):
     """One job."""
 
@@ -117,6 +129,7 @@ class JobStatus(Value, frozen=True, kw_only=True):
     exception: ExceptionStatus | None = None
     batch: BatchSummary | None = None  # the newest packed batch (None: samples are padded)
     members: tuple[MemberStatus, ...]  # its workers, by device
+    modules: tuple[ModuleStatus, ...] = ()  # of a model of several (empty: it has one, or nothing was measured)
 
     @property
     def over(self) -> bool:

@@ -20,7 +20,7 @@ import math
 import struct
 import time
 from collections import Counter, deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterator, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, TypeVar
@@ -61,6 +61,7 @@ MOST_NOTED = 20_000
 
 _log = logging.getLogger(__name__)
 _measured = attrgetter(*live.MEASURED)
+_items_measured = attrgetter(*live.OF_ITEMS)
 _pack = struct.Struct(f"<{len(live.MEASURED)}f").pack
 _LARGEST = float(np.finfo(np.float32).max)
 
@@ -617,7 +618,12 @@ def measurements(
         return None
     table = b"".join([_NOTHING if each is None else _packed(*_measured(each)) for each in taken])
     width = len(live.MEASURED)
-    columns = np.frombuffer(table, "<f4").reshape(-1, width), _judged(job, plan.members)
+    columns = [np.frombuffer(table, "<f4").reshape(-1, width), _judged(job, plan.members)]
+    names: tuple[str, ...] = live.COLUMNS
+    for module in plan.modules:
+        if module.items:
+            columns.append(_of_items(module.module, taken))
+            names = (*names, *(f"{module.module}/{name}" for name in live.OF_ITEMS))
     readers = [found.get(device) for device in {lane.stages[0].devices[0] for lane in plan.loss_view.by_lane}]
     told = [each for each in readers if each is not None and (each.plan, each.step) == (number, step)]
     if len(told) < len(readers):  # of a part of the step's sequences nothing is said
@@ -631,12 +637,21 @@ def measurements(
         plan=number,
         step=step,
         numbers=np.concatenate(columns, axis=1).astype("<f4").tobytes(),
-        columns=live.COLUMNS,
+        columns=names,
         lengths=dict(sorted(lengths.items())),
         sequence_tokens=sum(each.sequence_tokens for each in told),
         shortest=min((each.shortest for each in told if each.shortest), default=0),
         longest=max((each.longest for each in told), default=0),
     )
+
+
+def _of_items(module: str, taken: Sequence[Measurement | None]) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """What each member measured in a module of items [members, `OF_ITEMS`]; NaN: it has no place there."""
+    found = np.full((len(taken), len(live.OF_ITEMS)), np.nan, dtype=np.float32)
+    for place, each in enumerate(taken):
+        if each is not None and (own := each.modules.get(module)) is not None:
+            found[place] = _items_measured(own)
+    return found
 
 
 def _judged(job: JobState, members: tuple[str, ...]) -> np.ndarray[Any, np.dtype[np.float32]]:

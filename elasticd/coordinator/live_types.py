@@ -53,6 +53,18 @@ MEASURED = (
     "memory_bytes",
 )
 JUDGED = ("slowdown", "evidence")
+#: The columns of each module of items, behind those: fields of its `ModuleMeasurement`,
+#: as "vision/tensor_seconds".
+OF_ITEMS = (
+    "block_seconds",
+    "forward_seconds",
+    "backward_seconds",
+    "again_seconds",
+    "embed_seconds",
+    "head_seconds",
+    "tensor_seconds",
+    "reduce_seconds",
+)
 COLUMNS = (*MEASURED, *JUDGED)
 
 

@@ -19,6 +19,7 @@ from elasticd.coordinator.events.job_times import CAUSES, OTHER, REASONS, REPEAT
 from elasticd.coordinator.events.training_speed import TrainingSpeed
 from elasticd.machines.coordinator.machine import CoordinatorState
 from elasticd.machines.job.lifecycle import phase_time, stop_request
+from elasticd.machines.job.measurements.module_times import module_times
 from elasticd.machines.job.state.job_state import OVER, JobPhase, JobState, NodeState
 
 #: The content type of `GET /metrics`.
@@ -140,6 +141,14 @@ FAMILIES = {
     "elasticd_job_loss": Family("gauge", ("job",), "Mean loss of the newest step."),
     "elasticd_job_tokens_per_second": Family(
         "gauge", ("job",), "Tokens of all ranks over wall time, of the newest ten steps."
+    ),
+    "elasticd_job_module_compute_seconds": Family(
+        "gauge",
+        ("job", "module"),
+        "Computation of a module on its busiest device, in the newest step, of a model of several modules.",
+    ),
+    "elasticd_job_module_items": Family(
+        "gauge", ("job", "module"), "Items (images) of a sample in the mean of the last steps, by their module."
     ),
     "elasticd_job_plan_number": Family("gauge", ("job",), "Number of the plan in force, 0 without one."),
     "elasticd_job_members": Family(
@@ -368,10 +377,19 @@ def _of_job(job: JobState, reading: LeaderReading) -> Iterator[tuple[str, tuple[
         yield "elasticd_job_loss", (), newest.loss
     if job.phase not in OVER:
         yield from _gauges_of(job)
+        yield from _modules_of(job)
         yield from _speed_of(clock.speed if clock is not None else None)
         yield from _waits_of(job, clock, reading)
         if clock is not None:
             yield from _times_of(job, clock, reading.now)
+
+
+def _modules_of(job: JobState) -> Iterator[tuple[str, tuple[str, ...], float]]:
+    """The metrics of the modules of a model of several."""
+    for each in module_times(job):
+        yield "elasticd_job_module_compute_seconds", (each.module,), each.seconds
+        if each.items:
+            yield "elasticd_job_module_items", (each.module,), each.items_a_sample
 
 
 def _waits_of(

@@ -17,6 +17,7 @@ from elasticd.coordinator.api_types import (
     LeaderStatus,
     LinkStatus,
     MemberStatus,
+    ModuleStatus,
     NodeStatus,
     Pace,
     RestartStatus,
@@ -26,6 +27,7 @@ from elasticd.machines.coordinator.machine import CoordinatorState
 from elasticd.machines.coordinator.restart_jobs import RestartJob
 from elasticd.machines.job.faults.hangs import awaited
 from elasticd.machines.job.lifecycle import phase_time, stop_request
+from elasticd.machines.job.measurements.module_times import module_times
 from elasticd.machines.job.state.job_state import LIVE, JobState, NodeState
 from elasticd.machines.job.state.last_checkpoint import newest
 
@@ -174,6 +176,7 @@ def job_status(
         exception=_exception(job),
         batch=job.batch,
         members=() if brief else member_list(job),
+        modules=tuple(ModuleStatus(**each._asdict()) for each in module_times(job)),
     )
 
 

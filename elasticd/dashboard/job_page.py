@@ -62,8 +62,26 @@ def parts_of(table: Table, rank: int) -> dict[str, float]:
         found[part] = 0.0 if math.isnan(seconds) else seconds
     if not found["forward"] and not found["backward"]:  # the passes were not told apart
         found["blocks"] = table.of(rank, "block_seconds")
-    found["other"] = max(0.0, total - sum(found.values()))
+    other = sum(sum(of_items(table, rank, module).values()) for module in item_modules(table))
+    found["other"] = max(0.0, total - sum(found.values()) - other)
     return {part: found[part] for part in views.PARTS if found.get(part)}
+
+
+def item_modules(table: Table) -> list[str]:
+    """The modules of items that members computed with."""
+    return list(dict.fromkeys(name.rpartition("/")[0] for name in table.columns if "/" in name))
+
+
+def of_items(table: Table, rank: int, module: str) -> dict[str, float]:
+    """What a member's step went into, of a module of items; nothing where it has no place there."""
+    found: dict[str, float] = {}
+    for part in ("forward", "backward", "recompute", "embed and head", "tp", "reduction"):
+        seconds = sum(table.of(rank, f"{module}/{column}") for column in _COLUMNS[part])
+        if not math.isnan(seconds) and seconds:
+            found[part] = seconds
+    if found and "forward" not in found and "backward" not in found:
+        found["blocks"] = table.of(rank, f"{module}/block_seconds")
+    return found
 
 
 def stages(plan: Plan | None, table: Table | None) -> tuple[views.StageParts, ...]:
@@ -84,13 +102,12 @@ def _computed(stage: views.StageParts) -> float:
 
 def _stages(plan: Plan, table: Table, ranks: Mapping[str, int]) -> Iterator[views.StageParts]:
     for module in plan.modules:
+        column = f"{module.module}/block_seconds" if module.items else "block_seconds"
         for p, pipeline in enumerate(module.pipelines):
             for lane_number, lane in enumerate(pipeline.by_lane):
                 for s, stage in enumerate(lane.stages):
                     spent = {
-                        device: table.of(ranks[device], "block_seconds")
-                        for device in stage.devices
-                        if device in ranks
+                        device: table.of(ranks[device], column) for device in stage.devices if device in ranks
                     }
                     known = {device: each for device, each in spent.items() if not math.isnan(each)}
                     if not known:
@@ -104,7 +121,9 @@ def _stages(plan: Plan, table: Table, ranks: Mapping[str, int]) -> Iterator[view
                         layers=stage.named,
                         devices=stage.devices,
                         slowest=slowest,
-                        seconds=parts_of(table, ranks[slowest]),
+                        seconds=of_items(table, ranks[slowest], module.module)
+                        if module.items
+                        else parts_of(table, ranks[slowest]),
                         total=table.of(ranks[slowest], "step_seconds"),
                     )
 

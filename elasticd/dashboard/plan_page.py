@@ -18,6 +18,8 @@ from elasticd_planner.layout.explained_plan import PlanOperation, explain_step
 from elasticd_planner.layout.layouts import Layouts
 from elasticd_planner.placement.state_movement import Held, bytes_by_member, holders
 from elasticd_planner.problem import Problem
+from elasticd_planner.search.module_cost import ModuleCosts
+from elasticd_planner.spec.item_batch import ItemBatch
 from elasticd_planner.spec.plan import Pipeline, Plan, spanned
 from elasticd_planner.value import Invalid
 
@@ -32,6 +34,8 @@ MOST_MICRO_BATCHES, MOST_LANES, MOST_MOVING = 32, 16, 512
 #: Devices beyond which what goes over links is not listed: it takes long, and `elasticd plan --explain` does
 #: it.
 MOST_EXPLAINED = 1024
+#: Devices times samples of a plan of several modules beyond which its order is not played, and not drawn.
+MOST_PLAYED = 1 << 16
 #: Rows of what goes over links, for each purpose.
 MOST_ROWS = 12
 
@@ -57,8 +61,114 @@ def times_of(record: HistoryRecord) -> list[tuple[str, int, int, Pipeline, Times
     ]
 
 
+def _of_modules(record: HistoryRecord) -> tuple[views.PipelineBox, ...]:
+    """The picture of a plan of several modules: the modules one after the other, a row for each lane. The load
+    of a stage is the time of its passes in a mean step, as a part of the busiest stage's."""
+    problem, plan = record.problem, record.plan
+    costs = ModuleCosts(problem)
+    found, seconds = list[tuple[str, int, int, Pipeline, list[float]]](), list[float]()
+    for module in plan.modules:
+        lanes = [
+            (p, n, lane)
+            for p, pipeline in enumerate(module.pipelines)
+            for n, lane in enumerate(pipeline.by_lane)
+        ]
+        scale = 1.0
+        if module.items:
+            count = costs.modules[module.module].items_a_sample * plan.global_batch
+            scale = count / sum(lane.micro_batches for _, _, lane in lanes)
+        times = costs.lane_seconds(plan.view(module.module))
+        for (p, n, lane), (forward, backward) in zip(lanes, times, strict=True):
+            busy = ((forward + backward) * lane.micro_batches * scale).tolist()
+            found.append((module.module, p, n, lane, busy))
+            seconds += busy
+    most, items = max(seconds, default=1.0) or 1.0, {module.module: module.items for module in plan.modules}
+    return tuple(
+        views.PipelineBox(
+            module=module,
+            pipeline=p,
+            lane=n,
+            micro_batches=lane.micro_batches,
+            seconds=None,
+            items=items[module],
+            stages=_stage_boxes(lane, [each / most for each in busy], problem.rates),
+        )
+        for module, p, n, lane, busy in found
+    )
+
+
+def _stage_boxes(
+    lane: Pipeline, loads: Sequence[float], rates: Mapping[str, float]
+) -> tuple[views.StageBox, ...]:
+    return tuple(
+        views.StageBox(
+            stage=s,
+            layers=stage.layers,
+            named=stage.named,
+            devices=stage.devices,
+            slowdowns=tuple(rates.get(device, 1.0) for device in stage.devices),
+            shares=tuple(stage.fraction(position) for position in range(len(stage.devices))),
+            load=float(loads[s]),
+            recompute=stage.recompute,
+        )
+        for s, stage in enumerate(lane.stages)
+    )
+
+
+def _order(record: HistoryRecord) -> tuple[views.TimelineLane, ...]:
+    """The predicted order of a plan of several modules: all lanes on one axis of time, by module, with the
+    passes of the first micro-batches. A pass of items has the number of the micro-batch that needs it."""
+    plan = record.plan
+    if len(plan.members) * plan.global_batch > MOST_PLAYED:
+        return ()
+    costs = ModuleCosts(record.problem)
+    batches, played = costs.pass_times(plan)
+    passes: dict[tuple[str, int, int], dict[int, list[views.TimelinePass]]] = {}
+    cut, last = set[tuple[str, int, int]](), 0.0
+    for one in played:
+        module, p, lane, stage, act, _ = one.act
+        batch, number = batches[module], act.micro_batch
+        if isinstance(batch, ItemBatch):
+            number = batch.pipelines[p][lane][number].micro_batch
+        last = max(last, one.stop / 1e6)
+        stages = passes.setdefault((module, p, lane), {})
+        if number >= MOST_MICRO_BATCHES:
+            cut.add((module, p, lane))
+            continue
+        drawn = views.TimelinePass(
+            kind="forward" if act.kind == "forward" else "backward",
+            micro_batch=number,
+            chunk=act.chunk,
+            start=one.start / 1e6,
+            stop=one.stop / 1e6,
+        )
+        stages.setdefault(stage, []).append(drawn)
+    order = [module.module for module in plan.modules]
+    listed = sorted(passes, key=lambda key: (order.index(key[0]), key[1:]))
+    return tuple(
+        views.TimelineLane(
+            module=module,
+            pipeline=p,
+            lane=lane,
+            alike=1,
+            seconds=last,
+            stages=_in_stages(passes[module, p, lane]),
+            shortened=(module, p, lane) in cut,
+        )
+        for module, p, lane in listed[:MOST_LANES]
+    )
+
+
+def _in_stages(
+    passes: Mapping[int, Sequence[views.TimelinePass]],
+) -> tuple[tuple[views.TimelinePass, ...], ...]:
+    return tuple(tuple(passes.get(stage, ())) for stage in range(max(passes, default=-1) + 1))
+
+
 def boxes(record: HistoryRecord) -> tuple[views.PipelineBox, ...]:
     """The picture: a row for each lane."""
+    if len(record.plan.modules) > 1:
+        return _of_modules(record)
     lanes, rates = times_of(record), record.problem.rates
     cost = cost_of(record.problem, record.plan)
     work = {
@@ -73,19 +183,7 @@ def boxes(record: HistoryRecord) -> tuple[views.PipelineBox, ...]:
             lane=number,
             micro_batches=lane.micro_batches,
             seconds=_seconds(cost, lane, times),
-            stages=tuple(
-                views.StageBox(
-                    stage=s,
-                    layers=stage.layers,
-                    named=stage.named,
-                    devices=stage.devices,
-                    slowdowns=tuple(rates.get(device, 1.0) for device in stage.devices),
-                    shares=tuple(stage.fraction(position) for position in range(len(stage.devices))),
-                    load=float(work[at][s] / busiest),
-                    recompute=stage.recompute,
-                )
-                for s, stage in enumerate(lane.stages)
-            ),
+            stages=_stage_boxes(lane, [each / busiest for each in work[at]], rates),
         )
         for at, (module, p, number, lane, times) in enumerate(lanes)
     )
@@ -99,6 +197,8 @@ def _seconds(cost: ProfileCost, lane: Pipeline, times: Times) -> float:
 
 def timeline(record: HistoryRecord) -> tuple[views.TimelineLane, ...]:
     """The predicted schedule of each lane; of those that are alike the first. The slowest come first."""
+    if len(record.plan.modules) > 1:
+        return _order(record)
     alike: dict[tuple[object, ...], list[tuple[str, int, int, Pipeline, Times]]] = defaultdict(list)
     for each in times_of(record):
         _, _, _, lane, times = each

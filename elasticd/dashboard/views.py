@@ -436,6 +436,9 @@ class PipelineBox(Value, frozen=True, kw_only=True):
     micro_batches: int
     seconds: float | None  # of a step, predicted, before the gradients' reduction
     stages: tuple[StageBox, ...]
+    items: str = (
+        ""  # what its module takes of samples; micro_batches is the lane's weight then (empty: samples)
+    )
 
 
 class TimelinePass(Value, frozen=True, kw_only=True):

@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
+from typing import cast
+
+import msgspec
+from elasticd_planner.spec.step_measurements import Step
+
+from elasticd.machines.job.measurements import lane_shares
+from elasticd.machines.job.state.job_state import JobPhase, JobState
+from elasticd.machines.job.state.transaction import Turn
 from tests.machines.test_coordinator_faults import running
+from tests.planner.test_module_measurements import BOTH, ENCODER, measured
 
 
 def test_a_share_that_has_changed_is_told_once_and_not_the_one_that_a_plan_begins_with() -> None:
@@ -25,3 +34,38 @@ def test_jobs_that_pad_tell_nothing() -> None:
     world = running()
     world.train(3)
     assert world.job.shares == {}
+
+
+def test_a_share_of_items_is_told_with_its_module_and_goes_with_the_plan() -> None:
+    told: list[str] = []
+    job = JobState(job="j", phase=JobPhase.RUNNING, since=0.0, plan=BOTH)
+
+    class Told:
+        """A turn that notes."""
+
+        def __init__(self) -> None:
+            self.job = job
+
+        def set(self, **changes: object) -> None:
+            self.job = msgspec.structs.replace(self.job, **changes)
+
+        def note(self, kind: str, text: str, **_: object) -> None:
+            told.append(f"{kind}: {text}")
+
+    turn = cast(Turn, Told())
+    for step, slowdown in enumerate((64, 64, 192, 192)):
+        reports = [
+            msgspec.structs.replace(
+                each,
+                modules={
+                    name: msgspec.structs.replace(own, slowdown=slowdown if each.device == ENCODER else 64)
+                    for name, own in each.modules.items()
+                },
+            )
+            for each in measured(BOTH, step)
+        ]
+        lane_shares.measured(turn, BOTH, Step.of(reports))
+    (text,) = told
+    assert text.startswith(f"shares: the lane of {ENCODER} in vision takes 3.00 times as long as a normal one")
+    assert "it gets 0.33 of a share of images. No state moved." in text
+    assert turn.job.item_shares == {"vision": {ENCODER: 192, "n1/0": 64}}

@@ -19,7 +19,7 @@ function naming(rows) {
   const modules = new Set(rows.map((row) => row.module)).size > 1;
   const lanes = rows.some((row) => row.lane > 0);
   /** @param {{module: string, pipeline: number, lane: number}} row */
-  return (row) => `${modules ? `${row.module} ` : ""}pipeline ${row.pipeline}${lanes ? `.${row.lane}` : ""}`;
+  return (row) => `${modules ? `${row.module} p` : "pipeline "}${row.pipeline}${lanes ? `.${row.lane}` : ""}`;
 }
 
 export class PlanPicture extends Measured {
@@ -106,10 +106,10 @@ export class PlanPicture extends Measured {
       height=${tall + 8}
       role="img"
       @click=${this.opened}
-      aria-label="${name}, ${counted(row.micro_batches, "micro-batch", "micro-batches")}: ${said.join("; ")}"
+      aria-label="${name}, ${row.items ? `weight ${row.micro_batches}` : counted(row.micro_batches, "micro-batch", "micro-batches")}: ${said.join("; ")}"
     >
       <text x="0" y="16">${name}</text>
-      <text class="label" x="0" y="32">${counted(row.micro_batches, "micro-batch", "micro-b.")}</text>
+      <text class="label" x="0" y="32">${row.items ? `weight ${row.micro_batches}` : counted(row.micro_batches, "micro-batch", "micro-b.")}</text>
       ${row.seconds === null ? nothing : svg`<text class="label" x="0" y="48">${seconds(row.seconds)}</text>`}
       ${row.stages.map((stage, index) => {
         const x = at;

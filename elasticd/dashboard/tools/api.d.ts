@@ -308,6 +308,7 @@ export interface PipelineBox {
   micro_batches: number;
   seconds: number | null;
   stages: StageBox[];
+  items: string;
 }
 
 /** One pass of a stage in the predicted 1F1B schedule. */

@@ -19,7 +19,7 @@ from elasticd_planner.cost.model import KnownCosts, after_seconds, stage_times, 
 from elasticd_planner.cost.model_profile import ModelProfile
 from elasticd_planner.cost.profile_cost import ProfileCost
 from elasticd_planner.cost.schedule import passes
-from elasticd_planner.layout.module_order import Delay, module_pass_times
+from elasticd_planner.layout.module_order import Delay, ModulePassTime, module_pass_times
 from elasticd_planner.layout.module_passes import ROWS, ModulePass
 from elasticd_planner.numeric import Floats
 from elasticd_planner.problem import ModuleProblem, Problem
@@ -122,6 +122,11 @@ class ModuleCosts:
         batches = self._batches(part, share)
         times = module_pass_times(part, batches, passes, delay=self._delay(part, batches))
         return max(each.stop for each in times) / 1e6 + self.after_seconds(plan)
+
+    def pass_times(self, plan: Plan) -> tuple[dict[str, BatchPlan | ItemBatch], tuple[ModulePassTime, ...]]:
+        """A mean step of a plan with times: the batch of each module, and when its passes run."""
+        batches = self._batches(plan)
+        return batches, module_pass_times(plan, batches, passes, delay=self._delay(plan, batches))
 
     def _delay(self, plan: Plan, batches: Mapping[str, BatchPlan | ItemBatch]) -> Delay:
         """The time of messages [us]: between two stages of the module with the loss as its cost has it; of the

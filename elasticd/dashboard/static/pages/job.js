@@ -397,7 +397,7 @@ function stepAt(columns, time) {
 /** @param {StageParts} stage  @param {{module: boolean, lane: boolean}} several */
 function stageName(stage, several) {
   const module = several.module ? `${stage.module} ` : "";
-  return `${module}p${stage.pipeline}${several.lane ? `.${stage.lane}` : ""} stage ${stage.stage}`;
+  return `${module}p${stage.pipeline}${several.lane ? `.${stage.lane}` : ""} ${module ? "s" : "stage "}${stage.stage}`;
 }
 
 /** @param {JobView} view */

@@ -65,6 +65,7 @@ class PlanPage extends Page {
         ? row.measured_seconds / row.predicted_seconds
         : null;
     const first = row.first_predicted_seconds;
+    const several = new Set(view.timeline.map((lane) => lane.module)).size > 1;
     const predicted = row.guessed
       ? "guessed: no step had been measured"
       : `a step${first === null ? "" : `; ${seconds(first)} when it was made`}`;
@@ -98,9 +99,10 @@ class PlanPage extends Page {
           view.timeline.length
             ? html`<section class="panel" aria-labelledby="timeline-title">
                 <header>
-                  <h2 id="timeline-title">1F1B as predicted</h2>
+                  <h2 id="timeline-title">${several ? "The order as predicted" : "1F1B as predicted"}</h2>
                   <p>
-                    the slowest lane takes ${seconds(view.timeline_seconds)}, before the gradients' reduction
+                    ${several ? "all modules on one axis of time; the last pass ends after" : "the slowest lane takes"}
+                    ${seconds(view.timeline_seconds)}, before the gradients' reduction
                   </p>
                 </header>
                 <ed-timeline .lanes=${view.timeline}></ed-timeline>

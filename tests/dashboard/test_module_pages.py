@@ -1,0 +1,82 @@
+"""Pages of jobs of several modules: all modules are drawn, on one axis of time, with times of their own."""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+
+import pytest
+from elasticd_planner.search.planner import plan as planned
+from elasticd_planner.spec.step_measurements import Step
+
+from elasticd.coordinator.live_feed import measurements
+from elasticd.dashboard import job_page, plan_page
+from elasticd.dashboard.known import table_of
+from elasticd.machines.job.measurements.module_times import module_times
+from elasticd.machines.job.state.job_state import JobPhase, JobState
+from elasticd.records import HistoryRecord
+from tests.planner.drawn_module_problems import drawn_problem
+from tests.planner.models import cluster
+from tests.planner.test_module_measurements import ALONE, BOTH, ENCODER, measured, problem_of, profiles
+
+
+def record() -> HistoryRecord:
+    problem = drawn_problem(3, modules=2)
+    answer = planned(problem, 1)
+    assert answer.plan is not None
+    return HistoryRecord(number=1, problem=problem, plan=answer.plan, reason="the first plan")
+
+
+def test_a_plans_page_has_all_modules_and_their_one_order() -> None:
+    made = record()
+    plan = made.plan
+    boxes = plan_page.boxes(made)
+    assert [box.module for box in boxes] == [module.module for module in plan.modules for _ in module.by_lane]
+    loads = [stage.load for box in boxes for stage in box.stages]
+    assert max(loads) == pytest.approx(1.0)
+    assert min(loads) > 0
+    lanes = plan_page.timeline(made)
+    assert {lane.module for lane in lanes} == {module.module for module in plan.modules}
+    assert len({lane.seconds for lane in lanes}) == 1
+    busy = defaultdict(list)
+    for lane in lanes:
+        own = plan.view(lane.module).pipelines[lane.pipeline].by_lane[lane.lane]
+        for stage, passes in zip(own.stages, lane.stages, strict=True):
+            for one in passes:
+                assert 0 <= one.start < one.stop <= lane.seconds
+                for device in stage.devices:
+                    busy[device].append((one.start, one.stop))
+    for spans in busy.values():
+        spans.sort()
+        for (_, stop), (start, _) in itertools.pairwise(spans):
+            assert stop <= start + 1e-9, "a device does one pass at a time"
+
+
+def test_a_jobs_page_has_the_seconds_of_each_module() -> None:
+    job = JobState(job="j", phase=JobPhase.RUNNING, since=0.0)
+    news = measurements(job, BOTH, {each.device: each for each in measured(BOTH, 4)}, lambda: "1:1")
+    assert news is not None
+    table = table_of(news)
+    rows = {(row.module, row.pipeline): row for row in job_page.stages(BOTH, table)}
+    assert set(rows) == {("vision", 0), ("vision", 1), ("language", 0), ("language", 1)}
+    vision = rows["vision", 0]
+    assert vision.devices == (ENCODER,)
+    assert vision.seconds["blocks"] == pytest.approx(8 * 32 * 2 * 2e-3, rel=0.1)
+    assert vision.seconds["reduction"] == pytest.approx(0.01)
+    both = rows["language", 0]  # n1/0 encodes, too: that is no part of its time in language
+    assert sum(both.seconds.values()) == pytest.approx(both.total - rows["vision", 1].seconds["blocks"] - 0.01)
+    assert both.seconds["blocks"] == pytest.approx(4 * 64 * 4 * 1e-3, rel=0.1)
+
+
+def test_status_and_metrics_have_the_busiest_device_of_each_module() -> None:
+    problem = problem_of(ALONE, profiles(), cluster(1, 2))
+    steps = (Step.of(measured(ALONE, 3)),)
+    job = JobState(
+        job="j", phase=JobPhase.RUNNING, since=0.0, plan=ALONE, last_steps=steps, modules=problem.modules
+    )
+    vision, language = module_times(job)
+    assert (vision.module, vision.devices, vision.busiest) == ("vision", 1, ENCODER)
+    assert vision.seconds == pytest.approx(16 * 32 * 2 * 2e-3, rel=0.1)
+    assert (vision.items, vision.items_a_sample, vision.rows_an_item) == ("images", 2.0, 32.0)
+    assert (language.module, language.devices, language.items) == ("language", 2, "")
+    assert language.busiest in ("n1/0", "n1/1")
