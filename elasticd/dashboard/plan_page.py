@@ -7,10 +7,11 @@ functions: nothing is guessed here.
 from __future__ import annotations
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
 from elasticd_planner.cost.model import KnownCosts, stage_times
+from elasticd_planner.cost.model_profile import ModelProfile
 from elasticd_planner.cost.pipeline_time import Times
 from elasticd_planner.cost.profile_cost import ProfileCost
 from elasticd_planner.cost.schedule_timeline import pass_times
@@ -235,26 +236,27 @@ def timeline(record: HistoryRecord) -> tuple[views.TimelineLane, ...]:
 
 def diff(before: HistoryRecord | None, record: HistoryRecord, sent: int | None) -> views.PlanDiff | None:
     """What changed since the plan before; None where that is not kept, or of another model."""
-    profile = record.problem.profile
-    if before is None or before.problem.profile.layers != profile.layers:
+    if before is None or not _same_model(before, record):
         return None
-    units = profile.share_units
-    was, now = holders(before.plan, units), holders(record.plan, units)
     gone = set(before.plan.members) - {device.name for device in record.problem.cluster.devices}
     sources = [device for device in before.plan.members if device not in gone]
-    lacks = bytes_by_member(profile, before.plan, record.plan, sources)
-    whole = bytes_by_member(profile, None, record.plan)
+    parts = [*_changes(before, record)]
+    held_before, held_now = list[_HeldOfModule](), list[_HeldOfModule]()
+    for name, profile, old, new in parts:
+        units = profile.share_units
+        held_before.append((name, units, old, holders(old, units)))
+        held_now.append((name, units, new, holders(new, units)))
+    lacks, whole = Counter[str](), Counter[str]()
+    for _, profile, old, new in parts:
+        lacks.update(bytes_by_member(profile, old, new, sources))
+        whole.update(bytes_by_member(profile, None, new))
     lacking = round(sum(lacks.values()))
     moving = []
     for device in sorted({*before.plan.members, *record.plan.members}, key=_by_name):
-        if was.get(device) != now.get(device) or round(lacks.get(device, 0.0)):
+        was, now = _of_device(held_before, before.plan, device), _of_device(held_now, record.plan, device)
+        if was != now or round(lacks[device]):
             moving.append(
-                views.Moving(
-                    device=device,
-                    before=_held(was.get(device), units, before.plan, device),
-                    after=_held(now.get(device), units, record.plan, device),
-                    bytes_lacking=round(lacks.get(device, 0.0)),
-                )
+                views.Moving(device=device, before=was, after=now, bytes_lacking=round(lacks[device]))
             )
     return views.PlanDiff(
         before=before.number,
@@ -264,6 +266,44 @@ def diff(before: HistoryRecord | None, record: HistoryRecord, sent: int | None) 
         bytes_sent=sent,
         ratio=sent / lacking if sent is not None and lacking else None,
     )
+
+
+def _same_model(before: HistoryRecord, record: HistoryRecord) -> bool:
+    """Whether two plans are of a model of the same modules, with as many layers each."""
+
+    def layers(problem: Problem) -> dict[str, int]:
+        others = {module.name: module.profile.layers for module in problem.modules}
+        return {problem.module: problem.profile.layers, **others}
+
+    return layers(before.problem) == layers(record.problem)
+
+
+def _changes(before: HistoryRecord, record: HistoryRecord) -> Iterator[tuple[str, ModelProfile, Plan, Plan]]:
+    """Of each module of a model of several its name, its profile, and its part of both plans; of a model of one
+    the plans, without a name."""
+    if len(record.plan.modules) == 1:
+        yield "", record.problem.profile, before.plan, record.plan
+        return
+    others = {module.name: module.profile for module in record.problem.modules}
+    for module in record.plan.modules:
+        name = module.module
+        profile = others.get(name, record.problem.profile)
+        yield name, profile, before.plan.view(name), record.plan.view(name)
+
+
+#: Of a module its name, its share units, its part of a plan, and what devices hold of it.
+_HeldOfModule = tuple[str, int, Plan, Mapping[str, Held]]
+
+
+def _of_device(parts: Sequence[_HeldOfModule], plan: Plan, device: str) -> str:
+    """What a device holds under a plan, of each of its modules."""
+    found = []
+    for name, units, view, held in parts:
+        if not name:
+            return _held(held.get(device), units, plan, device)
+        if device in held:
+            found.append(f"{name} {_held(held[device], units, view, device)}")
+    return "; ".join(found) or why.use(plan, device)
 
 
 def _held(held: Held | None, units: int, plan: Plan, device: str) -> str:

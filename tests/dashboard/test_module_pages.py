@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 
+import msgspec
 import pytest
+from elasticd_planner.cost.model_profile import ModelProfile
 from elasticd_planner.search.planner import plan as planned
 from elasticd_planner.spec.step_measurements import Step
 
@@ -80,3 +82,25 @@ def test_status_and_metrics_have_the_busiest_device_of_each_module() -> None:
     assert (vision.items, vision.items_a_sample, vision.rows_an_item) == ("images", 2.0, 32.0)
     assert (language.module, language.devices, language.items) == ("language", 2, "")
     assert language.busiest in ("n1/0", "n1/1")
+
+
+def test_the_difference_of_two_plans_is_of_all_modules() -> None:
+    """An encoder more: its device holds all of vision, and of language as much as before."""
+    before, now = (
+        HistoryRecord(number=at, problem=problem_of(each, weighty(), cluster(1, 2)), plan=each, reason="")
+        for at, each in enumerate((ALONE, BOTH), 1)
+    )
+    found = plan_page.diff(before, now, None)
+    assert found is not None
+    (moving,) = found.devices
+    assert moving.device == "n1/0"
+    assert moving.before == "language layers 0-3"
+    assert moving.after == "vision layers 0-1; language layers 0-3"
+    assert found.bytes_lacking == moving.bytes_lacking == 2 * 1000 * 3  # a value, and two moments
+
+
+def weighty() -> dict[str, ModelProfile]:
+    return {
+        name: msgspec.structs.replace(profile, block=msgspec.structs.replace(profile.block, cut_bytes=1000))
+        for name, profile in profiles().items()
+    }

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from typing import ClassVar, cast
+
+import msgspec
 import pytest
 from elasticd_planner.detection.lengths import attention_rise
+from elasticd_planner.spec.sequence_lengths import bucket
+from elasticd_planner.spec.step_measurements import Step
 
-from elasticd.machines.job.state.job_state import JobPhase
+from elasticd.machines.job.measurements import data_lengths
+from elasticd.machines.job.state.job_state import JobPhase, JobSettings, JobState
+from elasticd.machines.job.state.transaction import Turn
+from elasticd.records import ProfileRecord
+from tests.machines.cast import spec
 from tests.machines.test_coordinator_faults import running
 from tests.machines.world import World
+from tests.planner.models import cluster
+from tests.planner.test_module_measurements import BOTH, measured, problem_of, profiles
 
 
 def shifted() -> World:
@@ -78,3 +89,47 @@ def test_what_a_token_takes_in_longer_sequences_is_measured_not_guessed_from_sha
     assert world.job.spec is not None
     assert attention_rise(world.job.spec.model) * before.effective > 0.1, "shapes say another thing"
     assert after.block.seconds == pytest.approx(1e-3, rel=0.02)
+
+
+def test_lengths_that_are_others_than_assumed_teach_the_module_with_the_loss() -> None:
+    """In a job of several modules; the encoders' profiles stay."""
+    problem = problem_of(BOTH, profiles(), cluster(1, 2))
+
+    class Learned:
+        """A turn of a leader that notes."""
+
+        job = JobState(
+            job="j",
+            phase=JobPhase.RUNNING,
+            since=0.0,
+            spec=spec(sample_tokens=16.0),
+            plan=BOTH,
+            profile=problem.profile,
+            modules=problem.modules,
+        )
+        settings = JobSettings()
+        kinds: ClassVar[list[str]] = []
+
+        def set(self, **changes: object) -> None:
+            self.job = msgspec.structs.replace(self.job, **changes)
+
+        def note(self, kind: str, *_: object, **__: object) -> None:
+            self.kinds.append(kind)
+
+        def write(self, record: object) -> None:
+            assert isinstance(record, ProfileRecord)
+            assert record.modules == problem.modules
+
+    turn = cast(Turn, Learned())
+    for at in range(12):
+        reports = [
+            msgspec.structs.replace(each, squares=each.tokens * 64.0, longest=64, lengths={bucket(64): 4})
+            for each in measured(BOTH, at)
+        ]
+        step = Step.of(reports)
+        turn.set(last_steps=(step,))
+        data_lengths.measured(turn, step)
+    assert Learned.kinds == ["shifted"]
+    assert turn.job.profile is not None
+    assert turn.job.profile.block.seconds == pytest.approx(1e-3, rel=0.05)
+    assert turn.job.prediction is not None

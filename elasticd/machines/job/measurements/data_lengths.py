@@ -60,7 +60,7 @@ def measured(turn: Turn, step: Step) -> None:
     profile = evaluated(job.profile, before, after, rise, rows=job.spec.packed is not None)
     if profile.fitted and job.plan is not None:
         alike = [step for step in job.last_steps if _is_like(step, after)]
-        profile = remeasured(profile, job.plan, alike, job.rates.rates)
+        profile = remeasured(profile, job.plan.loss_view, alike, job.rates.rates)
     turn.set(profile=profile, sampled=(), first_step=None)
     seconds = step_prediction.predict_anew(turn, packed(turn.job))
     step_prediction.keep_profile(turn)
