@@ -120,6 +120,8 @@ class _Swaps:
             )
             for name, device in self._usable.items()
         }
+        #: Fast devices first, then those with more memory.
+        self._ranks = {name: (*kind[:2], by_name(name)) for name, kind in self._kinds.items()}
         usable = dict.fromkeys(named, 0)
         for device in self._usable.values():
             usable[device.node] += 1
@@ -293,9 +295,12 @@ class _Swaps:
 
     def _looks(self, p: int, change: Change) -> Looks:
         """The devices of one pipeline after a change, by kind: its seconds depend on no more of them."""
+        kind = self._kinds.__getitem__
         return tuple(
-            tuple(self._kinds[name] for name in change.get((p, s), stage.devices))
-            for s, stage in enumerate(self.pipelines[p].stages)
+            [
+                tuple(map(kind, change.get((p, s), stage.devices)))
+                for s, stage in enumerate(self.pipelines[p].stages)
+            ]
         )
 
     def _brings(self, change: Change) -> bool:
@@ -373,7 +378,11 @@ class _Swaps:
             *_, node, island = self._kinds[name]
             held.setdefault((node,), []).append(name)
             held.setdefault((node, island), []).append(name)
-        found = (tuple(sorted(names, key=self._rank)[:width]) for names in held.values() if len(names) >= width)
+        found = (
+            tuple(sorted(names, key=self._ranks.__getitem__)[:width])
+            for names in held.values()
+            if len(names) >= width
+        )
         return list(dict.fromkeys(found))
 
     def _moved(self, p: int, idle: Sequence[str], others: Sequence[int]) -> Iterator[Change]:
@@ -405,7 +414,7 @@ class _Swaps:
         """All that a node of this pipeline holds, and what another node holds, exchanged: devices in the order
         of their names, and the fastest first."""
         used = {name for place in self._need for name in self._devices(place)}
-        for ranked in (by_name, self._rank):
+        for ranked in (by_name, self._ranks.__getitem__):
             held: dict[str, list[str]] = {}
             for name in sorted({*self._idle(), *used}, key=ranked):
                 held.setdefault(node_of(name), []).append(name)
@@ -436,19 +445,19 @@ class _Swaps:
             for node in dict.fromkeys(map(node_of, self._devices(place))):
                 used.setdefault(node, []).append(place)
         free: dict[str, list[str]] = {}
-        for name in sorted(self._idle(), key=self._rank):
+        for name in sorted(self._idle(), key=self._ranks.__getitem__):
             free.setdefault(node_of(name), []).append(name)
         for (a, places), (b, idle) in product(used.items(), free.items()):
             leaving = [name for place in places for name in self._devices(place) if node_of(name) == a]
             if a != b and len(leaving) <= len(idle):
-                names = dict(zip(sorted(leaving, key=self._rank), idle, strict=False))
+                names = dict(zip(sorted(leaving, key=self._ranks.__getitem__), idle, strict=False))
                 yield from self._change(
                     {place: tuple(names.get(name, name) for name in self._devices(place)) for place in places}
                 )
 
     def _gathered(self) -> Iterator[Change]:
         """All groups in one node, or in nodes that a level joins, on idle devices there, wide groups first."""
-        idle = sorted(self._idle(), key=self._rank)
+        idle = sorted(self._idle(), key=self._ranks.__getitem__)
         joined = [group for level in self.task.cluster.levels for group in level.groups]
         for nodes in [*([node.name] for node in self.task.cluster.nodes), *joined]:
             free = {node: [name for name in idle if node_of(name) == node] for node in nodes}
@@ -482,15 +491,15 @@ class _Swaps:
         for place, devices in change.items():
             p, s = place
             shares, need = self.pipelines[p].stages[s].shares, self._need[place]
-            nodes = set(map(node_of, devices))
+            nodes = {self._kinds[name][2] for name in devices}
             if len(nodes) > self._spread[place] or not self._pinned(len(devices), nodes):
                 return
-            ranked = sorted(devices, key=self._rank)
-            seats = sorted(range(len(shares)), key=lambda i: -shares[i])
-            seated = dict(zip(seats, ranked, strict=True))
-            made[place] = tuple(seated[i] for i in range(len(shares)))
-            memory = self.task.cluster.memory
-            if any(size > memory[name] for name, size in zip(made[place], need, strict=True)):
+            seated = sorted(devices, key=self._ranks.__getitem__)
+            if shares.count(shares[0]) < len(shares):
+                seats = sorted(range(len(shares)), key=lambda i: -shares[i])
+                seated = [name for _, name in sorted(zip(seats, seated, strict=True))]
+            made[place] = tuple(seated)
+            if any(self._kinds[name][1] > -size for name, size in zip(seated, need, strict=True)):
                 return
         yield made
 
@@ -505,10 +514,6 @@ class _Swaps:
     def _devices(self, place: Place) -> tuple[str, ...]:
         p, s = place
         return self.pipelines[p].stages[s].devices
-
-    def _rank(self, name: str) -> tuple[float, int, tuple[str, int]]:
-        """Fast devices first, then those with more memory."""
-        return (*self._kinds[name][:2], by_name(name))
 
     def _distinct(self, names: Iterable[str]) -> list[str]:
         """A device of each kind."""
