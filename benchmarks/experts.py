@@ -42,6 +42,8 @@ CLASSES = (
 )
 #: Steps that are compared.
 STEPS = 3
+#: Seconds for a class: Kimi's recurrence takes minutes without its kernels.
+LIMIT_SECONDS = 1800.0
 
 
 def class_rows(classes: int = len(CLASSES)) -> Iterator[Row]:
@@ -49,6 +51,7 @@ def class_rows(classes: int = len(CLASSES)) -> Iterator[Row]:
     names = [f"{name}ForCausalLM" for name in CLASSES[:classes]]
     trains: set[str] = set()
     wrong = 0
+    families.LIMIT = LIMIT_SECONDS
     families.tried(families.found("LlamaForCausalLM"))  # so that the forks need not import torch's parts
     for cut_in, least in zip(get_args(CutIn), (42, 41), strict=True):
         cut = 0
