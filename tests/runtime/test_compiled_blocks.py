@@ -7,7 +7,7 @@ import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import CodeType, FrameType
+from types import CodeType, FrameType, SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -35,6 +35,7 @@ from elasticd.runtime.model.local_model import local_model
 from elasticd.runtime.model.model import Model
 from elasticd.runtime.model.rng import Dropout, dropped, fused, kept
 from elasticd.runtime.model.tp_rules import Column, Row, UnitsOf
+from elasticd.runtime.parallel import redistribute
 from elasticd.runtime.parallel.packed_row import PackedRow, passing
 from tests import sizes
 from tests.compiling import breaks, graphs
@@ -288,6 +289,38 @@ def test_nothing_of_ours_runs_around_a_compiled_block(recompute: bool, traced: N
     assert passes == 8 * 4 * (1 + recompute)
     assert ours == set()
     assert graphs() == graphs_before
+
+
+class Tripled:
+    """Stands for the sum of three members' gradients."""
+
+    nothing, length = False, -1
+
+    def __call__(self, grad: Tensor) -> Tensor:
+        return grad * 3
+
+
+def test_a_tensor_that_entered_before_a_graph_break_has_its_gradient_summed_when_it_is_used_after_it(
+    compiler: None,
+) -> None:
+    redistribute.into_graphs()
+    group: Any = SimpleNamespace(members=("a/0", "a/1", "a/2"), me="a/0", rank=0, size=3)
+    way: Any = redistribute.Redistribution(
+        group, redistribute.whole(group), redistribute.whole(group), add=True
+    )
+    way.backward = Tripled()
+
+    def block(x: Tensor) -> Tensor:
+        y = x.sin().flatten(0, 1)
+        entered = way(y)
+        first = entered * 2
+        torch._dynamo.graph_break()
+        return first + entered * 5 + y
+
+    x = torch.rand(2, 3, 4, dtype=torch.float64, requires_grad=True)
+    torch.compile(block, backend="aot_eager")(x).sum().backward()
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad, x.detach().cos() * (3 * (2 + 5) + 1))
 
 
 def test_what_is_no_choice_is_refused() -> None:

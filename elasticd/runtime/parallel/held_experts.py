@@ -2,7 +2,8 @@
 
 All members have all rows and the router's choice. A member expands the rows to pairs of a row and one of its
 experts, calls the module with these, each with one expert, and adds the outputs up by row. So the module needs
-no mark for experts of others, and computes no row in vain.
+no mark for experts of others, and computes no row in vain. How many pairs there are is known in the pass alone,
+so that torch.compile calls the module as it is.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from elasticd.runtime.model.graph_breaks import breaks_graphs
 
 
 def held_experts(forward: Callable[..., Tensor], held: range) -> Callable[..., Tensor]:
@@ -30,13 +33,20 @@ def held_experts(forward: Callable[..., Tensor], held: range) -> Callable[..., T
 
     def term(*args: Any, **kwargs: Any) -> Tensor:
         rows, index, weights = (*args, *(kwargs.pop(name) for name in names[len(args) :]))
-        row, slot = ((index >= held.start) & (index < held.stop)).nonzero(as_tuple=True)
-        pairs, pair_weights = rows[row], weights[row, slot][:, None]
-        if len(row):
-            pairs = forward(pairs, (index[row, slot] - held.start)[:, None], pair_weights, **kwargs)
-        else:
-            # The term keeps its place in the backward pass, in which the members' all-reduces have one order.
-            pairs = pairs * pair_weights
-        return torch.zeros_like(rows).index_add(0, row, pairs.to(rows.dtype))
+        return _term(forward, held, rows, index, weights, **kwargs)
 
     return term
+
+
+@breaks_graphs
+def _term(
+    forward: Callable[..., Tensor], held: range, rows: Tensor, index: Tensor, weights: Tensor, **others: Any
+) -> Tensor:
+    row, slot = ((index >= held.start) & (index < held.stop)).nonzero(as_tuple=True)
+    pairs, pair_weights = rows[row], weights[row, slot][:, None]
+    if len(row):
+        pairs = forward(pairs, (index[row, slot] - held.start)[:, None], pair_weights, **others)
+    else:
+        # The term keeps its place in the backward pass, in which the members' all-reduces have one order.
+        pairs = pairs * pair_weights
+    return torch.zeros_like(rows).index_add(0, row, pairs.to(rows.dtype))

@@ -167,7 +167,8 @@ class _InGraph(torch.autograd.Function):
         ctx.save_for_backward(way)
         ctx.dim, ctx.nothing, ctx.length = dim, nothing_back, -1 if length < 0 else x.shape[dim]
         if nothing:
-            return x.view_as(x)
+            # No view: where a graph ends here, torch makes such an output anew of `x`, past this function.
+            return x.clone()
         moved: Tensor = torch.ops.elasticd.redistribute(x, way, dim, length, False)
         return moved
 
