@@ -73,8 +73,8 @@ def enumerated(problem: Problem) -> Iterator[float]:
                         yield from _pairs(planner, each)
 
 
-def _alone(problem: Problem, like: Form | None) -> Answer:
-    return plan(problem, like=like)
+def _alone(problem: Problem, like: Form | None, brief: bool) -> Answer:
+    return plan(problem, like=like, brief=brief)
 
 
 def _pairs(planner: ModulePlanner, candidate: Candidate) -> Iterator[float]:

@@ -16,7 +16,7 @@ from elasticd_planner.search.item_lanes import ItemLane, filled, weights
 from elasticd_planner.search.module_cost import ModuleCosts
 from elasticd_planner.search.modules import left_devices, smaller
 from elasticd_planner.search.planner import plan
-from elasticd_planner.spec.plan import NO_TIMES, Pipeline, Plan, Stage
+from elasticd_planner.spec.plan import NO_TIMES, Pipeline, Plan, Stage, StatePolicy
 from elasticd_planner.value import Invalid
 
 from tests.planner.drawn_module_problems import GIB, LOSS, cluster_of, drawn_problem
@@ -174,6 +174,32 @@ def test_a_given_plan_is_answered_or_the_reason_why_not() -> None:
     assert answer.plan.reason.startswith("given by the job: ")
     small = msgspec.structs.replace(problem, cluster=cluster_of(2, 4, GIB), given=given, only_given=True)
     assert "the plan that the job gives cannot be: does not fit" in plan(small).refusal
+
+
+def test_a_given_plan_has_what_holds_under_every_plan_of_the_job() -> None:
+    problem = drawn_problem(2)
+    given = planned(problem)
+    state = StatePolicy(zero=1, replicas=2)
+    space = SearchSpace(states=(state,), recompute="always", sequence_parallel="always")
+    problem = msgspec.structs.replace(problem, search_space=space)
+    found = planned(msgspec.structs.replace(problem, given=given, only_given=True))
+    assert found.state == state
+    assert [stage.devices for _, _, stage in found.walk()] == [stage.devices for _, _, stage in given.walk()]
+    trained = {module.name for module in problem.modules if module.trained} | {LOSS}
+    assert all(stage.recompute == (module.module in trained) for module, _, stage in found.walk())
+    assert all(stage.sequence_parallel == (len(stage.devices) > 1) for _, _, stage in found.walk())
+    searched = planned(problem)
+    assert searched.state == state
+    assert all(stage.recompute == (module.module in trained) for module, _, stage in searched.walk())
+
+
+def test_idle_devices_carry_the_replicas_that_a_given_plan_needs() -> None:
+    problem = drawn_problem(2)
+    small = msgspec.structs.replace(problem, cluster=cluster_of(1, 4))
+    given = planned(small)
+    space = SearchSpace(states=(StatePolicy(zero=1, replicas=2),))
+    asked = msgspec.structs.replace(problem, search_space=space, given=given, only_given=True)
+    assert planned(asked).carriers == ("n1/0", "n1/1", "n1/2", "n1/3")
 
 
 def test_only_problems_with_modules_need_a_newer_planner() -> None:

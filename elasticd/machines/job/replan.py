@@ -501,7 +501,7 @@ def _worth_it(turn: Turn, plan: Plan, new: Plan, found: Deferred) -> Decision:
     job, policy = turn.job, turn.settings.policy
     if leave := to_leave(turn):
         return Decision(replan=True, reason=words(turn, leave))
-    if new.strategies == plan.strategies:
+    if new.strategies[0].untimed == plan.strategies[0].untimed:
         return Decision(replan=False, reason="it is the best plan still")
     seconds = new.prediction.step_seconds if new.prediction is not None else math.inf
     return decide(

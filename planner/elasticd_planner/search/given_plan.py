@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import math
 
-from elasticd_planner.placement.state_movement import strategy
+import msgspec
+
 from elasticd_planner.problem import Problem, SearchSpace
 from elasticd_planner.readable import readable
 from elasticd_planner.search.recompute import flagged
@@ -17,13 +18,18 @@ from elasticd_planner.spec.plan_summary import some
 
 def under(plan: Plan, space: SearchSpace) -> Plan:
     """The plan with what holds under every plan of a job: the layout of the optimizer's state, and where all
-    stages have them, recomputation and sequence parallelism."""
-    pipelines = plan.pipelines
-    if space.recompute == "always":
-        pipelines = flagged(pipelines, on=True)
-    if space.sequence_parallel == "always":
-        pipelines = sliced(pipelines, on=True)
-    return plan.replace(strategies=(strategy(pipelines),), state=space.states[0])
+    stages have them, recomputation (of modules that are trained) and sequence parallelism."""
+    modules = []
+    for module in plan.modules:
+        pipelines = module.pipelines
+        if space.recompute == "always" and module.trainable:
+            pipelines = flagged(pipelines, on=True)
+        if space.sequence_parallel == "always":
+            pipelines = sliced(pipelines, on=True)
+        modules.append(msgspec.structs.replace(module, pipelines=pipelines))
+    strategy = msgspec.structs.replace(plan.strategies[0], modules=tuple(modules))
+    state = space.states[0]
+    return plan.replace(strategies=(strategy,), state=state, carriers=plan.carriers if state.zero else ())
 
 
 def missing(plan: Plan, problem: Problem) -> str:

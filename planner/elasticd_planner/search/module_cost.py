@@ -31,7 +31,7 @@ from elasticd_planner.spec.plan import ModulePlan, Pipeline, Plan, Stage
 MOST_ITEMS = 4096
 
 #: Of a step with more passes of the module with the loss than these a part is played.
-MOST_PASSES = 32_768
+MOST_PASSES = 12_288
 
 #: A lane keeps at most so many items more than its part of those that are needed: items are whole.
 UNEVEN_ITEMS = 1

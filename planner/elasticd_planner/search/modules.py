@@ -13,13 +13,14 @@ taken that moves the fewest bytes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import msgspec
 
 from elasticd_planner.cost.memory import fits
 from elasticd_planner.cost.model_profile import with_room
+from elasticd_planner.layout.optimizer_sharding import with_carriers
 from elasticd_planner.numeric import EQUAL
 from elasticd_planner.placement.state_movement import bytes_to_move
 from elasticd_planner.problem import Answer, ModuleProblem, Problem, SearchSpace
@@ -29,13 +30,13 @@ from elasticd_planner.search.item_lanes import ItemLane, filled, weights
 from elasticd_planner.search.module_bound import ModuleBound
 from elasticd_planner.search.module_cost import ModuleCosts, item_profile
 from elasticd_planner.search.options import Form, form
-from elasticd_planner.search.task import UnitProblem, alive
+from elasticd_planner.search.task import EXACT_DEVICES, UnitProblem, alive
 from elasticd_planner.spec.cluster import NORMAL, Cluster, node_of, rate_of
 from elasticd_planner.spec.plan import Edge, ModulePlan, Pipeline, Plan, Prediction, Stage, Strategy
 from elasticd_planner.spec.plan_summary import describe, some
 
-#: Plans a problem of one module: with the form of a good plan, or None.
-Search = Callable[[Problem, Form | None], Answer]
+#: Plans a problem of one module: with the form of a good plan, or None; and whether briefly.
+Search = Callable[[Problem, Form | None, bool], Answer]
 
 #: The parts of all devices that are left to items, besides none and one device.
 LEFT = (1 / 16, 1 / 8, 1 / 4)
@@ -76,6 +77,7 @@ class Candidate:
     plan: Plan
     seconds: float  # of its passes, by what devices are busy
     squeezed: bool = False  # a device that has a place otherwise has not the memory for it
+    left: int | None = None  # devices that were left to items, where the search was brief
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +106,10 @@ class ModulePlanner:
             return Answer(plan=None, refusal=self._refusal(), current_seconds=now, candidates=count)
         sharing = [each for each in candidates if _shares_devices(each.plan)]
         apart = [each for each in candidates if not _shares_devices(each.plan)]
-        played = [self.played(each.plan) for each in (*sharing[:PLAYED], *apart[:PLAYED])]
+        shown = [*sharing[:PLAYED], *apart[:PLAYED]]
+        played = [self.played(each.plan) for each in shown]
+        best = min(played, key=_seconds)
+        played += map(self.played, self._again(shown[played.index(best)]))
         best = min(played, key=_seconds)
         options = [*played, *self._pairs(best), *([] if current is None else [current])]
         slack = self.tolerance if self.problem.current is not None else 0.0
@@ -115,13 +120,15 @@ class ModulePlanner:
 
     def as_given(self, given: Plan) -> Answer:
         """The answer where the job gives a plan: that plan, or one near to it where devices cannot run it."""
+        given = given_plan.under(given, self.problem.search_space)
         names = sorted(module.module for module in given.modules)
         if names != sorted([self.problem.module, *self.costs.modules]):
             wrong = f"its modules are {', '.join(names)}, and those of the job are others"
         else:
             wrong = given_plan.missing(given, self.problem)
         if not wrong:
-            plan = self._predicted(self.costs.timed(given.replace(idle=self._idle(given), binding={})))
+            given = self._carried(given.replace(idle=(), carriers=(), binding={}))
+            plan = self._predicted(self.costs.timed(given))
             assert plan.prediction is not None
             wrong = given_plan.lacking(plan.prediction.memory, self.problem.cluster)
             if not wrong:
@@ -149,19 +156,35 @@ class ModulePlanner:
         usable, like = [device.name for device in alive(self.problem)], None
         for count in _counts(len(usable)):
             left = left_devices(self.problem, count)
-            loss = self.loss_plan(left, {}, like)
+            brief = like is not None and len(usable) > EXACT_DEVICES
+            loss = self.loss_plan(left, {}, like, brief=brief)
             if loss is None:
                 continue
             like = form(loss)
             if count:
-                yield from self.placed(loss, left)
+                for each in self.placed(loss, left):
+                    yield replace(each, left=count if brief else None)
             shared = list(self.placed(loss, usable))
-            yield from shared
+            for each in shared:
+                yield replace(each, left=count if brief else None)
             if all(each.squeezed for each in shared):
                 tight = self.loss_plan(left, self._item_bytes(usable), None)
                 yield from [] if tight is None else self.placed(tight, usable)
 
-    def loss_plan(self, left: Sequence[str], used: Mapping[str, int], like: Form | None) -> Plan | None:
+    def _again(self, found: Candidate) -> Iterator[Plan]:
+        """A candidate of a brief search with the plan that a thorough one finds of the module with the loss."""
+        if found.left is None:
+            return
+        left = left_devices(self.problem, found.left)
+        loss = self.loss_plan(left, {}, form(found.plan.loss_view))
+        if loss is not None and loss.pipelines != found.plan.loss_view.pipelines:
+            shares = _shares_devices(found.plan)
+            devices = [device.name for device in alive(self.problem)] if shares else left
+            yield from (each.plan for each in self.placed(loss, devices))
+
+    def loss_plan(
+        self, left: Sequence[str], used: Mapping[str, int], like: Form | None, *, brief: bool = False
+    ) -> Plan | None:
         """The plan of the module with the loss on other devices than these, with less memory."""
         cluster = smaller(self.problem.cluster, used, left)
         if cluster is None:
@@ -175,7 +198,7 @@ class ModulePlanner:
             given=None,
             current=_view(self.problem.current, self.problem.module),
         )
-        found = self.search(problem, like)
+        found = self.search(problem, like, brief)
         self.tried.append(found)
         return found.plan
 
@@ -195,8 +218,8 @@ class ModulePlanner:
 
     def placed(self, loss: Plan, devices: Sequence[str]) -> Iterator[Candidate]:
         """The plan with modules of items on these devices beside the module with the loss, if they fit."""
-        again = (False, True) if self.problem.search_space.recompute else (False,)
-        for recompute in again:
+        asked = self.problem.search_space.recompute
+        for recompute in (True,) if asked == "always" else (False, True) if asked else (False,):
             found = self._beside(loss, devices, recompute=recompute)
             if found is not None:
                 yield found
@@ -224,14 +247,18 @@ class ModulePlanner:
             left[device] -= size
         lanes = [self._whole(module, device, recompute=recompute) for device in devices if left[device] > 0]
         found = self._filled(before, loss, module, lanes, left)
-        if found is None and not recompute:
+        if found is None and (not recompute or self.problem.search_space.recompute == "always"):
             found = self._apart(before, loss, module, devices, left)
         return found
 
     def _whole(self, module: ModuleProblem, device: str, *, recompute: bool = False) -> Pipeline:
         profile = module.profile
         stage = Stage(
-            start=0, stop=profile.layers, devices=(device,), shares=(profile.share_units,), recompute=recompute
+            start=0,
+            stop=profile.layers,
+            devices=(device,),
+            shares=(profile.share_units,),
+            recompute=recompute and module.trained,
         )
         return Pipeline(stages=(stage,), micro_batches=1)
 
@@ -293,7 +320,7 @@ class ModulePlanner:
         used = {device: memory[device] - size // coarse * coarse for device, size in left.items()}
         others = [device.name for device in self.problem.cluster.devices if device.name not in set(devices)]
         cluster = smaller(self.problem.cluster, used, others)
-        refusal = "it has no memory beside the module with the loss"
+        refusal, space = "it has no memory beside the module with the loss", self.problem.search_space
         for room in ROOMS if cluster is not None else ():
             assert cluster is not None
             names = {device.name for device in cluster.devices}
@@ -305,10 +332,12 @@ class ModulePlanner:
                 micro_batch=1,
                 rates={name: rate for name, rate in self.problem.rates.items() if name in names},
                 search_space=SearchSpace(
-                    states=(loss.state,), recompute=bool(self.problem.search_space.recompute)
+                    states=(loss.state,),
+                    recompute=space.recompute if module.trained else False,
+                    sequence_parallel=space.sequence_parallel,
                 ),
             )
-            found = self.search(problem, None)
+            found = self.search(problem, None, False)
             if found.plan is None:
                 refusal = found.refusal
                 break
@@ -337,6 +366,16 @@ class ModulePlanner:
             carriers=() if loss is None else loss.carriers,
         )
         return plan.replace(idle=self._idle(plan))
+
+    def _carried(self, plan: Plan) -> Plan:
+        """The plan with its idle devices, those of them as carriers that the replicas of the module with the
+        loss need."""
+        plan = plan.replace(idle=self._idle(plan))
+        if not plan.state.replicas:
+            return plan
+        carriers = with_carriers(plan.loss_view.replace(idle=plan.idle)).carriers
+        idle = tuple(device for device in plan.idle if device not in carriers)
+        return plan.replace(carriers=carriers, idle=idle)
 
     def _idle(self, plan: Plan) -> tuple[str, ...]:
         used = {*plan.members}

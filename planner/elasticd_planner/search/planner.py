@@ -76,6 +76,7 @@ def plan(
     *,
     steady: bool = False,
     like: Form | None = None,
+    brief: bool = False,
     watch: Watch | None = None,
 ) -> Answer:
     """The plan with the least step time, under the best of the settings that the problem's search space allows.
@@ -93,6 +94,8 @@ def plan(
             one that moves the fewest bytes from the current plan is taken.
         steady: minimise the steady figure, the step without the pipelines' fill and drain.
         like: the form of a good plan: plans of this form are searched first, and no others if there is one.
+        brief: the plan of that form is for comparison with others. More than EXACT_DEVICES devices are not
+            exchanged any more, and no regular layouts are tried.
         watch: hears after each setting how far the search is, of a problem that is neither packed nor given.
 
     Returns:
@@ -102,8 +105,8 @@ def plan(
     """
     if problem.modules:
 
-        def alone(view: Problem, near: Form | None) -> Answer:
-            return plan(view, number, tolerance, like=near)
+        def alone(view: Problem, near: Form | None, brief: bool) -> Answer:
+            return plan(view, number, tolerance, like=near, brief=brief)
 
         return modules.answer(problem, alone, number, tolerance)
     if problem.packed is not None:
@@ -116,7 +119,7 @@ def plan(
         return _given(problem, problem.given, number, tolerance, steady=steady)
     apart = lanes.apart_problem(problem)
     plain = interleave.plain_problem(apart)
-    found = [_plain(plain, number, tolerance, steady=steady, like=like, watch=watch)]
+    found = [_plain(plain, number, tolerance, steady=steady, like=like, brief=brief, watch=watch)]
     if not steady:
         others = interleave.other_numbers(apart, found[0])
         found += [_plain(other, number, tolerance, steady=steady) for other in others]
@@ -167,12 +170,14 @@ def _plain(
     *,
     steady: bool,
     like: Form | None = None,
+    brief: bool = False,
     watch: Watch | None = None,
 ) -> Answer:
     """The plan of stages that are not interleaved."""
     if all(math.isinf(rate_of(problem.rates, device.name)) for device in problem.cluster.devices):
         return Answer(plan=None, refusal="no device to plan for: every device is dead; add a node")
     settings = Settings(problem, steady=steady)
+    brief &= like is not None and len(settings.listed) == 1 and len(alive(problem)) > EXACT_DEVICES
     wrong = impossible_pin(task_of(settings.listed[0].problem(problem), steady=steady))
     if wrong:
         return Answer(plan=None, refusal=wrong)
@@ -194,7 +199,8 @@ def _plain(
             like=like,
             known=_least(made),
             left=left,
-            regular=tuple(settings.regular.get(setting, ())),
+            regular=() if brief else tuple(settings.regular.get(setting, ())),
+            brief=brief,
             refiners=refiners.setdefault(setting, {None: settings.refiner(setting)}),
             swaps=swaps.setdefault(setting, {}),
         )
@@ -246,8 +252,9 @@ def _least(made: Sequence[_Made]) -> float:
 @dataclass(frozen=True, kw_only=True)
 class Planner:
     """One problem being planned. known: seconds of a plan of another setting, which one of this must beat.
-    left: what enumerations may still look at, in one place for all settings. refiners: by `members`, those of
-    all searches of one setting. swaps: what these found on other devices, by plan and `members`."""
+    left: what enumerations may still look at, in one place for all settings. brief: devices are not exchanged.
+    refiners: by `members`, those of all searches of one setting. swaps: what these found on other devices, by
+    plan and `members`."""
 
     problem: Problem
     number: int = 0
@@ -258,6 +265,7 @@ class Planner:
     known: float = math.inf
     left: list[int] = field(default_factory=lambda: [ENUMERATED])
     regular: tuple[RegularLayout, ...] = ()
+    brief: bool = False
     refiners: dict[int | None, Refiner] = field(default_factory=dict)
     swaps: Swaps = field(default_factory=dict)
 
@@ -281,7 +289,7 @@ class Planner:
                     answer = msgspec.structs.replace(answer, plan=fewer)
             assert answer.plan is not None
             if planning.fits(answer.plan):
-                better = planning.swapped(answer.plan)
+                better = answer.plan if self.brief else planning.swapped(answer.plan)
                 return planning, msgspec.structs.replace(answer, plan=better)
             planning = replace(planning, members=len(answer.plan.members))
         return planning, Answer(
