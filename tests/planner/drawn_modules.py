@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import chain
 from typing import Literal
 
 import msgspec
@@ -17,7 +18,7 @@ from elasticd_planner.layout.gradient_buckets import Bucket, buckets
 from elasticd_planner.layout.gradient_reduction import reductions
 from elasticd_planner.layout.launch_order import Join, Launch, Operation
 from elasticd_planner.layout.layouts import Layouts
-from elasticd_planner.layout.module_order import ModuleAct, module_order, sections_done, sums_after
+from elasticd_planner.layout.module_order import ModuleAct, module_order, sum_places
 from elasticd_planner.spec.batch import BatchPlan, batch_plan, short_batch_plan
 from elasticd_planner.spec.item_batch import ItemBatch, SampleItem, item_batch
 from elasticd_planner.spec.model import ModelSpec
@@ -40,6 +41,21 @@ class ModuleStep:
 
     def order(self, *, backward: bool = True) -> tuple[ModuleAct, ...]:
         return module_order(self.plan, self.batches, passes, backward=backward)
+
+    def component(self, device: str) -> tuple[ModuleAct, ...]:
+        """The order that a device carries out its part of."""
+        return module_order(self.plan, self.batches, passes, device=device)
+
+    @property
+    def trained(self) -> list[str]:
+        """Modules that are trained, in the sequence of their sums."""
+        modules = sorted(self.plan.modules, key=lambda module: bool(module.items))
+        return [module.module for module in modules if module.trainable]
+
+    def sum_places(self, order: Sequence[ModuleAct], *, chained: bool) -> dict[str, dict[str, int]]:
+        """By module and parameter."""
+        modules = [(self.plan.view(name), self.spec(name)) for name in self.trained]
+        return sum_places(order, modules, chained=chained)
 
     def spec(self, module: str) -> ModelSpec:
         return msgspec.structs.replace(SPEC, layers=(0,) * self.plan.view(module).pipelines[0].layers)
@@ -89,6 +105,7 @@ def drawn_step(seed: int, *, short: bool = False) -> ModuleStep:
                 trainable=rng.random() < 0.8,
             )
         )
+    listed = [_serving(seed, module, len(loss.pipelines)) if module.items else module for module in listed]
     micro_batch = rng.randint(1, 2)
     rng.shuffle(listed)
     edges = tuple(Edge(source=module.module, target=LOSS) for module in listed if module.items)
@@ -108,6 +125,17 @@ def drawn_step(seed: int, *, short: bool = False) -> ModuleStep:
         if module.items:
             batches[module.module] = _items(rng, plan, module, batch)
     return ModuleStep(plan, batches)
+
+
+def _serving(seed: int, module: ModulePlan, pipelines: int) -> ModulePlan:
+    """The module whose pipelines serve some pipelines of the module with the loss alone, or all."""
+    rng = random.Random(f"{module.module} {seed}")
+    chosen = [tuple(sorted(rng.sample(range(pipelines), rng.randint(1, pipelines)))) for _ in module.pipelines]
+    if rng.random() < 0.5 or len({*chain(*chosen)}) < pipelines:
+        return module
+    served = zip(module.pipelines, chosen, strict=True)
+    listed = tuple(msgspec.structs.replace(pipeline, serves=serves) for pipeline, serves in served)
+    return msgspec.structs.replace(module, pipelines=listed)
 
 
 def _single(devices: Sequence[str]) -> bytes:
@@ -152,13 +180,23 @@ def _items(rng: random.Random, plan: Plan, module: ModulePlan, batch: BatchPlan)
 Sums = Literal["placed", "own"]
 
 
-def logs(step: ModuleStep, order: Sequence[ModuleAct], sums: Sums = "placed") -> dict[str, list[Launch | Join]]:
+def logs(
+    step: ModuleStep, order: Sequence[ModuleAct], sums: Sums = "placed", *, component: bool = False
+) -> dict[str, list[Launch | Join]]:
     """What each device launches by this order: a collective in each pass of several devices, messages of what
     the receiving devices lack, and sums of gradients. Two modules share communicators of the same members."""
     made: dict[str, list[Launch | Join]] = {device: [] for device in step.plan.members}
     waiting: dict[tuple[str, ModuleAct], list[str]] = defaultdict(list)  # messages that a pass needs
-    after = _sums(step, order, sums)
-    summed = []
+    after = _sums(step, order, sums, chained=component)
+    summed: list[tuple[str, str]] = []
+
+    def launch(place: int) -> None:
+        for name, bucket, who in after[place]:
+            for device in who:
+                made[device].append(Launch(f"reduce {bucket.devices}", (Operation(name, bucket.devices),)))
+                summed.append((device, name))
+
+    launch(-1)  # of a device without a pass
     for index, act in enumerate(order):
         devices = step.devices(act)
         if act.act.what == "receive":
@@ -171,10 +209,7 @@ def logs(step: ModuleStep, order: Sequence[ModuleAct], sums: Sums = "placed") ->
                 name = f"inside {act}"
                 for device in devices:
                     made[device] += [Launch(f"tensor {devices}", (Operation(name, devices),)), Join(name)]
-        for name, bucket, who in after[index]:
-            for device in who:
-                made[device].append(Launch(f"reduce {bucket.devices}", (Operation(name, bucket.devices),)))
-                summed.append((device, name))
+        launch(index)
     for device, name in summed:
         made[device].append(Join(name))
     return made
@@ -212,23 +247,20 @@ def _forth(source: tuple[str, ...], target: tuple[str, ...]) -> tuple[FlowMessag
 
 
 def _sums(
-    step: ModuleStep, order: Sequence[ModuleAct], sums: Sums
+    step: ModuleStep, order: Sequence[ModuleAct], sums: Sums, *, chained: bool
 ) -> dict[int, list[tuple[str, Bucket, Sequence[str]]]]:
     """By place in the order the sums that are launched after it, and by which devices."""
     found: dict[int, list[tuple[str, Bucket, Sequence[str]]]] = defaultdict(list)
-    for module in step.plan.modules:
-        view, spec = step.plan.view(module.module), step.spec(module.module)
-        if not module.trainable:
-            continue
-        layouts = Layouts(spec, view)
+    places = step.sum_places(order, chained=chained)
+    for module in step.trained:
+        layouts = Layouts(step.spec(module), step.plan.view(module))
         listed = buckets(layouts, reductions(layouts), most=1 << 12)
-        places = sums_after(sections_done(order, view, spec), listed, spec)
         last: dict[str, int] = {}  # of each device the place of its last pass of the module
         for index, act in enumerate(order):
-            if act.module == module.module and act.act.what == "pass":
+            if act.module == module and act.act.what == "pass":
                 last |= dict.fromkeys(step.devices(act), index)
-        for number, (bucket, place) in enumerate(zip(listed, places, strict=True)):
-            name = f"sum {number} of {module.module}"
+        for number, bucket in enumerate(listed):
+            name, place = f"sum {number} of {module}", places[module][bucket.pieces[-1].name]
             if sums == "placed":
                 found[place].append((name, bucket, bucket.devices))
                 continue

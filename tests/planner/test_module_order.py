@@ -11,15 +11,13 @@ import pytest
 from elasticd_planner.cost.schedule import passes
 from elasticd_planner.layout.gradient_buckets import buckets
 from elasticd_planner.layout.gradient_reduction import reductions
-from elasticd_planner.layout.launch_order import deadlock, in_one_queue
+from elasticd_planner.layout.launch_order import Join, Launch, deadlock, in_one_queue
 from elasticd_planner.layout.layouts import Layouts
 from elasticd_planner.layout.message_places import EARLY
 from elasticd_planner.layout.module_order import (
     ModuleAct,
     module_order,
     module_pass_times,
-    sections_done,
-    sums_after,
 )
 from elasticd_planner.layout.pass_order import Act
 from elasticd_planner.spec.item_batch import GroupId, ItemBatch
@@ -158,27 +156,53 @@ def test_so_are_those_of_an_evaluation_of_fewer_samples(block: int) -> None:
         assert deadlock(in_one_queue(logs(step, order))) is None, seed
 
 
+@pytest.mark.parametrize("block", range(2))
+def test_ranks_of_components_with_orders_of_their_own_never_wait_for_ever(block: int) -> None:
+    several = 0
+    for seed in range(block * BLOCK, (block + 1) * BLOCK):
+        step = drawn_step(seed)
+        order, made = {pass_of(act) for act in step.order()}, {}
+        found: dict[tuple[ModuleAct, ...], dict[str, list[Launch | Join]]] = {}
+        for device in step.plan.members:
+            own = step.component(device)
+            if own not in found:
+                found[own] = logs(step, own, component=True)
+            made[device] = found[own][device]
+            passes_here = {act for act in order if device in step.devices(act)}
+            assert passes_here <= {pass_of(act) for act in own} <= order
+        assert sum(len({pass_of(act) for act in own}) for own in found) == len(order)
+        assert deadlock(in_one_queue(made)) is None, seed
+        several += len(found) > 1
+    assert several > 1
+
+
+@pytest.mark.parametrize("chained", [False, True])
 @pytest.mark.parametrize("seed", range(12))
-def test_a_sum_stands_behind_the_last_backward_pass_of_its_sections_on_any_device(seed: int) -> None:
+def test_a_sum_stands_behind_the_last_backward_pass_of_its_sections_and_of_the_sums_before(
+    seed: int, chained: bool
+) -> None:
     step = drawn_step(seed)
     order = step.order()
-    for module in step.plan.modules:
-        view, spec = step.plan.view(module.module), step.spec(module.module)
+    places, least = step.sum_places(order, chained=chained), -1
+    for module in step.trained:
+        least = least if chained else -1
+        view, spec = step.plan.view(module), step.spec(module)
         last: dict[str, int] = {}
         for index, act in enumerate(order):
-            if act.module == module.module and act.act[:2] == ("pass", "backward"):
+            if act.module == module and act.act[:2] == ("pass", "backward"):
                 stage = view.pipelines[act.pipeline].by_lane[act.lane].stages[act.stage]
                 last |= dict.fromkeys(spec.sections(*stage.chunks[act.act.chunk]), index)
+        for name in reversed([*spec.parameters]):
+            users = {name, *(alias for alias, owner in spec.ties if owner == name)}
+            ends = [
+                index for section, index in last.items() for user in users if user.startswith(f"{section}.")
+            ]
+            least = max(least, *ends) if last else len(order) - 1
+            assert places[module][name] == least
         layouts = Layouts(spec, view)
         listed = buckets(layouts, reductions(layouts), most=1 << 12)
-        places = sums_after(sections_done(order, view, spec), listed, spec)
-        for bucket, place in zip(listed, places, strict=True):
-            names = {piece.name for piece in bucket.pieces}
-            names |= {alias for alias, owner in spec.ties if owner in names}
-            users = [
-                index for section, index in last.items() for name in names if name.startswith(f"{section}.")
-            ]
-            assert place == (max(users) if last else len(order) - 1)
+        found = [places[module][bucket.pieces[-1].name] for bucket in listed]
+        assert found == sorted(found)
 
 
 def test_with_sums_after_a_rank_s_own_passes_most_plans_wait_for_ever() -> None:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from elasticd_planner.cost.schedule import Pass
 from elasticd_planner.layout.gradient_buckets import Bucket
 from elasticd_planner.layout.layouts import Layouts
-from elasticd_planner.layout.module_order import ModuleAct, module_order, sections_done, sums_after
+from elasticd_planner.layout.module_order import ModuleAct, module_order, sum_places
 from elasticd_planner.layout.pass_order import Act, Schedule
 from elasticd_planner.spec.batch import BatchPlan, MicroBatch
 from elasticd_planner.spec.item_batch import ItemBatch, SampleItem, item_batch
@@ -84,7 +84,8 @@ class StepMaker:
         plan = self.layouts.plan
         items = {name: item_batch(plan, name, batch, *each, *speeds[name]) for name, each in sizes.items()}
         batches: dict[str, BatchPlan | ItemBatch] = {self.own: batch, **items}
-        order = module_order(plan, batches, self.schedule, backward=backward)
+        alone = self.device if plan.strategies[0].divided else None
+        order = module_order(plan, batches, self.schedule, backward=backward, device=alone)
         lanes: dict[str, LaneActs] = {}
         mine: list[tuple[int, ModuleAct]] = []
         for name, view in self.layouts.views.items():
@@ -107,12 +108,15 @@ class StepMaker:
         return ModuleStep(batches, sorted(mine), lanes, sums)
 
     def _sums(self, order: Sequence[ModuleAct]) -> Iterator[GradientSum]:
-        """Those of this device, by module and bucket."""
-        for name, view in self.layouts.views.items():
-            if listed := self.buckets[name]:
-                done = sections_done(order, view.plan, view.spec)
-                for bucket, after in enumerate(sums_after(done, listed, view.spec)):
-                    yield GradientSum(after, name, bucket)
+        """Those of this device, in the sequence of their launches."""
+        views = self.layouts.views
+        names = [self.own, *(name for name in views if name != self.own)]
+        trained = [views[name] for name in names if views[name].trained]
+        divided = self.layouts.plan.strategies[0].divided
+        places = sum_places(order, [(view.plan, view.spec) for view in trained], chained=divided)
+        for name in names:
+            for bucket, each in enumerate(self.buckets[name]):
+                yield GradientSum(places[name][each.pieces[-1].name], name, bucket)
 
 
 def _pass(act: Act) -> Pass:

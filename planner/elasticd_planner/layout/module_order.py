@@ -15,7 +15,7 @@ between two passes, up to four passes of its receiver before the one that needs 
 
 *Why no rank waits for ever.* Each act stands behind those that it needs, and a message has one place at both
 ends. So the first act of the order that is not over can always go on, also on a device that carries out its
-launches in one queue. Sums of gradients have a place in the order, too (`sums_after`). Where each rank launched
+launches in one queue. Sums of gradients have a place in the order, too (`sum_places`). Where each rank launched
 a sum when its own passes of the module are over, a rank would wait in a sum for another one, and that one for
 passes of the first rank in another module.
 """
@@ -27,7 +27,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from heapq import heappop, heappush
 from typing import NamedTuple
 
-from elasticd_planner.layout.gradient_buckets import Bucket
 from elasticd_planner.layout.message_places import MessagePlaces
 from elasticd_planner.layout.module_passes import ModulePass, ModulePasses, PassGroup
 from elasticd_planner.layout.pass_order import Act, Schedule
@@ -63,9 +62,17 @@ class ModulePassTime(NamedTuple):
 
 
 def module_order(
-    plan: Plan, batches: Mapping[str, BatchPlan | ItemBatch], schedule: Schedule, *, backward: bool = True
+    plan: Plan,
+    batches: Mapping[str, BatchPlan | ItemBatch],
+    schedule: Schedule,
+    *,
+    backward: bool = True,
+    device: str | None = None,
 ) -> tuple[ModuleAct, ...]:
-    """All acts of a step, in one order that is the same on all ranks.
+    """All acts of a step, or of the component of a device, in one order that is the same on all ranks.
+
+    A component has the pipelines that exchange items in the step, or share a device. No act of one needs an act
+    of another one, so that a rank need not know the order of the others.
 
     A message between modules goes from the last stage of the module of items to the first stage of the module
     with the loss, and its gradient back. It is listed where both are on the same devices, too.
@@ -75,12 +82,13 @@ def module_order(
         batches: of the step, by module: the batch plan of the module with the loss, and items of the others.
         schedule: the order of the passes of each stage of the module with the loss.
         backward: False: forward passes alone, as in an evaluation.
+        device: whose component; None: all acts.
 
     Raises:
         Invalid: a module has no batch, or one of the other kind.
         ValueError: the passes of this schedule wait for each other.
     """
-    run = _ModuleRun(ModulePasses(plan, batches, schedule, backward=backward))
+    run = _ModuleRun(ModulePasses(plan, batches, schedule, backward=backward, device=device))
     return tuple(_acts(run.order))
 
 
@@ -207,30 +215,38 @@ def sections_done(order: Sequence[ModuleAct], view: Plan, spec: ModelSpec) -> di
     return {section: len(order) - 1 if index < 0 else index for section, index in found.items()}
 
 
-def sums_after(done: Mapping[str, int], buckets: Sequence[Bucket], spec: ModelSpec) -> tuple[int, ...]:
-    """After which act of the order all members launch the sum of each bucket: a member does before the first of
-    its own acts that comes later. Several sums at one place go in the order of modules in the plan, then of
-    buckets. A place depends on the bucket alone, so that a device need not know the buckets of others.
+def sum_places(
+    order: Sequence[ModuleAct], modules: Sequence[tuple[Plan, ModelSpec]], *, chained: bool
+) -> dict[str, dict[str, int]]:
+    """After which act of the order all members launch a sum of gradients: a member does before the first of its
+    own acts that comes later.
+
+    Sums of a module have one sequence, the last parameters first, and those at one place that of the modules.
+    None stands before one that precedes it, whether or not a member takes part in that one: of parameters that
+    are tied, some members have sums, and others have not. Ranks of different components (`module_order`) have
+    orders of their own. So that they launch the sums that they share in one sequence, too, all sums of a module
+    then precede those of the next one.
 
     Args:
-        done: what `sections_done` gives for the module.
-        buckets: some buckets of the module.
-        spec: of the module.
+        order: of all modules, or of a component.
+        modules: those that are trained, by view and model, in the sequence of their sums.
+        chained: the order is of a component.
 
     Returns:
-        For each bucket an index in the order.
+        By module and parameter the index in `order`; a bucket stands where the last of its pieces does.
     """
-    users: dict[str, list[str]] = defaultdict(list)
-    for alias, owner in spec.ties:
-        users[owner].append(alias)
-    return tuple(
-        max(
-            done[section_of(user)]
-            for name in {piece.name for piece in bucket.pieces}
-            for user in (name, *users.get(name, ()))
-        )
-        for bucket in buckets
-    )
+    found, least = {}, -1
+    for view, spec in modules:
+        done = sections_done(order, view, spec)
+        least = least if chained else -1
+        users: dict[str, list[str]] = defaultdict(list)
+        for alias, owner in spec.ties:
+            users[owner].append(alias)
+        places = found[view.module.module] = {}
+        for name in reversed([*spec.parameters]):
+            least = max(least, *(done[section_of(user)] for user in (name, *users.get(name, ()))))
+            places[name] = least
+    return found
 
 
 class _ModuleRun:

@@ -6,7 +6,7 @@ micro-batch if each micro-batch of that lane took as long as at its slowest stag
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -15,6 +15,9 @@ from elasticd_planner.spec.batch import BatchPlan
 from elasticd_planner.spec.item_batch import GroupId, ItemBatch, ItemGroup
 from elasticd_planner.spec.plan import NO_TIMES, ModulePlan, Pipeline, Plan, Stage
 from elasticd_planner.value import refuse
+
+#: Pipelines, by module and number.
+Component = set[tuple[str, int]]
 
 #: Rows that `Stage.microseconds` of a module of items is of; an item of unknown size counts as so many.
 ROWS = 1024
@@ -94,7 +97,9 @@ class ModulePasses:
         schedule: Schedule,
         *,
         backward: bool,
+        device: str | None = None,
     ) -> None:
+        component = None if device is None else _component(plan, batches, device)
         self.devices = {device: number for number, device in enumerate(plan.members)}
         self.own: list[list[PassGroup]] = [[] for _ in self.devices]  # of the module with the loss, by device
         self.fillers: list[list[PassGroup]] = [[] for _ in self.devices]  # of modules of items
@@ -108,6 +113,8 @@ class ModulePasses:
         self._first: dict[tuple[int, int], dict[tuple[str, int], ModulePass]] = {}
         self._period: dict[tuple[int, int], int] = {}  # [us] of a micro-batch at the slowest stage
         for p, (pipeline, rows) in enumerate(zip(loss.pipelines, batch.pipelines, strict=True)):
+            if component is not None and (loss.module, p) not in component:
+                continue
             for j, lane in enumerate(pipeline.by_lane):
                 self._add_lane(loss.module, p, j, lane, sum(bool(row.lanes[j]) for row in rows))
         for module in plan.modules:
@@ -116,7 +123,7 @@ class ModulePasses:
             items = batches.get(module.module)
             if not isinstance(items, ItemBatch):
                 refuse(f"step: module {module.module} takes {module.items}, and needs a batch of them")
-            self._add_items(module, items)
+            self._add_items(module, items, component)
 
     def _groups(self, module: str, p: int, j: int, lane: Pipeline) -> list[PassGroup]:
         return [
@@ -148,7 +155,7 @@ class ModulePasses:
         self._first[p, j] = {(kind, index): one for (kind, place, index), one in found.items() if not place}
         self._period[p, j] = max(sum(sum(part) for part in _times(stage).values()) for stage in lane.stages)
 
-    def _add_items(self, module: ModulePlan, batch: ItemBatch) -> None:
+    def _add_items(self, module: ModulePlan, batch: ItemBatch, component: Component | None) -> None:
         """The passes of a module of items. Those that are needed first have the lowest ranks."""
 
         def when(each: tuple[GroupId, ItemGroup]) -> tuple[int, int, GroupId]:
@@ -158,6 +165,8 @@ class ModulePasses:
         # By pipeline and lane, and by kind: TP group, chunk and time of 1,024 rows, in the order of passes.
         lanes: dict[tuple[int, int], dict[str, list[tuple[PassGroup, int, int]]]] = {}
         for p, pipeline in enumerate(module.pipelines):
+            if component is not None and (module.module, p) not in component:
+                continue
             for j, lane in enumerate(pipeline.by_lane):
                 groups, times = self._groups(module.module, p, j, lane), [*map(_times, lane.stages)]
                 lanes[p, j] = {
@@ -175,7 +184,8 @@ class ModulePasses:
                     for device in group.devices:
                         self.fillers[device].append(group)
         backward = self._backward and module.trainable
-        for rank, (name, items) in enumerate(sorted(batch.walk(), key=when)):
+        inside = (each for each in batch.walk() if (each[0].pipeline, each[0].lane) in lanes)
+        for rank, (name, items) in enumerate(sorted(inside, key=when)):
             self._add_group(lanes[name.pipeline, name.lane], name, items, rank, backward=backward)
 
     def _add_group(
@@ -211,6 +221,31 @@ class ModulePasses:
         if not backward:
             assert before is not None
             _needs(taking, before, name)
+
+
+def _component(plan: Plan, batches: Mapping[str, BatchPlan | ItemBatch], device: str) -> Component:
+    """The pipelines that a device's pipelines are connected with: by items of the step, or by devices."""
+    beside: dict[object, list[object]] = defaultdict(list)
+    for module in plan.modules:
+        for p, pipeline in enumerate(module.pipelines):
+            own = module.module, p
+            for stage in pipeline.stages:
+                for each in stage.devices:
+                    beside[own].append(each)
+                    beside[each].append(own)
+        items = batches.get(module.module)
+        if isinstance(items, ItemBatch):
+            loss = plan.loss_module.module
+            pairs = {(name.pipeline, group.pipeline) for name, group in items.walk()}
+            for source, target in pairs:
+                beside[module.module, source].append((loss, target))
+                beside[loss, target].append((module.module, source))
+    found, around = {device}, list[object]([device])
+    while around:
+        new = {*beside[around.pop()]} - found
+        found |= new
+        around += new
+    return {each for each in found if isinstance(each, tuple)}
 
 
 def _needs(user: ModulePass, one: ModulePass, name: GroupId | None = None) -> None:

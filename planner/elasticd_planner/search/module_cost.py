@@ -168,14 +168,27 @@ class ModuleCosts:
         every = math.ceil(count / MOST_PASSES)
         if every == 1:
             return plan, 1.0
-        order = sorted(range(len(loss.pipelines)), key=lambda p: -_steady_microseconds(loss.pipelines[p]))
-        kept = tuple(loss.pipelines[p] for p in sorted(order[::every]))
+        parts = components(plan)
+        if len(parts) == 1:  # each pipeline stands for others, as where lanes serve all
+            parts = [[p] for p in range(len(loss.pipelines))]
+        chosen = _some(parts, loss.pipelines, every)
+        kept = tuple(loss.pipelines[p] for p in chosen)
+        number = {p: at for at, p in enumerate(chosen)}
         devices, inside = _devices(loss.pipelines), _devices(kept)
         samples = sum(pipeline.micro_batches for pipeline in kept) * plan.micro_batch
         modules, part = [], 0.0
         for module in plan.modules:
             if not module.items:
                 modules.append(msgspec.structs.replace(module, pipelines=kept))
+                continue
+            if len(parts) < len(loss.pipelines) and any(lane.serves for lane in module.pipelines):
+                lanes = [
+                    msgspec.structs.replace(lane, serves=tuple(number[p] for p in lane.serves))
+                    for lane in module.pipelines
+                    if {*lane.serves} <= {*chosen}
+                ]
+                part = max(part, samples / plan.global_batch)  # as many lanes as samples
+                modules.append(msgspec.structs.replace(module, pipelines=tuple(lanes)))
                 continue
             beside = [lane for lane in module.pipelines if _devices([lane]) & devices]
             others = [lane for lane in module.pipelines if not _devices([lane]) & devices]
@@ -184,6 +197,7 @@ class ModuleCosts:
                 return plan, 1.0
             weights = [sum(lane.micro_batches for lane in listed) for listed in (lanes, module.pipelines)]
             part = max(part, weights[0] / weights[1])
+            lanes = [msgspec.structs.replace(lane, serves=()) for lane in lanes]
             modules.append(msgspec.structs.replace(module, pipelines=tuple(lanes)))
         strategy = msgspec.structs.replace(plan.strategies[0], modules=tuple(modules))
         smaller = plan.replace(
@@ -227,7 +241,21 @@ class ModuleCosts:
             samples += alive * plan.micro_batch
         weights = [lane.micro_batches for lane in module.by_lane]
         items = given.items_a_sample * samples
-        return [math.ceil(items * weight / sum(weights)) + UNEVEN_ITEMS for weight in weights]
+        kept = [math.ceil(items * weight / sum(weights)) + UNEVEN_ITEMS for weight in weights]
+        if not any(lane.serves for lane in module.pipelines):
+            return kept
+        # A lane of few pipelines may have to take more of their items than it would of those of all.
+        need = [0.0] * len(plan.loss_module.pipelines)
+        for p, pipeline in enumerate(plan.loss_module.pipelines):
+            for lane in pipeline.by_lane:
+                alive = min(lane.micro_batches, module.ahead + len(lane.stages) * lane.chunks)
+                need[p] += alive * plan.micro_batch * given.items_a_sample
+        have = [0] * len(need)
+        for lane in module.by_lane:
+            for p in lane.serves:
+                have[p] += lane.micro_batches
+        own = [sum(need[p] * lane.micro_batches / have[p] for p in lane.serves) for lane in module.by_lane]
+        return [max(least, math.ceil(each) + UNEVEN_ITEMS) for least, each in zip(kept, own, strict=True)]
 
     def memory(self, plan: Plan) -> dict[str, int]:
         """Bytes that each member needs, of all modules that it is in."""
@@ -310,6 +338,28 @@ class ModuleCosts:
         """Bytes of a whole module: parameters, gradients and optimizer state."""
         profile = self._profiles[module.name]
         return profile.parameter_bytes * profile.state_factor
+
+
+def components(plan: Plan) -> list[list[int]]:
+    """The pipelines of the module with the loss, those together that lanes of items serve both. Where a lane
+    serves all, each pipeline is by itself: any of them stands for the others."""
+    parts = [{p} for p in range(len(plan.loss_module.pipelines))]
+    for module in plan.modules:
+        if not module.items:
+            continue
+        if not all(lane.serves for lane in module.pipelines):
+            return [[p] for p in range(len(parts))]
+        for serves in {lane.serves for lane in module.pipelines}:
+            joined = set[int]().union(*(part for part in parts if part & {*serves}))
+            parts = [*(part for part in parts if not part & joined), joined]
+    return sorted(map(sorted, parts))
+
+
+def _some(parts: Sequence[Sequence[int]], pipelines: Sequence[Pipeline], every: int) -> list[int]:
+    """Every n-th of these parts, that of the slowest pipeline among them."""
+    slowest = [max(_steady_microseconds(pipelines[p]) for p in part) for part in parts]
+    order = sorted(range(len(parts)), key=lambda at: -slowest[at])
+    return sorted(p for at in order[::every] for p in parts[at])
 
 
 def _steady_microseconds(pipeline: Pipeline) -> int:

@@ -12,6 +12,7 @@ taken that moves the fewest bytes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -26,6 +27,7 @@ from elasticd_planner.placement.state_movement import bytes_to_move
 from elasticd_planner.problem import Answer, ModuleProblem, Problem, SearchSpace
 from elasticd_planner.readable import readable
 from elasticd_planner.search import given_plan
+from elasticd_planner.search.item_flow import serving
 from elasticd_planner.search.item_lanes import ItemLane, filled, weights
 from elasticd_planner.search.module_bound import ModuleBound
 from elasticd_planner.search.module_cost import ModuleCosts, item_profile
@@ -50,6 +52,12 @@ AHEADS, LEADS = (8, 2, 1), (1, 0, 3)
 
 #: A step with more micro-batches and items than these is played with fewer pairs.
 MANY = 2048
+
+#: A rank makes an order of about so many passes of the module with the loss at most.
+ORDER_PASSES = 16_384
+
+#: Lanes of items serve each of so many pipelines alone where that saves this part of a step.
+NEAR_PIPELINES, NEARER = 16, 0.01
 
 #: How often lanes are filled anew without those that have not the memory for their items.
 REFILLED = 8
@@ -111,7 +119,8 @@ class ModulePlanner:
         best = min(played, key=_seconds)
         played += map(self.played, self._again(shown[played.index(best)]))
         best = min(played, key=_seconds)
-        options = [*played, *self._pairs(best), *([] if current is None else [current])]
+        best = next(self._near(best), best)
+        options = [*played, best, *self._pairs(best), *([] if current is None else [current])]
         slack = self.tolerance if self.problem.current is not None else 0.0
         limit = _seconds(min(options, key=_seconds)) * (1 + slack) * (1 + EQUAL)
         near = [option for option in options if _seconds(option) <= limit]
@@ -384,9 +393,34 @@ class ModulePlanner:
     # Played plans.
 
     def played(self, plan: Plan) -> Plan:
-        """The plan with times, a prediction, and the largest `ahead` that memory allows."""
+        """The plan with times, a prediction, and the largest `ahead` that memory allows. Of a large one each
+        lane of items serves some pipelines alone, so that the order of each rank is short."""
+        loss = plan.loss_module.pipelines
+        count = sum(2 * pipeline.micro_batches * len(pipeline.stages) for pipeline in loss)
+        if (groups := min(len(loss), math.ceil(count / ORDER_PASSES))) > 1:
+            plan = self._serving(plan, groups)
         aheads = self._aheads(plan)
         return self._predicted(self.costs.timed(with_pair(plan, aheads[0], min(LEADS[0], aheads[0]))))
+
+    def _serving(self, plan: Plan, groups: int) -> Plan:
+        """The plan whose lanes of items serve groups of pipelines."""
+        modules = []
+        for module in plan.modules:
+            if module.items:
+                given = self.costs.modules[module.module]
+                size = given.rows_an_item * self.costs.item_profile(module.module).boundary_bytes
+                module = serving(plan, module, self.problem.cluster, groups, size)
+            modules.append(module)
+        strategy = msgspec.structs.replace(plan.strategies[0], modules=tuple(modules))
+        return plan.replace(strategies=(strategy,))
+
+    def _near(self, plan: Plan) -> Iterator[Plan]:
+        """The same plan with lanes of items that serve each pipeline alone, where links make that faster."""
+        pipelines = len(plan.loss_module.pipelines)
+        if 1 < pipelines <= NEAR_PIPELINES and not any(_serves(plan)):
+            near = self._predicted(self.costs.timed(self._serving(plan, pipelines)))
+            if _seconds(near) < (1 - NEARER) * _seconds(plan):
+                yield near
 
     def _aheads(self, plan: Plan) -> list[int]:
         """Numbers of micro-batches that memory allows, all of them first."""
@@ -486,6 +520,10 @@ def _view(plan: Plan | None, name: str) -> Plan | None:
     if plan is None or all(module.module != name for module in plan.modules):
         return None
     return plan.view(name)
+
+
+def _serves(plan: Plan) -> Iterator[tuple[int, ...]]:
+    return (lane.serves for module in plan.modules for lane in module.pipelines)
 
 
 def _items_of(plan: Plan) -> list[ModulePlan]:

@@ -6,8 +6,9 @@ the module with the loss, and the numbers of items. All of it is in whole number
 Micro-batches of all lanes of the module with the loss go in windows of `ahead` rows. In a window the items that
 cost most are dealt first, each to the lane that would be done first with it: with all items that it has been
 dealt in the step, divided by its weight (its micro-batches in the plan) and multiplied by its slowdown. So a
-slow lane gets fewer items before any layout changes. A lane takes an item in a pass, since items have shapes of
-their own, in the order in which they are needed.
+slow lane gets fewer items before any layout changes. A lane may serve some pipelines of the module with the
+loss alone (`Pipeline.serves`). It takes an item in a pass, since items have shapes of their own, in the order
+in which they are needed.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from math import lcm
 from typing import NamedTuple
 
 from elasticd_planner.spec.batch import BatchPlan, ids_of
-from elasticd_planner.spec.plan import Place, Plan
+from elasticd_planner.spec.plan import ModulePlan, Place, Plan
 from elasticd_planner.value import Value, refuse
 
 #: The slowdown of a normal lane [64ths].
@@ -143,20 +144,22 @@ def item_batch(
     taker = next((each for each in plan.modules if each.module == module), None)
     if taker is None or not taker.items:
         refuse(f"plan {plan.number}: it has no module {module!r} that takes items")
-    weights = [count for pipeline in taker.pipelines for count in pipeline.micro_batches_by_lane]
-    lanes = _Lanes(weights, slowdown, module)
+    lanes = _Lanes(taker, slowdown)
     windows: dict[int, list[_Item]] = defaultdict(list)
     for item in _items(batch, counts, rows):
         windows[item.micro_batch // taker.ahead].append(item)
-    dealt: list[list[_Item]] = [[] for _ in weights]
+    dealt: list[list[_Item]] = [[] for _ in taker.by_lane]
     for window in sorted(windows):
         listed = sorted(windows[window])
         if window == min(windows):
-            for lane in first[: len(listed)]:
-                dealt[lane].append(item := listed.pop())
-                lanes.take(lane, -item.cost)
+            for lane in first:
+                least = next((item for item in reversed(listed) if lanes.may(lane, item.pipeline)), None)
+                if least is not None:
+                    listed.remove(least)
+                    dealt[lane].append(least)
+                    lanes.take(lane, -least.cost)
         for item in listed:
-            dealt[lanes.first_done(-item.cost)].append(item)
+            dealt[lanes.first_done(-item.cost, item.pipeline)].append(item)
     known = rows is not None
     groups = iter([tuple(_group(item, known=known) for item in sorted(mine, key=_need)) for mine in dealt])
     pipelines = tuple(tuple(next(groups) for _ in each.micro_batches_by_lane) for each in taker.pipelines)
@@ -166,17 +169,30 @@ def item_batch(
 class _Lanes:
     """What each lane of a module of items has been dealt."""
 
-    def __init__(self, weights: Sequence[int], slowdown: Sequence[int], module: str) -> None:
-        if slowdown and (len(slowdown) != len(weights) or min(slowdown) < 1):
+    def __init__(self, module: ModulePlan, slowdown: Sequence[int]) -> None:
+        listed = [
+            (count, pipeline.serves)
+            for pipeline in module.pipelines
+            for count in pipeline.micro_batches_by_lane
+        ]
+        if slowdown and (len(slowdown) != len(listed) or min(slowdown) < 1):
             refuse(
-                f"module {module}: {len(weights)} lanes need as many slowdowns of at least 1, not {slowdown}"
+                f"module {module.module}: {len(listed)} lanes need as many slowdowns of at least 1, not "
+                f"{slowdown}"
             )
-        whole = lcm(*weights)
-        slow = slowdown or [_NORMAL] * len(weights)
-        # By the time of a unit of cost, of which there are few: a heap of (load, lane).
-        self._alike: dict[int, list[tuple[int, int]]] = defaultdict(list)
-        for lane, (weight, each) in enumerate(zip(weights, slow, strict=True)):
-            self._alike[whole // weight * each].append((0, lane))
+        whole, self._serves = lcm(*(weight for weight, _ in listed)), [serves for _, serves in listed]
+        # By the time of a unit of cost and the pipelines that they serve, of which there are few: a heap of
+        # (load, lane).
+        self._alike: dict[tuple[int, tuple[int, ...]], list[tuple[int, int]]] = defaultdict(list)
+        for lane, ((weight, serves), slow) in enumerate(
+            zip(listed, slowdown or [_NORMAL] * len(listed), strict=True)
+        ):
+            self._alike[whole // weight * slow, serves].append((0, lane))
+        self._serving: dict[int, list[tuple[int, list[tuple[int, int]]]]] = {}
+
+    def may(self, lane: int, pipeline: int) -> bool:
+        """Whether a lane serves a pipeline."""
+        return not self._serves[lane] or pipeline in self._serves[lane]
 
     def take(self, lane: int, cost: int) -> None:
         """A lane is dealt an item, whoever would be done first."""
@@ -187,12 +203,19 @@ class _Lanes:
                     heapify(heap)
                     return
 
-    def first_done(self, cost: int) -> int:
-        """The lane that would be done first with an item more, which it gets."""
-        found = min((factor * (heap[0][0] + cost), heap[0][1], factor) for factor, heap in self._alike.items())
-        _, lane, factor = found
-        load, _ = self._alike[factor][0]
-        heapreplace(self._alike[factor], (load + cost, lane))
+    def first_done(self, cost: int, pipeline: int) -> int:
+        """The lane that would be done first with an item more of a pipeline, which it gets."""
+        if pipeline not in self._serving:
+            self._serving[pipeline] = [
+                (factor, heap)
+                for (factor, serves), heap in self._alike.items()
+                if not serves or pipeline in serves
+            ]
+        _, lane, heap = min(
+            ((factor * (heap[0][0] + cost), heap[0][1], heap) for factor, heap in self._serving[pipeline]),
+            key=lambda each: each[:2],
+        )
+        heapreplace(heap, (heap[0][0] + cost, lane))
         return lane
 
 

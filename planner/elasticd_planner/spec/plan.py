@@ -143,6 +143,8 @@ class Pipeline(Value, frozen=True, kw_only=True, omit_defaults=True):
     micro_batches: int  # of all lanes; of a packed plan the rows that are expected
     rows: tuple[int, ...] = ()  # how many micro-batches each lane has; empty: there is one lane
     packed: tuple[PackedLane, ...] = ()  # of a packed plan: each lane's; empty: the plan is none
+    # Of a module of items: the pipelines of the module with the loss whose items it takes; empty: all.
+    serves: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.stages or self.stages[0].start != 0:
@@ -223,7 +225,7 @@ class Pipeline(Value, frozen=True, kw_only=True, omit_defaults=True):
         stages = zip(*(stage.by_lane for stage in self.stages), strict=True)
         packed = [self.packed[j : j + 1] for j in range(len(self.rows))]
         return tuple(
-            Pipeline(stages=own, micro_batches=count, packed=lane)
+            Pipeline(stages=own, micro_batches=count, packed=lane, serves=self.serves)
             for own, count, lane in zip(stages, self.rows, packed, strict=True)
         )
 
@@ -319,6 +321,11 @@ class Strategy(Value, frozen=True, kw_only=True):
             self._check_edges()
 
     @property
+    def divided(self) -> bool:
+        """Whether lanes of items serve some pipelines alone. Each rank then orders its component of them."""
+        return any(pipeline.serves for module in self.modules for pipeline in module.pipelines)
+
+    @property
     def untimed(self) -> Strategy:
         """The same without the times of passes: two that are alike in this place the same on each device."""
         modules = []
@@ -354,6 +361,26 @@ class Strategy(Value, frozen=True, kw_only=True):
                     f"strategy: module {module.module} takes {module.items} and has {count} edges: it needs "
                     f"one, to {loss}"
                 )
+        self._check_serves()
+
+    def _check_serves(self) -> None:
+        pipelines = next(len(module.pipelines) for module in self.modules if not module.items)
+        for module in self.modules:
+            served: set[int] = set()
+            for pipeline in module.pipelines:
+                own = {*pipeline.serves} or {*range(pipelines)}
+                if pipeline.serves and not module.items:
+                    refuse(
+                        f"strategy: a pipeline serves others in modules of items, and {module.module} is none"
+                    )
+                if not own <= {*range(pipelines)}:
+                    refuse(
+                        f"strategy: a pipeline of {module.module} serves {pipeline.serves}, and the module "
+                        f"with the loss has the pipelines 0 to {pipelines - 1}"
+                    )
+                served |= own
+            if module.items and (missing := {*range(pipelines)} - served):
+                refuse(f"strategy: no pipeline of {module.module} serves pipeline {min(missing)}")
 
 
 class StatePolicy(Value, frozen=True, kw_only=True):
