@@ -84,7 +84,7 @@ def test_items_go_to_lanes_that_serve_their_pipeline_alone_and_ranks_order_their
 
 
 def test_a_slow_link_between_nodes_keeps_items_on_their_node() -> None:
-    problem = drawn_problem(3)
+    problem = drawn_problem(5)
     (module,) = problem.modules
     profile = msgspec.structs.replace(module.profile, boundary_bytes=65536.0)
     block = msgspec.structs.replace(problem.profile.block, cut_bytes=0, grouped_bytes=0)
@@ -107,7 +107,7 @@ def test_a_slow_link_between_nodes_keeps_items_on_their_node() -> None:
     strategy = msgspec.structs.replace(found.strategies[0], modules=(every, found.modules[1]))
     costs = ModuleCosts(problem)
     shared = with_pair(found.replace(strategies=(strategy,)), every.ahead, every.lead)
-    assert found.prediction.step_seconds < 0.9 * costs.seconds(shared)
+    assert found.prediction.step_seconds < 0.7 * costs.seconds(shared)
 
 
 def test_what_is_served_must_be_there() -> None:

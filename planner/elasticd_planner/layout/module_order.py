@@ -235,7 +235,8 @@ def sum_places(
     Returns:
         By module and parameter the index in `order`; a bucket stands where the last of its pieces does.
     """
-    found, least = {}, -1
+    found: dict[str, dict[str, int]] = {}
+    least = -1
     for view, spec in modules:
         done = sections_done(order, view, spec)
         least = least if chained else -1

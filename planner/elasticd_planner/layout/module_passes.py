@@ -240,12 +240,12 @@ def _component(plan: Plan, batches: Mapping[str, BatchPlan | ItemBatch], device:
             for source, target in pairs:
                 beside[module.module, source].append((loss, target))
                 beside[loss, target].append((module.module, source))
-    found, around = {device}, list[object]([device])
+    found, around = set[object]([device]), list[object]([device])
     while around:
         new = {*beside[around.pop()]} - found
         found |= new
         around += new
-    return {each for each in found if isinstance(each, tuple)}
+    return {(module.module, p) for module in plan.modules for p in range(len(module.pipelines))} & found
 
 
 def _needs(user: ModulePass, one: ModulePass, name: GroupId | None = None) -> None:

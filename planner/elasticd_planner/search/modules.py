@@ -119,8 +119,9 @@ class ModulePlanner:
         best = min(played, key=_seconds)
         played += map(self.played, self._again(shown[played.index(best)]))
         best = min(played, key=_seconds)
-        best = next(self._near(best), best)
-        options = [*played, best, *self._pairs(best), *([] if current is None else [current])]
+        played += [near for each in played for near in self._near(each)]
+        best = min(played, key=_seconds)
+        options = [*played, *self._pairs(best), *([] if current is None else [current])]
         slack = self.tolerance if self.problem.current is not None else 0.0
         limit = _seconds(min(options, key=_seconds)) * (1 + slack) * (1 + EQUAL)
         near = [option for option in options if _seconds(option) <= limit]
