@@ -1,8 +1,8 @@
 """The pipelines that each lane of a module of items serves: a flow of items from lanes to pipelines.
 
 A lane first serves the pipelines of the module with the loss that its own devices are in, whose rows need no
-link. Where these need fewer items than their devices have been given, or more, the rest is a minimum-cost flow
-from the lanes of nodes to groups of pipelines; an item costs the seconds of its rows on the link between them.
+link. Where these need fewer items than their devices have been given, or more, the rest goes from the lanes of
+nodes to groups of pipelines over the links on which an item's rows take least.
 Pipelines that exchange no items are components of the order of passes, which their ranks make by themselves.
 """
 
@@ -103,22 +103,9 @@ def serving(plan: Plan, module: ModulePlan, cluster: Cluster, groups: int, item_
 def _flow(
     supply: Mapping[str, int], needs: Mapping[int, int], cost: Mapping[tuple[str, int], int]
 ) -> Iterator[tuple[str, int, int]]:
-    """The cheapest way to meet needs: node, group, and how much goes from one to the other."""
-    if not needs or not supply:
-        return
-    from networkx import DiGraph, network_simplex  # of the extra `daemon`: no trainer plans
-
-    graph, total = DiGraph(), min(sum(supply.values()), sum(needs.values()))
-    graph.add_node("begin", demand=-total)
-    graph.add_node("end", demand=total)
-    for node, amount in supply.items():
-        graph.add_edge("begin", ("node", node), capacity=amount, weight=0)
-    for group, amount in needs.items():
-        graph.add_edge(("group", group), "end", capacity=amount, weight=0)
-    for (node, group), weight in cost.items():
-        graph.add_edge(("node", node), ("group", group), weight=weight)
-    _, flows = network_simplex(graph)
-    for node in supply:
-        for (_, group), amount in sorted(flows["node", node].items()):
-            if amount:
-                yield node, group, amount
+    """Node, group, and how much goes from one to the other: over the cheapest links first."""
+    spare, left = dict(supply), dict(needs)
+    for node, group in sorted(cost, key=lambda pair: (cost[pair], pair)):
+        if amount := min(spare[node], left[group]):
+            spare[node], left[group] = spare[node] - amount, left[group] - amount
+            yield node, group, amount
