@@ -8,7 +8,8 @@ import msgspec
 import pytest
 
 from elasticd.codec.message import PEERS_VERSION
-from elasticd.machines.job.assembly import difference
+from elasticd.machines.job.assembly import difference, with_known_bytes
+from elasticd.records import JobSpec, ModuleSpec
 from elasticd.wire.worker import Rejected
 from tests.machines.cast import FakeWorker, spec
 from tests.machines.test_coordinator_faults import running
@@ -73,3 +74,20 @@ def test_equal_specs_do_not_differ() -> None:
     assert difference(spec(), spec()) == ""
     assert difference(spec(), msgspec.structs.replace(spec(), version=spec().version + 1)) == ""
     assert "starts from other values" in difference(spec(), msgspec.structs.replace(spec(), first="x"))
+
+
+def test_rows_of_an_item_may_differ_and_no_more_of_a_module() -> None:
+    """They may be drawn with each reading; the first worker's count. The difference names the module."""
+
+    def modules(rows: float = 3.0, items: float = 1.5, kind: str = "images") -> JobSpec:
+        vision = ModuleSpec(
+            name="vision", model=spec().model, items=kind, items_a_sample=items, rows_an_item=rows
+        )
+        own = ModuleSpec(name="language", model=spec().model, takes={"images": "vision"})
+        return msgspec.structs.replace(spec(), modules=(vision, own))
+
+    assert difference(modules(), modules(4.0)) == ""
+    assert with_known_bytes(modules(4.0), modules()) == modules()
+    assert difference(modules(), modules(items=2.0)) == "module vision differs in items_a_sample: 2.0, not 1.5"
+    assert difference(modules(), modules(kind="clips")) == "module vision differs in items: clips, not images"
+    assert difference(modules(), spec()) == "its modules are , not vision, language"

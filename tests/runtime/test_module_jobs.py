@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -113,10 +113,38 @@ class Uncounted:
         return Captions()[index]
 
 
+class Samples(Captions):
+    """Captions whose samples are something else."""
+
+    def __init__(self, make: Callable[[dict[str, Any]], Any]) -> None:
+        super().__init__()
+        self.make = make
+
+    def __getitem__(self, index: int) -> Any:
+        return self.make(super().__getitem__(index))
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
         ({"dataset": Uncounted()}, "give it an attribute counts"),
+        (
+            {"dataset": torch.utils.data.Subset(Captions(), range(4))},
+            "Subset does not pass on that of the dataset that it is made of, nor rows and part",
+        ),
+        (
+            {"dataset": Samples(lambda sample: tuple(sample.values()))},
+            "must be a mapping with a list under 'images'",
+        ),
+        ({"dataset": Samples(lambda sample: sample | {"images": None})}, "must be a mapping with a list under"),
+        (
+            {"dataset": Samples(lambda sample: sample | {"images": sample["images"][1:]})},
+            "the dataset's counts say",
+        ),
+        (
+            {"dataset": Samples(lambda sample: sample | {"images": [object() for _ in sample["images"]]})},
+            "images[0] must be a tensor, or a mapping of tensors",
+        ),
         ({"data": elasticd.DataOptions(packing=elasticd.Packing(), length=len)}, "cannot pack sequences yet"),
         (
             {"evaluation": elasticd.EvaluationOptions(held_out={"held": Uncounted()})},
@@ -143,7 +171,18 @@ class Uncounted:
             "the plan says that vision is frozen, and in the model it is trained",
         ),
     ],
-    ids=["counts", "packing", "held-out counts", "blocks", "frozen"],
+    ids=[
+        "counts",
+        "subset",
+        "tuples",
+        "no list",
+        "too few",
+        "no tensors",
+        "packing",
+        "held-out counts",
+        "blocks",
+        "frozen",
+    ],
 )
 def test_what_several_modules_do_not_go_with_is_refused_with_the_remedy(
     changes: dict[str, Any], said: str, capfd: pytest.CaptureFixture[str]

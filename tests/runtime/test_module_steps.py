@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from elasticd_planner.layout.layouts import Layouts
 from elasticd_planner.spec.item_batch import ItemBatch
 from elasticd_planner.spec.plan import Plan
@@ -16,7 +17,8 @@ from elasticd_planner.spec.plan import Plan
 from elasticd.runtime.comm.in_memory import run_threads, unpaced
 from elasticd.runtime.data.loader import sample_tokens
 from elasticd.runtime.data.options import DataOptions
-from elasticd.runtime.data.prefetch import NothingRead, SampleError
+from elasticd.runtime.data.prefetch import SampleError
+from elasticd.runtime.data.sample_ledger import LedgerError
 from elasticd.runtime.engine import module_step
 from elasticd.runtime.engine.compiled_blocks import compile_ahead
 from elasticd.runtime.engine.engine import Engine, first_state
@@ -69,31 +71,53 @@ def test_a_device_reads_a_sample_once_whatever_it_takes_of_it(name: str, devices
 
 
 class Parts(Captions):
-    """Gives parts of samples, and notes which were asked for."""
+    """Gives parts of samples, of which some draw, and notes which were asked for."""
 
     def __init__(self) -> None:
         super().__init__()
         self.asked = Counter[tuple[str, ...]]()
 
-    def part(self, index: int, items: Collection[str]) -> dict[str, Any]:
+    def part(self, index: int, kinds: Sequence[str]) -> dict[str, Any]:
         """A sample with these items alone."""
-        self.asked[tuple(items)] += 1
+        self.asked[tuple(kinds)] += 1
         sample = super().__getitem__(index)
-        return sample if "images" in items else {key: sample[key] for key in sample if key != "images"}
+        return sample if "images" in kinds else {key: sample[key] for key in sample if key != "images"}
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         raise AssertionError("parts are asked for")
 
 
 @pytest.mark.parametrize("readers", [0, 1])
-def test_a_device_asks_for_the_items_that_it_computes_with(readers: int) -> None:
+@pytest.mark.parametrize("name", ["disjoint", "one device"])
+def test_a_module_asks_for_the_items_that_it_computes_with(name: str, readers: int) -> None:
     data = Parts()
-    for losses in train(PLACEMENTS["disjoint"], data, readers=readers).values():
+    for losses in train(PLACEMENTS[name], data, readers=readers).values():
         assert losses == pytest.approx(reference()[0], abs=1e-12)
     having = sum(map(bool, data.counts["images"]))
     if not readers:  # else the first ones are read again, alone
         assert data.asked == {(): len(data), ("images",): having}
     assert set(data.asked) == {(), ("images",)}
+
+
+class Drawn(Parts):
+    """Crops each image at random, and draws the first word after that."""
+
+    def part(self, index: int, kinds: Sequence[str]) -> dict[str, Any]:
+        """A sample with these items alone, as it is drawn."""
+        sample = super().part(index, kinds)
+        for image in sample.get("images", ()):
+            image += torch.rand(1)
+        sample["inputs"][0] = torch.randint(2, 30, ())
+        return sample
+
+
+def test_draws_in_a_part_are_alike_whoever_asks_for_it() -> None:
+    seen = [
+        train(PLACEMENTS[name], Drawn())["a/0"]
+        for name in ("one device", "disjoint", "tp 2 to tp 2, pp 3", "partly shared, unequal")
+    ]
+    for losses in seen[1:]:
+        assert losses == pytest.approx(seen[0], abs=1e-12)
 
 
 class Sized(Captions):
@@ -129,15 +153,53 @@ def test_items_are_dealt_by_the_rows_that_the_dataset_says() -> None:
     assert sorted(dealt) == sorted(size for sizes in data.rows["images"] for size in sizes)
 
 
-def test_rows_that_do_not_fit_the_counts_are_refused() -> None:
-    data = Sized()
-    wrong = next(index for index, count in enumerate(data.counts["images"]) if count == 3)
+def test_rows_that_do_not_fit_a_sample_end_its_own_step_on_all_ranks() -> None:
+    data, plan = Sized(), PLACEMENTS["disjoint"]
+    third = make_recipe().sampler.samples(2)
+    wrong = next(index for index in third if data.counts["images"][index] == 2)
     data.rows["images"][wrong].pop()
-    with pytest.raises(ValueError, match=f"sample {wrong} has 3 images, and its rows have 2 numbers"):
-        train(PLACEMENTS["one device"], data)
-    data.rows["images"].pop()
-    with pytest.raises(ValueError, match="give it one for each"):
-        train(PLACEMENTS["one device"], data)
+
+    def refused(memory: Any) -> None:
+        recipe = replace(make_recipe(), dataset=data)
+        layouts = Layouts(recipe.model.specs, plan)
+        engine = Engine(recipe, layouts, memory, unpaced)
+        engine.adopt(first_state(recipe.model, layouts, memory.me, SEED))
+        for step in range(2):
+            engine.step(step, lambda: 0, lambda: 0)
+        with pytest.raises(SampleError, match="say that it has 2 images, and its rows have 1 numbers"):
+            engine.step(2, lambda: 0, lambda: 0)
+
+    run_threads(plan.members, refused)
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_rank_whose_dataset_has_other_rows_is_named(steps: int) -> None:
+    """Before any rank waits for another one: by its first step, or by the vote of the step before."""
+    plan = PLACEMENTS["zero 1"]
+
+    def refused(memory: Any) -> str:
+        data = Sized()
+        if memory.me == "b/0":
+            images = make_recipe().sampler.samples(0 if steps == 1 else 2)
+            for index in images:
+                data.rows["images"][index] = [size + 1 for size in data.rows["images"][index]]
+        recipe = replace(make_recipe(), dataset=data)
+        layouts = Layouts(recipe.model.specs, plan)
+        engine = Engine(recipe, layouts, memory, unpaced)
+        engine.adopt(first_state(recipe.model, layouts, memory.me, SEED))
+        for step in range(steps - 1):
+            engine.step(step, lambda: 0, lambda: 0)
+        with pytest.raises(LedgerError) as refusal:
+            engine.step(steps - 1, lambda: 0, lambda: 0)
+        return str(refusal.value)
+
+    for said in run_threads(plan.members, refused).values():
+        assert (
+            "b/0 deal the samples otherwise" in said
+            if steps == 1
+            else "have another batch plan for step 2" in said
+        )
+        assert "other lengths, counts or rows" in said
 
 
 def test_tokens_of_a_sample_are_those_of_its_text() -> None:
@@ -150,7 +212,7 @@ def test_tokens_of_a_sample_are_those_of_its_text() -> None:
 
 
 class Unreadable(Captions):
-    """One sample of the first step raises."""
+    """One sample of the first step raises, as a whole or where its images are asked for."""
 
     def __init__(self, images: int) -> None:
         super().__init__()
@@ -163,11 +225,33 @@ class Unreadable(Captions):
         return super().__getitem__(index)
 
 
-@pytest.mark.parametrize("name", ["one device", "disjoint", "all samples in one micro-batch"])
-@pytest.mark.parametrize("images", [0, 2])
-def test_a_sample_that_cannot_be_read_is_named_on_all_ranks(name: str, images: int) -> None:
-    """What stands in for its text and for its images fits together."""
-    data, plan = Unreadable(images), PLACEMENTS[name]
+class NoImage(Unreadable):
+    """Its text can be read."""
+
+    def part(self, index: int, kinds: Sequence[str]) -> dict[str, Any]:
+        """A sample with these items alone."""
+        if kinds:
+            return self[index]
+        sample = Captions.__getitem__(self, index)
+        return {key: sample[key] for key in sample if key != "images"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "one device",
+        "disjoint",
+        "all samples in one micro-batch",
+        "tp 2 to tp 2, pp 3",
+        "both in stages on the same devices",
+    ],
+)
+@pytest.mark.parametrize(("kind", "images"), [(Unreadable, 0), (Unreadable, 3), (NoImage, 3)])
+def test_a_sample_that_cannot_be_read_is_named_on_all_ranks(
+    name: str, kind: type[Unreadable], images: int
+) -> None:
+    """What stands in for its text, or for an image, does not fit the rest: no other sample has three images."""
+    data, plan = kind(images), PLACEMENTS[name]
 
     def refused(memory: Any) -> None:
         recipe = replace(make_recipe(micro_batch=plan.micro_batch), dataset=data)
@@ -179,13 +263,6 @@ def test_a_sample_that_cannot_be_read_is_named_on_all_ranks(name: str, images: i
         assert refusal.value.index == data.wrong
 
     run_threads(plan.members, refused)
-
-
-def test_a_sample_for_which_nothing_stands_in_is_named() -> None:
-    """No other one has three images."""
-    data = Unreadable(3)
-    with pytest.raises(NothingRead, match=f"sample {data.wrong} of the dataset.*bad sector"):
-        train(PLACEMENTS["one device"], data)
 
 
 def test_the_next_step_is_made_beside_the_update(monkeypatch: pytest.MonkeyPatch) -> None:

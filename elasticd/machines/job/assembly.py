@@ -5,6 +5,8 @@ A torchrun has a place: its node's name, or, where each device has a torchrun of
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 import msgspec
 from elasticd_planner.readable import counted
 from elasticd_planner.spec.cluster import node_of
@@ -18,7 +20,7 @@ from elasticd.machines.job.lifecycle.stop_request import BY_REQUEST
 from elasticd.machines.job.lost_workers import lost
 from elasticd.machines.job.state.job_state import JobPhase, JobState, Joiner, Worker, stranger
 from elasticd.machines.job.state.transaction import Turn
-from elasticd.records import JobSpec, Thrown
+from elasticd.records import JobSpec, ModuleSpec, Thrown
 from elasticd.version import __version__
 from elasticd.wire.coordinator import FromClient, Unread, WorkerLost
 from elasticd.wire.rendezvous import Join, Joined, Leave, WorkerFailure
@@ -510,20 +512,28 @@ def _of_release(release: str) -> str:
 
 
 def with_known_bytes(spec: JobSpec, earlier: JobSpec | None) -> JobSpec:
-    """A worker's spec with the bytes that another worker of the job measured, where there are some: one worker
-    measures, and the first that says so is believed."""
-    if earlier is None or earlier.measured_bytes is None:
+    """A worker's spec with what the first worker of the job that says it is believed in: the bytes that one
+    worker measures, and the rows of an item, which may be drawn with each reading."""
+    if earlier is None:
         return spec
-    return msgspec.structs.replace(spec, measured_bytes=earlier.measured_bytes)
+    rows = {module.name: module.rows_an_item for module in earlier.modules}
+    modules = tuple(
+        msgspec.structs.replace(module, rows_an_item=rows.get(module.name, module.rows_an_item))
+        for module in spec.modules
+    )
+    known = spec.measured_bytes if earlier.measured_bytes is None else earlier.measured_bytes
+    return msgspec.structs.replace(spec, measured_bytes=known, modules=modules)
 
 
 def difference(ours: JobSpec, theirs: JobSpec) -> str:
     """What differs in the training of two specs, in words; an empty string if they train alike, whichever
     release wrote them."""
-    told = []
+    told = list[str]()
     for name in ours.__struct_fields__:
         mine, other = getattr(ours, name), getattr(theirs, name)
-        if mine == other or name in ("version", "peers", "measured_bytes"):
+        if name == "modules":
+            told += _module_differences(mine, other)
+        if mine == other or name in ("version", "peers", "measured_bytes", "modules"):
             continue
         if name == "profile":
             told.append("the profile differs: give every node the same file")
@@ -540,3 +550,18 @@ def difference(ours: JobSpec, theirs: JobSpec) -> str:
         else:
             told.append(f"{name} is {other}, not {mine}")
     return ", ".join(told)
+
+
+def _module_differences(ours: Sequence[ModuleSpec], theirs: Sequence[ModuleSpec]) -> Iterator[str]:
+    """What differs in the modules of two specs, in words. The rows of an item may."""
+    names = [[module.name for module in modules] for modules in (ours, theirs)]
+    if names[0] != names[1]:
+        yield f"its modules are {', '.join(names[1])}, not {', '.join(names[0])}"
+        return
+    for mine, other in zip(ours, theirs, strict=True):
+        for name in mine.__struct_fields__:
+            was, now = getattr(mine, name), getattr(other, name)
+            if was == now or name == "rows_an_item":
+                continue
+            values = "" if name == "model" else f": {now}, not {was}"
+            yield f"module {mine.name} differs in {name}{values}"

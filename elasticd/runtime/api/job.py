@@ -6,7 +6,7 @@ import atexit
 import logging
 import os
 import weakref
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from functools import partial
 from numbers import Real
 from types import TracebackType
@@ -442,7 +442,7 @@ class Job(RankInfo):
         feed = self._recipe.feed
         if not isinstance(feed, Mapped):
             raise RuntimeError("a stream's samples are trained on in its own order: loop over job.steps(total)")
-        if self._recipe.model.graph is not None and any(not isinstance(each, int) for each in batch):
+        if self._recipe.model.graph is not None and any(isinstance(each, Mapping) for each in batch):
             raise ValueError(
                 "a model of several modules takes the batch of job.step as indices of the dataset, whose "
                 "counts say how many items each sample has; samples themselves were given"

@@ -13,8 +13,9 @@ from elasticd_planner.value import Invalid
 
 from elasticd.records import ModuleSpec
 from elasticd.runtime.api.evaluation import HeldOut
-from elasticd.runtime.data.collate import pad
-from elasticd.runtime.data.loader import item_counts, item_rows
+from elasticd.runtime.data.collate import Unlike, pad
+from elasticd.runtime.data.loader import item_counts, item_rows, items_of
+from elasticd.runtime.data.prefetch import SampleError
 from elasticd.runtime.data.stream import Stream
 from elasticd.runtime.engine.mixed_precision import converted
 from elasticd.runtime.engine.recipe import Recipe
@@ -113,7 +114,19 @@ def _rows(recipe: Recipe, module: Module, counts: Sequence[int]) -> float:
     first = next((index for index, count in enumerate(counts) if count), None)
     if first is None:
         return 0.0
-    x: Any = converted(pad([dataset[first][module.items][0]]), lambda tensor: tensor.to("meta"))
+    part = getattr(dataset, "part", None)
+    sample = dataset[first] if part is None else part(first, (module.items,))
+    try:
+        item = items_of(sample, first, module.items, counts)[0]
+        batch = pad([item])
+    except SampleError as error:
+        raise ValueError(str(error)) from None
+    except Unlike as error:
+        raise ValueError(
+            f"sample {first} of the dataset: {module.items}[0] must be a tensor, or a mapping of tensors, of "
+            f"equal shape in every one: {error}"
+        ) from None
+    x: Any = converted(batch, lambda tensor: tensor.to("meta"))
     try:
         with torch.no_grad():
             for section in module.sections.values():

@@ -19,7 +19,14 @@ from torch import Tensor
 
 from elasticd.runtime.data.collate import Batch, Collate, Unlike, fresh, pad, untokenized
 from elasticd.runtime.data.packing import blank, pack
-from elasticd.runtime.data.prefetch import Dataset, NothingRead, SampleError
+from elasticd.runtime.data.prefetch import (
+    NO_ROWS,
+    Dataset,
+    NothingRead,
+    SampleError,
+    SampleKey,
+    SamplePart,
+)
 from elasticd.runtime.data.sample_ledger import entries
 from elasticd.runtime.data.step_samples import Samples
 from elasticd.runtime.model.batch_format import BatchFormat
@@ -61,9 +68,15 @@ def item_counts(dataset: object, items: str) -> Sequence[int]:
     """
     known = getattr(dataset, "counts", None)
     if not isinstance(known, Mapping) or items not in known:
+        kind, wraps = type(dataset).__name__, hasattr(getattr(dataset, "dataset", None), "counts")
+        own = (
+            f"; {kind} does not pass on that of the dataset that it is made of, nor rows and part"
+            if wraps
+            else ""
+        )
         raise ValueError(
             f"the dataset does not say how many {items} each sample has: give it an attribute counts, as in "
-            f"dataset.counts = {{{items!r}: [2, 0, 1, ...]}}, with a number for each sample"
+            f"dataset.counts = {{{items!r}: [2, 0, 1, ...]}}, with a number for each sample, by its index{own}"
         )
     counts: Sequence[int] = known[items]
     if isinstance(dataset, Sized) and len(counts) != len(dataset):
@@ -104,7 +117,8 @@ def item_sizes(dataset: object, items: str, samples: Iterable[int]) -> ItemSizes
     """What a dataset says of the items of some samples.
 
     Raises:
-        ValueError: as `item_counts` and `item_rows`; or a sample has more or less rows than items.
+        ValueError: as `item_counts` and `item_rows`.
+        SampleError: a sample's rows do not fit its items.
     """
     counts = item_counts(dataset, items)
     mine = {sample: int(counts[sample]) for sample in samples}
@@ -112,9 +126,15 @@ def item_sizes(dataset: object, items: str, samples: Iterable[int]) -> ItemSizes
         return ItemSizes(mine, None)
     for sample, count in mine.items():
         if len(rows[sample]) != count:
-            raise ValueError(
-                f"the dataset's counts say that sample {sample} has {count} {items}, and its rows have "
-                f"{len(rows[sample])} numbers: give the rows of each"
+            raise SampleError(
+                sample,
+                f"the dataset's counts say that it has {count} {items}, and its rows have {len(rows[sample])} "
+                "numbers: give the rows of each",
+                NO_ROWS,
+            )
+        if any(int(each) < 1 for each in rows[sample]):
+            raise SampleError(
+                sample, f"its rows are {list(rows[sample])}: each of its {items} has 1 at least", NO_ROWS
             )
     known = {SampleItem(each, at): int(size) for each in mine for at, size in enumerate(rows[each])}
     return ItemSizes(mine, known)
@@ -139,8 +159,9 @@ def sample_tokens(
     if count == 0:
         raise ValueError("dataset is empty: it must hold at least one sample")
     total, items = 0, getattr(dataset, "counts", None) or ()
+    part = getattr(dataset, "part", None) if items else None
     for index in range(count):
-        sample = dataset[index]
+        sample = dataset[index] if part is None else part(index, ())
         if items and isinstance(sample, Mapping):
             sample = {key: part for key, part in sample.items() if key not in items}
         tokens = reads.tokens(sample) if reads is not None else 0
@@ -196,7 +217,7 @@ class Loader:
         drawing: Drawing | None = None,
         *,
         counts: Mapping[str, Sequence[int]] | None = None,
-        checked: bool = True,
+        part: Collection[str] | None = None,
     ) -> None:
         """
         Args:
@@ -206,23 +227,24 @@ class Loader:
             drawing: keys what `collate` and the dataset draw; None: by no seed and no step.
             counts: of the items that other modules take, and that batches have not: by key of the sample how
                 many each sample has, by its id.
-            checked: whether samples must have as many; False: they may be read without their items.
+            part: the kinds of items that samples are read with, by the dataset's method `part`; None: samples
+                are read whole.
         """
         self._reader, self._collate, self._reads = reader, reading(reads, collate), reads
         self._drawing = drawing if drawing is not None else Drawing()
         self._own = collate is not pad  # it may draw, and change its samples
-        self._items, self._checked = counts or {}, checked
+        self._items, self._part = counts or {}, None if part is None else tuple(part)
         self.asked: list[int] = []
         self.failure: SampleError | None = None
+        self.stood_in = False  #: in the last batch something has the place of what could not be read
 
-    def prepare(self, ids: Sequence[int], items: Collection[str] | None = None) -> None:
-        """Has these samples read ahead, in this order, and drops all others that were.
+    def key(self, index: int) -> SampleKey:
+        """A sample, or the part of it, that is read for it."""
+        return index if self._part is None else SamplePart(index, self._part)
 
-        Args:
-            ids: of the samples.
-            items: see `Samples.want`.
-        """
-        self._reader.want(ids, items)
+    def prepare(self, keys: Sequence[SampleKey]) -> None:
+        """Has these samples read ahead, in this order, and drops all others that were."""
+        self._reader.want(keys)
 
     def batch(self, micro_batch: MicroBatch, *, packed: bool = False) -> Batch:
         """The batch of these samples, padded or packed in one row.
@@ -231,12 +253,13 @@ class Loader:
             NothingRead: none of them can be read, and no other one can take their place.
         """
         self.asked += entries(micro_batch, packed=packed)
+        self.stood_in = False
         found: dict[int, Any] = {}
         for place, piece in enumerate(micro_batch):
             try:
                 found[place] = self._sample(piece.sample)
             except SampleError as error:
-                self.failure = self.failure or error
+                self._fail(error)
         return self._packed(found, micro_batch) if packed else self._padded(found, micro_batch)
 
     def _sample(self, index: int) -> Any:
@@ -247,28 +270,25 @@ class Loader:
         """
         sample = self._read(index)
         if self._items:
-            for key, counts in self._items.items() if self._checked else ():
-                items_of(sample, index, key, counts)
+            for key, counts in self._items.items():
+                if self._part is None or (isinstance(sample, Mapping) and key in sample):
+                    items_of(sample, index, key, counts)
             if isinstance(sample, Mapping):
                 sample = {key: part for key, part in sample.items() if key not in self._items}
         return fresh(sample) if self._own else sample
 
     def _read(self, index: int) -> Any:
         """A sample as the dataset has it."""
-        sample = self._reader.take(index) if not self._reader.here else None
+        key = self.key(index)
+        sample = self._reader.take(key) if not self._reader.here else None
         if self._reader.here:  # perhaps found by taking that one
             with self._drawing.keyed(DATASET, (index,)):
-                sample = self._reader.take(index)
+                sample = self._reader.take(key)
         return sample
 
     def _padded(self, found: dict[int, Any], micro_batch: MicroBatch) -> Batch:
         count = len(micro_batch)
-        if self._items and len(found) < count:
-            for place, piece in enumerate(micro_batch):
-                if place not in found:
-                    found[place] = self._stand_in(self._sample, piece.sample)
-            found = {place: found[place] for place in range(count)}
-        elif len(found) < count:
+        if len(found) < count:
             # The same one on every member of a TP group, since they read the same samples.
             stand_in = next(iter(found.values())) if found else self._stand_in(self._sample)
             found = {place: found[place] if place in found else fresh(stand_in) for place in range(count)}
@@ -315,36 +335,26 @@ class Loader:
 
     def _refuse(self, error: Exception, micro_batch: MicroBatch) -> None:
         """Notes that these samples make no batch, unless an earlier failure is noted."""
-        if self.failure is None:
-            place = error.place if isinstance(error, Unlike) else 0
-            why = str(error) if isinstance(error, Unlike) else f"collate: {described(error)}"
-            self.failure = SampleError(micro_batch[place].sample, why)
-            self.failure.__cause__ = error
+        place = error.place if isinstance(error, Unlike) else 0
+        why = str(error) if isinstance(error, Unlike) else f"collate: {described(error)}"
+        failure = SampleError(micro_batch[place].sample, why)
+        failure.__cause__ = error
+        self._fail(failure)
 
-    def _stand_in(self, make: Callable[[int], Any], like: int | None = None) -> Any:
+    def _fail(self, failure: SampleError) -> None:
+        """Notes that something stands in for a sample."""
+        self.failure, self.stood_in = self.failure or failure, True
+
+    def _stand_in(self, make: Callable[[int], Any], among: Iterable[int] = range(_STAND_INS)) -> Any:
         """What `make` gives of the first sample of the dataset that it can use, among a few.
-
-        Args:
-            make: gets the index of a sample.
-            like: of the sample in whose place it is used: one with as many items of each kind, so that all
-                modules, which find the same one, go on with parts that fit each other.
 
         Raises:
             NothingRead: it can use none.
         """
-        for index in self._alike(like):
+        for index in among:
             with suppress(Exception):
                 return make(index)
         raise NothingRead(f"{self.failure}; nor can any of the first samples stand in for it") from self.failure
-
-    def _alike(self, index: int | None) -> Iterator[int]:
-        """The first samples that have as many items as this one."""
-        counts = [*self._items.values()]
-        if index is None or not counts:
-            return iter(range(_STAND_INS))
-        number = len(counts[0])
-        same = (other for other in range(number) if all(each[other] == each[index] for each in counts))
-        return islice((other for other in same if other != index), _STAND_INS)
 
     def take(self) -> tuple[list[int], SampleError | None]:
         """The ids asked for since the last call, in order, and the first failure among them."""
@@ -373,7 +383,12 @@ class ItemLoader(Loader):
     """Makes the batches of a module of items, an item each: tensors [1, ...]."""
 
     def __init__(
-        self, reader: Samples, key: str, counts: Mapping[str, Sequence[int]], drawing: Drawing
+        self,
+        reader: Samples,
+        key: str,
+        counts: Mapping[str, Sequence[int]],
+        drawing: Drawing,
+        part: Collection[str] | None,
     ) -> None:
         """
         Args:
@@ -381,9 +396,10 @@ class ItemLoader(Loader):
             key: under which a sample has the module's items, a list.
             counts: of each kind of items: how many each sample has, by its id.
             drawing: keys what the dataset draws.
+            part: see `Loader`.
         """
-        super().__init__(reader, pad, None, drawing, counts=counts, checked=False)
-        self._key = key
+        super().__init__(reader, pad, None, drawing, counts=counts, part=part)
+        self._kind = key
 
     def batch(self, micro_batch: Sequence[Any], *, packed: bool = False) -> Batch:
         """The batch of these items (`SampleItem`), which are of one shape.
@@ -392,31 +408,27 @@ class ItemLoader(Loader):
             NothingRead: one cannot be read, and no other one can take its place.
         """
         self.asked += entries(micro_batch, packed=packed)
+        self.stood_in = False
         found = []
         for item in micro_batch:
             try:
                 found.append(self._item(item.sample, item.number))
             except SampleError as error:
-                self.failure = self.failure or error
-                found.append(self._other(item))
+                self._fail(error)
+                found.append(self._other())
         try:
             return pad(found)
         except Unlike as error:
             item = micro_batch[0]
-            self.failure = self.failure or SampleError(
-                item.sample,
-                f"{self._key}[{item.number}] is no tensor, nor a mapping of tensors: {error.args[0]}",
-            )
-            return pad([self._other(item)])
+            why = f"{self._kind}[{item.number}] is no tensor, nor a mapping of tensors: {error.args[0]}"
+            self._fail(SampleError(item.sample, why))
+            return pad([self._other()])
 
-    def _other(self, item: SampleItem) -> Any:
-        """The same item of another sample, which can be read."""
-
-        def of(index: int) -> Any:
-            return pad([self._item(index, item.number)])[0]
-
-        return self._stand_in(of, item.sample)
+    def _other(self) -> Any:
+        """The first item of the dataset that can be read, among a few."""
+        having = (index for index, count in enumerate(self._items[self._kind]) if count)
+        return self._stand_in(lambda index: pad([self._item(index, 0)])[0], islice(having, _STAND_INS))
 
     def _item(self, sample: int, number: int) -> Any:
         read = self._read(sample)
-        return items_of(read, sample, self._key, self._items[self._key])[number]
+        return items_of(read, sample, self._kind, self._items[self._kind])[number]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, wait
 from contextlib import nullcontext
 from functools import partial
@@ -34,8 +34,25 @@ class Dataset(Protocol):
     def __getitem__(self, index: int, /) -> Any: ...
 
 
+class SamplePart(NamedTuple):
+    """A part of a sample, which the dataset's method `part` gives."""
+
+    sample: int  #: its index
+    items: tuple[str, ...]  #: the kinds of items (images, say) that it has
+
+
+#: A sample of a dataset by its index, or a part of one.
+SampleKey = int | SamplePart
+
+
+def index_of(key: SampleKey) -> int:
+    """The index of the sample."""
+    return key.sample if isinstance(key, SamplePart) else key
+
+
 #: What may be wrong with a sample.
 UNREAD, NO_ROW = "could not be read", "goes into no packed row"
+NO_ROWS = "cannot be dealt"
 
 
 class SampleError(RuntimeError):
@@ -74,32 +91,23 @@ class SampleReader:
         self._dataset = dataset
         self._threads = reading_threads(threads) if isinstance(threads, int) else threads
         self.here = self._threads is None
-        self._items: frozenset[str] | None = None  # that samples are read with; None: with all
         self._reads = 0
         self._judged = False  # a sample that was taken had been read alone
-        self._wanted: dict[int, deque[Future[_Read]]] = {}
+        self._wanted: dict[SampleKey, deque[Future[_Read]]] = {}
 
-    def want(self, indices: Iterable[int], items: Collection[str] | None = None) -> None:
+    def want(self, keys: Iterable[SampleKey]) -> None:
         """Reads these samples ahead, as often as they are named, and drops all others. What stays wanted is not
-        read again.
-
-        Args:
-            indices: of the samples.
-            items: see `elasticd.runtime.data.step_samples.Samples.want`.
-        """
-        if (kinds := None if items is None else frozenset(items)) != self._items:
-            self._drop()
-            self._items = kinds
+        read again."""
         if self.here:
             return
-        wanted: dict[int, deque[Future[_Read]]] = defaultdict(deque)
-        for index in indices:
-            ahead = self._wanted.get(index)
-            wanted[index].append(ahead.popleft() if ahead else self._ask(index))
+        wanted: dict[SampleKey, deque[Future[_Read]]] = defaultdict(deque)
+        for key in keys:
+            ahead = self._wanted.get(key)
+            wanted[key].append(ahead.popleft() if ahead else self._ask(key))
         self._drop()
         self._wanted = wanted
 
-    def take(self, index: int) -> Any:
+    def take(self, key: SampleKey) -> Any:
         """Waits for a sample. Where `here` became true by it, it drew and is not this sample: take it again.
 
         Raises:
@@ -107,25 +115,23 @@ class SampleReader:
         """
         try:
             if self.here:
-                return self._read(index)
-            ahead = self._wanted.get(index)
-            read = (ahead.popleft() if ahead else self._ask(index)).result()
+                return self._read(key)()
+            ahead = self._wanted.get(key)
+            read = (ahead.popleft() if ahead else self._ask(key)).result()
             if read.drew or not (read.alone or self._judged):  # others draw, or seed, meanwhile
-                read = self._ask(index, alone=True).result()
+                read = self._ask(key, alone=True).result()
             self._judged = True
             if read.drew:
                 self._read_here()
             return read.sample
         except Exception as error:
-            raise SampleError(index, described(error)) from error
+            raise SampleError(index_of(key), described(error)) from error
 
-    @property
-    def _read(self) -> Callable[[int], Any]:
-        """Reads a sample of the dataset."""
-        part = getattr(self._dataset, "part", None)
-        if part is None or self._items is None:
-            return partial(getitem, self._dataset)
-        return partial(part, items=self._items)
+    def _read(self, key: SampleKey) -> Callable[[], Any]:
+        """A function that reads a sample of the dataset."""
+        if isinstance(key, SamplePart):
+            return partial(self._dataset.part, *key)  # type: ignore[attr-defined]
+        return partial(getitem, self._dataset, key)
 
     def _read_here(self) -> None:
         log.info(
@@ -145,12 +151,12 @@ class SampleReader:
                     wait([future])
         self._wanted = {}
 
-    def _ask(self, index: int, *, alone: bool = False) -> Future[_Read]:
+    def _ask(self, key: SampleKey, *, alone: bool = False) -> Future[_Read]:
         assert self._threads is not None
         self._reads += 1
         alone = alone or self._reads <= _ALONE
         watch = alone or self._reads <= _WATCHED or self._reads % _EVERY == 0
-        return self._threads(partial(_watched, self._read, index, watch=watch, alone=alone))
+        return self._threads(partial(_watched, self._read(key), watch=watch, alone=alone))
 
 
 def reading_threads(count: int) -> DaemonThreads | None:
@@ -167,9 +173,9 @@ class _Read(NamedTuple):
     alone: bool  #: nobody seeded or restored one meanwhile, so that `drew` misses nothing
 
 
-def _watched(read: Callable[[int], Any], index: int, *, watch: bool, alone: bool) -> _Read:
+def _watched(read: Callable[[], Any], *, watch: bool, alone: bool) -> _Read:
     if not watch:
-        return _Read(read(index), drew=False, alone=False)
+        return _Read(read(), drew=False, alone=False)
     with STATES if alone else nullcontext(), watching_thread() as draws:
-        sample = read(index)
+        sample = read()
     return _Read(sample, draws.drew, alone)

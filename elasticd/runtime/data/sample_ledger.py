@@ -34,6 +34,17 @@ def entries(micro_batch: MicroBatch | Sequence[SampleItem], *, packed: bool) -> 
     return tuple(chain.from_iterable((piece.sample, piece.start, piece.stop) for piece in pieces))
 
 
+def stand_in(ids: Iterable[int]) -> tuple[int, ...]:
+    """The entries of items in whose place another one passes, since they could not be read: as they travel."""
+    numbers = iter(ids)
+    return tuple(part for sample, number in zip(numbers, numbers, strict=True) for part in (sample, ~number))
+
+
+def without_marks(ids: Sequence[int]) -> Sequence[int]:
+    """Entries of items as the batch plan has them, whatever stands in for them."""
+    return [part if part >= 0 else ~part for part in ids]
+
+
 def draws_of(pieces: Sequence[SequencePiece] | Sequence[SampleItem]) -> Sequence[int]:
     """By what the draws of a pass are keyed: the ids of its samples, or a number of each item."""
     if pieces and isinstance(pieces[0], SampleItem):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+from elasticd.runtime.data.prefetch import SampleKey
 from elasticd.runtime.data.step_samples import Samples
 
 
@@ -18,43 +19,42 @@ class SharedSamples:
     def __init__(self, reader: Samples) -> None:
         """
         Args:
-            reader: gives samples by their ids.
+            reader: gives samples.
         """
         self._reader = reader
-        self._uses: Counter[int] = Counter()  # that are still to come in the step
-        self._kept: dict[int, Any] = {}
+        self._uses: Counter[SampleKey] = Counter()  # that are still to come in the step
+        self._kept: dict[SampleKey, Any] = {}
 
     @property
     def here(self) -> bool:
         """True where a sample is read by the thread that takes it."""
         return self._reader.here
 
-    def want(self, indices: Sequence[int], items: Collection[str] | None = None) -> None:
+    def want(self, keys: Sequence[SampleKey]) -> None:
         """Has the samples of these uses, those of one step, read ahead in this order.
 
         Args:
-            indices: a sample as often as it is used.
-            items: see `Samples.want`.
+            keys: of a sample as often as it is used.
         """
-        self._uses, self._kept = Counter(indices), {}
-        self._reader.want([*self._uses], items)
+        self._uses, self._kept = Counter(keys), {}
+        self._reader.want([*self._uses])
 
-    def take(self, index: int) -> Any:
+    def take(self, key: SampleKey) -> Any:
         """Waits for a sample. Whoever takes it does not change it, since others may get the same object.
 
         Raises:
             SampleError: it cannot be read.
         """
-        self._uses[index] -= 1
-        if index in self._kept:
-            sample = self._kept[index]
+        self._uses[key] -= 1
+        if key in self._kept:
+            sample = self._kept[key]
         else:
             here = self._reader.here
-            sample = self._reader.take(index)
+            sample = self._reader.take(key)
             if self._reader.here != here:  # it is not the sample, and is taken again
-                self._uses[index] += 1
+                self._uses[key] += 1
                 return sample
-            self._kept[index] = sample
-        if self._uses[index] <= 0:
-            del self._kept[index]
+            self._kept[key] = sample
+        if self._uses[key] <= 0:
+            del self._kept[key]
         return sample

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import partial
 from numbers import Integral
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from elasticd.runtime.comm.groups import Group
 from elasticd.runtime.data.packing import Packing, deal, row_tokens
-from elasticd.runtime.data.prefetch import SampleError
+from elasticd.runtime.data.prefetch import SampleError, SampleKey, index_of
 
 #: Steps whose given batch is kept: the current one, and the one before, whose end may be heard late.
 _REMEMBERED = 2
@@ -38,16 +38,10 @@ class Samples(Protocol):
     def here(self) -> bool:
         """True where a sample is read by the thread that takes it."""
 
-    def want(self, indices: Sequence[int], items: Collection[str] | None = None) -> None:
-        """Has these samples read ahead, and drops all others.
+    def want(self, keys: Sequence[SampleKey]) -> None:
+        """Has these samples read ahead, and drops all others."""
 
-        Args:
-            indices: their ids.
-            items: the kinds of items that are needed of them (images, say), where the dataset can leave the
-                others out, by its method `part`; None: all.
-        """
-
-    def take(self, index: int) -> Any:
+    def take(self, key: SampleKey) -> Any:
         """Waits for a sample. Raises SampleError if it cannot be read."""
 
 
@@ -133,12 +127,12 @@ class Mapped:
         """True where samples of the dataset are read by the thread that takes them."""
         return self._reader.here and (self._now is None or self._now.held is None)
 
-    def want(self, indices: Sequence[int], items: Collection[str] | None = None) -> None:
+    def want(self, keys: Sequence[SampleKey]) -> None:
         """Reads samples of the dataset ahead."""
         if self._now is None or self._now.held is None:
-            self._reader.want(indices, items)
+            self._reader.want(keys)
 
-    def take(self, index: int) -> Any:
+    def take(self, key: SampleKey) -> Any:
         """A sample of the current step.
 
         Raises:
@@ -146,8 +140,8 @@ class Mapped:
         """
         held = self._now.held if self._now is not None else None
         if held is None:
-            return self._reader.take(index)
-        if index >= len(held):
+            return self._reader.take(key)
+        if (index := index_of(key)) >= len(held):
             raise SampleError(index, "it is not in the batch that was given")
         return held[index]
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,7 +28,7 @@ from torch import Tensor
 from elasticd.runtime.comm.groups import Group
 from elasticd.runtime.data.collate import untokenized
 from elasticd.runtime.data.packing import Packing, deal, row_tokens
-from elasticd.runtime.data.prefetch import UNREAD, SampleError
+from elasticd.runtime.data.prefetch import UNREAD, SampleError, SampleKey, index_of
 from elasticd.runtime.model.batch_format import BatchFormat
 from elasticd.runtime.model.rng import watching_thread
 from elasticd.runtime.threads import DaemonThreads
@@ -130,19 +130,19 @@ class Streamed:
         self._tokens: tuple[int, ...] = ()
         self.longest = 0
 
-    def want(self, indices: Sequence[int], items: Collection[str] | None = None) -> None:
+    def want(self, keys: Sequence[SampleKey]) -> None:
         """Does nothing: the samples of a step come when it begins."""
 
-    def take(self, index: int) -> Any:
+    def take(self, key: SampleKey) -> Any:
         """A sample of the step that has begun.
 
         Raises:
             SampleError: this rank did not receive it.
         """
         try:
-            return self._held[index]
+            return self._held[index_of(key)]
         except KeyError:
-            raise SampleError(index, "it was not handed to this rank") from None
+            raise SampleError(index_of(key), "it was not handed to this rank") from None
 
     def samples(self, step: int) -> tuple[int, ...]:
         """The ids of a step."""

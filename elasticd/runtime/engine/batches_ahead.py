@@ -83,6 +83,7 @@ class BatchesAhead:
             seconds: that blocks computed on each rank, the same on all of them.
         """
         if not self._feed.packed:
+            self._compared = batch.step + 1
             return
         spent = [0.0] * len(self._speeds.lanes)
         for lane, each in zip(self._lanes, seconds, strict=False):  # carriers compute nothing

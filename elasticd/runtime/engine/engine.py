@@ -492,7 +492,7 @@ class Engine:
                 reached=self._reached(),
                 seconds=self._telemetry.block_seconds() if batch.packed else 0.0,
                 items=self._several.ratios() if self._several is not None else b"",
-                next=after.digest if (after := self._batches.next(step)) is not None and after.packed else 0,
+                next=self._digest(self._batches.next(step)),
             )
             outcome = self._vote.vote(record, self._expected(batch))
             outcome = replace(outcome, vote=self.guard.judged(outcome.vote))
@@ -525,6 +525,12 @@ class Engine:
                 item_slowdowns=self._several.slowdowns() if self._several is not None else None,
             )
             return StepDone(outcome=outcome, samples=batch.samples(), measurement=measurement)
+
+    def _digest(self, after: BatchPlan | None) -> int:
+        """`RankRecord.next`. Padded batches of a model of one module follow from the step's number alone."""
+        if self._several is not None:
+            return self._several.digest(after)
+        return after.digest if after is not None and after.packed else 0
 
     def _seen(self, batch: BatchPlan, samples: int) -> int:
         """`RankRecord.samples`. A packed batch plan is the same on all ranks, as a vote or `_compare` said: a
@@ -577,22 +583,26 @@ class Engine:
         return batch, self.module.run(batch, self._batches.next(step), self.scale)
 
     def _batch(self, step: int) -> BatchPlan:
-        """The batch plan of a step that has begun. A packed one that no vote has compared, of a plan's first
-        step or of samples of the script, is compared now.
+        """The batch plan of a step that has begun. A packed one, and one with items, that no vote has compared,
+        of a plan's first step or of samples of the script, is compared now.
 
         Raises:
-            SampleError: a sample goes into no row; on all ranks.
+            SampleError: a sample goes into no row, or its items cannot be dealt; on all ranks.
             LedgerError: a rank deals otherwise; on all of them.
         """
-        known = not self._recipe.feed.packed or self._batches.compared(step)
+        compares = self._recipe.feed.packed or self._several is not None
+        known = not compares or self._batches.compared(step)
         try:
             batch = self._batches.of(step)
+            if self._several is not None:
+                self._several.make(batch)
         except SampleError:
             if not known:
                 self._compare(step, 0)
             raise
         if not known:
-            self._compare(step, batch.digest >> 1)
+            digest = batch.digest if self._several is None else self._several.digest(batch)
+            self._compare(step, digest >> 1)
         return batch
 
     def _compare(self, step: int, digest: int) -> None:
@@ -602,7 +612,7 @@ class Engine:
             odd = [self.plan.members[rank] for rank, digest in enumerate(digests) if digest != usual]
             raise LedgerError(
                 f"step {step}: {', '.join(odd)} deal the samples otherwise than the others: do their "
-                "nodes have other lengths in the dataset, or another elasticd or NumPy?"
+                "nodes have other lengths, counts or rows in the dataset, or another elasticd or NumPy?"
             )
 
     def _drop(self, rank: int, index: int, mine: SampleError | None) -> NoReturn:

@@ -149,10 +149,10 @@ class ModuleEngine:
         if graph is None:
             return Loader(reader, collate, reads, drawing)
         counts = {items: item_counts(dataset, items) for items in sorted(graph.items)}
-        if items := graph.modules[self.name].items:
-            return ItemLoader(reader, items, counts, drawing)
-        parts = hasattr(dataset, "part")  # samples may come without items
-        return Loader(reader, collate, reads, drawing, counts=counts, checked=not parts)
+        items, parts = graph.modules[self.name].items, hasattr(dataset, "part")
+        if items:
+            return ItemLoader(reader, items, counts, drawing, (items,) if parts else None)
+        return Loader(reader, collate, reads, drawing, counts=counts, part=() if parts else None)
 
     def forward(self, batch: BatchPlan, loader: Loader, loss: Loss) -> Passed:
         """Runs the forward passes of a round of an evaluation, if this device has any.

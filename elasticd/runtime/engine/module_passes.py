@@ -25,6 +25,7 @@ from elasticd_planner.spec.item_batch import ItemBatch
 
 from elasticd.runtime.comm.communicators import Peers
 from elasticd.runtime.data.loader import Loader, item_sizes
+from elasticd.runtime.data.prefetch import SampleError, SampleKey
 from elasticd.runtime.data.sample_ledger import NO_SAMPLES, expected_hash
 from elasticd.runtime.engine.item_border import ItemBorder
 from elasticd.runtime.engine.item_dealing import ItemDealing
@@ -83,8 +84,6 @@ class ModulePasses:
         buckets = {name: module.reducer.queue for name, module in modules.items()}
         self._make = StepMaker(layouts, graph.own, device, recipe.schedule, buckets)
         self._runners = {name: module.runner for name, module in modules.items() if module.runner is not None}
-        #: The kinds of items that this device reads.
-        self._kinds = sorted({self._items[name] for name in self._runners if name in self._items})
         self._device = device
         self._dealing = {name: ItemDealing(layouts.plan, name) for name in self._items}
         self._ratios = struct.Struct(f"<{len(self._items)}d")
@@ -122,15 +121,18 @@ class ModulePasses:
         """Of this device's lanes, by module of items [64ths of what was planned]; 0: shares do not follow."""
         return {name: dealing.slowdown_of(self._device) for name, dealing in self._dealing.items()}
 
-    def _step(self, batch: BatchPlan) -> ModuleStep:
-        """The step of a batch of the training."""
+    def make(self, batch: BatchPlan) -> None:
+        """Makes the step of a batch of the training, if it is not made.
+
+        Raises:
+            SampleError: the dataset has no sizes of a sample's items that fit.
+        """
         if self._now is None or self._now[0] is not batch:
             ahead, self._next = self._next, None
             if ahead is not None and ahead[0] is batch and not ahead[1].cancelled():
                 self._now = batch, ahead[1].result()
             else:
                 self._now = batch, self._making(batch, self._recipe.dataset, backward=True)()
-        return self._now[1]
 
     def look_ahead(self, batch: BatchPlan | None) -> None:
         """Has the next step made in another thread, once the passes of this one are launched.
@@ -138,15 +140,34 @@ class ModulePasses:
         Args:
             batch: of the next step; None: it is not known.
         """
-        if batch is not None and (self._next is None or self._next[0] is not batch):
+        if batch is None or (self._next is not None and self._next[0] is batch):
+            return
+        with suppress(SampleError):  # which the next step raises
             making = self._making(batch, self._recipe.dataset, backward=True)
             self._next = batch, self._recipe.planning(making)
+
+    def digest(self, batch: BatchPlan | None) -> int:
+        """A hash of the items of a step, the same on all ranks that know of the same items; 0: the batch is not
+        known, or a sample of it goes into no batch of items, which its step says.
+
+        Args:
+            batch: of the step that begins, or of the one that `look_ahead` got.
+        """
+        if batch is None:
+            return 0
+        if self._next is not None and self._next[0] is batch and not self._next[1].cancelled():
+            made = self._next[1].result()
+        elif self._now is not None and self._now[0] is batch:
+            made = self._now[1]
+        else:
+            return 0
+        return made.digest
 
     def read_ahead(self) -> None:
         """Has the samples of the next step read from now on, if that step is made."""
         if self._next is not None and (future := self._next[1]).done() and not future.cancelled():
             with suppress(Exception):  # which the next step raises
-                self._recipe.feed.want(list(dict.fromkeys(self._wanted(future.result()))), self._kinds)
+                self._recipe.feed.want(list(dict.fromkeys(self._wanted(future.result()))))
 
     def expected(self, batch: BatchPlan) -> list[int]:
         """The hash of samples and items that each rank is to bring, in rank order, for the batch of the module
@@ -172,7 +193,7 @@ class ModulePasses:
         with ExitStack() as evaluating:
             for name, runner in self._runners.items():
                 evaluating.enter_context(runner.evaluating(loaders[name], loss))
-            loaders[self._own].prepare(self._wanted(step), self._kinds)
+            loaders[self._own].prepare(self._wanted(step))
             return self._run(step)
 
     def run(self, batch: BatchPlan, scale: float) -> Passed:
@@ -182,8 +203,10 @@ class ModulePasses:
             batch: of the module that computes the loss.
             scale: the gradients are those of the loss times this.
         """
-        step = self._step(batch)
-        self._modules[self._own].samples.want(self._wanted(step), self._kinds)
+        assert self._now is not None
+        assert self._now[0] is batch, "made before"
+        step = self._now[1]
+        self._modules[self._own].samples.want(self._wanted(step))
         return self._run(step, scale)
 
     def _run(self, step: ModuleStep, scale: float = 1.0) -> Passed:
@@ -234,13 +257,13 @@ class ModulePasses:
         with runner.running(), nullcontext() if trains else torch.no_grad(), apart:
             yield runner
 
-    def _wanted(self, step: ModuleStep) -> list[int]:
+    def _wanted(self, step: ModuleStep) -> list[SampleKey]:
         """The samples that this device reads, in the order of their uses."""
-        wanted: list[int] = []
+        wanted: list[SampleKey] = []
         for _, each in step.acts:
-            act = each.act
-            if act.what == "pass" and act.kind == "forward" and self._runners[each.module].reads_in(act):
-                wanted += [piece.sample for piece in step.lanes[each.module].micro[act.micro_batch]]
+            act, runner = each.act, self._runners[each.module]
+            if act.what == "pass" and act.kind == "forward" and runner.reads_in(act):
+                wanted += runner.keys_of(step.lanes[each.module].micro[act.micro_batch])
         return wanted
 
 

@@ -6,9 +6,10 @@ which nothing is launched, so it is done beside the update of the step before, w
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
+from functools import reduce
+from operator import attrgetter, xor
 from typing import NamedTuple
 
 from elasticd_planner.cost.schedule import Pass
@@ -50,6 +51,7 @@ class ModuleStep:
     acts: Sequence[tuple[int, ModuleAct]]  #: with their places in the order of all acts
     lanes: Mapping[str, LaneActs]  #: by module that this device is in
     sums: Sequence[GradientSum]  #: in the order in which they are launched
+    digest: int  #: a hash of the batches of all modules, the same on all ranks
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,9 @@ class StepMaker:
                 ],
             )
         sums = sorted(self._sums(order), key=attrgetter("after")) if backward else []
-        return ModuleStep(batches, sorted(mine), lanes, sums)
+        return ModuleStep(
+            batches, sorted(mine), lanes, sums, _together(each.digest for each in batches.values())
+        )
 
     def _sums(self, order: Sequence[ModuleAct]) -> Iterator[GradientSum]:
         """Those of this device, in the sequence of their launches."""
@@ -117,6 +121,10 @@ class StepMaker:
         for name in names:
             for bucket, each in enumerate(self.buckets[name]):
                 yield GradientSum(places[name][each.pieces[-1].name], name, bucket)
+
+
+def _together(digests: Iterable[int]) -> int:
+    return reduce(xor, digests, 0)
 
 
 def _pass(act: Act) -> Pass:

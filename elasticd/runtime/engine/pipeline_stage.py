@@ -22,7 +22,7 @@ from elasticd_planner.cost.schedule import Pass
 from elasticd_planner.layout.channels import Channel
 from elasticd_planner.layout.launches import sums_wait
 from elasticd_planner.layout.pass_order import AHEAD, Act, acts_of_rows, at_once, stage_order
-from elasticd_planner.spec.batch import BatchRow, MicroBatch, ids_of, passes_of_rows
+from elasticd_planner.spec.batch import BatchRow, MicroBatch, SequencePiece, ids_of, passes_of_rows
 from elasticd_planner.spec.item_batch import GroupId, SampleItem
 from elasticd_planner.spec.plan import Plan
 from torch import Tensor
@@ -33,8 +33,15 @@ from elasticd.runtime.comm.communicators import Peers
 from elasticd.runtime.comm.groups import Cancelled, PeerLost
 from elasticd.runtime.comm.running_group import OneDevice, running
 from elasticd.runtime.data.loader import Loader
-from elasticd.runtime.data.prefetch import NothingRead
-from elasticd.runtime.data.sample_ledger import draws_of, entries, hash_items, hash_samples
+from elasticd.runtime.data.prefetch import NothingRead, SampleKey
+from elasticd.runtime.data.sample_ledger import (
+    draws_of,
+    entries,
+    hash_items,
+    hash_samples,
+    stand_in,
+    without_marks,
+)
 from elasticd.runtime.engine.activation_checkpoint import recomputed_blocks
 from elasticd.runtime.engine.captured_passes import CapturedPasses, WholePass
 from elasticd.runtime.engine.compiled_blocks import (
@@ -352,7 +359,7 @@ class StageRunner:
                 try:
                     state, counted = self._forward(act, micro, expected, chunk, graphs)
                 except Exception as error:
-                    self._refuse_stand_in(error)
+                    self._refuse_stand_in(error, index)
                     raise
         step.passed += 1
         self._post_headers(step.order[step.passed + AHEAD : step.passed + 1 + AHEAD], step.expected)
@@ -361,10 +368,12 @@ class StageRunner:
         if torch.is_grad_enabled():  # else there is no backward pass
             step.alive[number, index] = state
             self.most_alive = max(self.most_alive, len(step.alive))
+        if self._of_items:
+            state.ids = without_marks(state.ids)
         if number == 0:
             step.received.extend(state.ids)
             step.tokens += state.tokens
-        elif state.ids != expected:
+        elif tuple(state.ids) != tuple(expected):
             step.unexpected.extend(state.ids)  # so that the vote reports them
         if state.loss is not None and self._position == 0:
             step.losses.append(state.loss.detach())
@@ -445,6 +454,10 @@ class StageRunner:
         if self.reads:
             self._loader.prepare([piece.sample for micro in micro_batches for piece in micro])
 
+    def keys_of(self, pieces: Iterable[SequencePiece | SampleItem]) -> list[SampleKey]:
+        """What is read of the dataset for them."""
+        return [self._loader.key(piece.sample) for piece in pieces]
+
     def reads_in(self, act: Act) -> bool:
         """Returns True if a forward pass reads samples here."""
         chunk = self._chunks[act.chunk]
@@ -503,19 +516,27 @@ class StageRunner:
             parts: list[tuple[SampleItem, Bundle]] = []
             for key in border.needed(self._pipeline, self._lane, index):
                 leaf, ids = border.activation(key)
-                if ids != border.expected(key):
-                    self._step.unexpected.extend(ids)  # so that the vote reports them
+                if ids != (expected := border.expected(key)):
+                    if ids == stand_in(expected):
+                        self._step.stood_in.add(index)
+                    else:
+                        self._step.unexpected.extend(ids)  # so that the vote reports them
                 if border.trained:
                     state.items[key] = leaf
                 for place, item in enumerate(border.groups[key].items):
                     parts.append((item, row_of(leaf, place)))
             outputs[name] = joined(in_order_of(ids_of(micro), parts))
+        if index in self._step.stood_in:
+            # What stands in for the text, or for an item, does not fit the rest. The vote drops the step.
+            outputs = dict.fromkeys(outputs)
         return {**batch, **outputs}
 
     def _read(self, act: Act, micro: MicroBatch, chunk: StageChunk) -> None:
         """Reads the batch of a pass."""
         with self._stopwatch.measure("input"):
             batch = self._loader.batch(micro, packed=bool(self._rows))
+        if self._loader.stood_in:
+            self._step.stood_in.add(act.micro_batch)
         if chunk.before is None:
             self._telemetry.named(batch)
         self._step.batches[act.chunk, act.micro_batch] = converted(batch, self._accelerator.put)
@@ -553,6 +574,8 @@ class StageRunner:
         else:
             if self._takes:
                 x = self._with_items(state, index, micro, batch)
+            if self._of_items and index in self._step.stood_in:
+                state.ids = stand_in(expected)
             telemetry.mark()
             if (
                 self._captured is not None
@@ -573,14 +596,16 @@ class StageRunner:
             self._made[act] = [tensor.detach() for tensor in tensors(x)]
         return state, counted
 
-    def _refuse_stand_in(self, error: Exception) -> None:
-        """Raises NothingRead where a forward pass failed after a sample of the step could not be read: what
-        stands in for it may not fit the parts of samples that other devices read."""
+    def _refuse_stand_in(self, error: Exception, index: int) -> None:
+        """Raises NothingRead where a forward pass failed after a sample of the step could not be read, here or
+        where its items are encoded: what stands in for it may not go through the model."""
         failure = self._loader.failure
-        if failure is not None and not isinstance(error, Cancelled | PeerLost | DeviceLost | NothingRead):
+        failed = failure is not None or index in self._step.stood_in
+        if failed and not isinstance(error, Cancelled | PeerLost | DeviceLost | NothingRead):
+            what = failure or "items of this micro-batch could not be read: see the output of other devices"
             raise NothingRead(
-                f"{failure}; what stands in for it does not go through the model: {described(error)}"
-            ) from failure
+                f"{what}; what stands in for it does not go through the model: {described(error)}"
+            ) from (failure or error)
 
     def _replay(self, state: MicroBatchState, micro: MicroBatch, chunk: StageChunk, batch: Any) -> bool:
         """All passes of a micro-batch as one graph of the device. Returns False where they are to be eager."""

@@ -61,6 +61,7 @@ class StepState:
     alive: dict[tuple[int, int], MicroBatchState] = field(default_factory=dict)
     received: list[int] = field(default_factory=list)
     unexpected: list[int] = field(default_factory=list)
+    stood_in: set[int] = field(default_factory=set)  #: micro-batches of which something could not be read
     losses: list[Tensor] = field(default_factory=list)
     counts: list[float | Tensor] = field(default_factory=list)
     tokens: int = 0

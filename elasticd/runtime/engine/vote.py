@@ -95,7 +95,7 @@ def fold(records: Sequence[tuple[Any, ...]], expected: Sequence[int], trained: i
         odd = [rank for rank, digest in enumerate(every.next) if digest != usual]
         raise LedgerError(
             f"step {step}: ranks {odd} have another batch plan for step {step + 1} than the others: do their "
-            "nodes have other lengths in the dataset, or another elasticd or NumPy?"
+            "nodes have other lengths, counts or rows in the dataset, or another elasticd or NumPy?"
         )
     count, squares = exact_sum(every.targets), exact_sum(every.squares)
     unread = next((rank for rank, index in enumerate(every.failed) if index), None)

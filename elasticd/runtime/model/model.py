@@ -174,11 +174,11 @@ class Model:
                 raise ModelError(f"module {own!r} is a {type(module).__name__}: make it an elasticd.Module")
         owner: dict[int, tuple[str, str]] = {}
         for own, module in modules.items():
-            for name, parameter in module.handed_over.parameters().items():
-                other = owner.setdefault(id(parameter), (own, name))
+            for full, parameter in module.handed_over.parameters().items():
+                other = owner.setdefault(id(parameter), (own, full))
                 if other[0] != own:
                     raise ModelError(
-                        f"{own}.{name} is the same parameter as {'.'.join(other)}: modules share none; give "
+                        f"{own}.{full} is the same parameter as {'.'.join(other)}: modules share none; give "
                         "each its own"
                     )
         graph = ModelGraph({own: module for own, module in modules.items() if isinstance(module, Module)}, name)
