@@ -180,6 +180,30 @@ def test_a_section_that_draws_nothing_by_the_hosts_generators_has_not_their_seed
     assert len(seeded) == 6 + 20
 
 
+TORCH_DRAWS: list[Callable[[], object]] = [
+    lambda: torch.rand(1),
+    lambda: torch.randn(1),  # keeps a second one, which the next call takes
+    lambda: torch.randn(1, dtype=torch.float64),
+    lambda: torch.randint(5, (1,)),
+    lambda: torch.rand(624),  # the place of the next word is the same after it
+    lambda: torch.randperm(3),
+    lambda: torch.bernoulli(torch.tensor(0.5)),
+]
+
+
+@pytest.mark.parametrize("draw", [*TORCH_DRAWS, *HOST_DRAWS])
+def test_each_draw_between_two_looks_is_seen(draw: Callable[[], object]) -> None:
+    with Drawing().kept():
+        for seeded in (True, False):
+            if seeded:
+                rng.seed_all(5)
+            for _ in range(4):
+                passes = rng.UnseededPasses("blocks.0", torch.zeros(1))
+                assert not passes.drew
+                draw()
+                assert passes.drew
+
+
 def test_a_draw_between_sections_is_none_of_the_next_section() -> None:
     drawing, module = Drawing(), Later(lambda: random.gauss(0, 1))
     drawing.repeats = True

@@ -362,8 +362,8 @@ class SeededSection:
 class UnseededPasses:
     """Forward passes of sections, each of which draws nothing as far as is known, without any seed.
 
-    Make one before them. The states of all generators are compared once, after them: if one of the sections
-    drew after all, the passes are repeated with seeds.
+    Make one before them. The generators are looked at once, after them: if one of the sections drew after all,
+    the passes are repeated with seeds.
     """
 
     def __init__(self, sections: str, entered: Any) -> None:
@@ -373,12 +373,15 @@ class UnseededPasses:
             entered: what the first one is called with.
         """
         self._sections, self._again = sections, _again(entered)
-        self._versions, self._changes, self._states = _versions(self._again), _changes, states()
+        self._versions, self._changes, self._torchs = _versions(self._again), _changes, _places()
+        # After a seed of ours a few words of the host's generators say it.
+        self._host = None if host_seeds.undrawn() else _other_states()
 
     @property
     def drew(self) -> bool:
         """True if somebody drew since, or if nobody can tell because generators were seeded meanwhile."""
-        return self._changes != _changes or states() != self._states
+        host = not host_seeds.undrawn() if self._host is None else _other_states() != self._host
+        return host or self._changes != _changes or _places() != self._torchs
 
     def entered(self) -> Any:
         """What the passes are to be repeated with.
@@ -469,6 +472,19 @@ def states() -> list[object]:
     with STATES:
         host, *others = [generator.get_state() for generator in generators()]
     return [*(state.numpy().tobytes() for state in (host[_MARKED:], *others)), *_other_states()]
+
+
+#: Bytes of the state of torch's generator on the CPU that have its words. Before them are the places of the
+#: next ones, and behind them is a second normal draw, which waits for the next call.
+_WORDS = slice(24, 24 + 624 * 8)
+
+
+def _places() -> list[bytes]:
+    """Of the states of torch's generators a few bytes that each draw changes."""
+    with STATES:
+        host, *others = [generator.get_state().numpy() for generator in generators()]
+    parts = host[_MARKED : _WORDS.start + 16], host[_WORDS.stop :]
+    return [part.tobytes() for part in (*parts, *others)]
 
 
 def _other_states() -> HostStates:
