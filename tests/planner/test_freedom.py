@@ -136,6 +136,13 @@ def test_a_slow_device_does_not_hide_the_plan_whose_wide_last_group_has_the_head
     assert not slower(problem, [("without n1/0", without(problem, "n1/0"))])
 
 
+def test_groups_of_mixed_sizes_are_found_in_a_setting_that_is_nearly_the_best_without_them() -> None:
+    problem = drawn(random.Random("771204 few-healthy 15"), FEW, slow=False)
+    space = msgspec.structs.replace(problem.search_space, micro_batches=(1,), states=ZERO[:2], recompute=False)
+    problem = msgspec.structs.replace(problem, search_space=space)
+    assert seconds(problem) < 6.136  # two pipelines of groups of one and of two; regular ones take 6.141
+
+
 def test_more_settings_and_no_pins_are_no_slower_on_a_slow_device() -> None:
     problem = job("Qwen2.5-0.5B", (4, 4, 2), batch=32, tokens=1024, rates={"n0/1": 2.57}, states=ZERO)
     space = problem.search_space

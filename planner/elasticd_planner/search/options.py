@@ -9,8 +9,9 @@ enumerated, until the budget of all enumerations is spent. Otherwise one thing i
 settings are many and a search is long: the running plan's setting first, then micro-batch sizes, recomputation
 and sequence parallelism under the preferred state policy, then the other policies, then the former once more.
 With ZeRO the number of pipelines climbs from that of the best plan so far as long as that helps. Each setting
-but the first is searched briefly, near the best plan's form; the winner is searched thoroughly at the end.
-Every tried setting yields a real plan. The order is deterministic: ties go to the setting listed first.
+but the first is searched briefly, near the best plan's form; the winner is searched thoroughly at the end, of
+few devices also the next best. Every tried setting yields a real plan. The order is deterministic: ties go to
+the setting listed first.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from elasticd_planner.grouping.node_partitions import hosts
 from elasticd_planner.numeric import EQUAL
 from elasticd_planner.problem import Answer, Problem, SearchSpace
 from elasticd_planner.search.infeasible import explain_infeasible, shortage
-from elasticd_planner.search.large import DEEPEST, LargeSearch
+from elasticd_planner.search.large import DEEPEST, SMALL, LargeSearch
 from elasticd_planner.search.refine import Refiner
 from elasticd_planner.search.regular import RegularLayout, regular_layouts
 from elasticd_planner.search.task import Task, UnitProblem, alive
@@ -45,6 +46,10 @@ ALL_NUMBERS = 12
 
 #: So many settings of regular layouts are searched.
 REGULAR = 6
+
+#: A setting that is this much slower (as a fraction) when it is searched briefly may turn out to be the best:
+#: of 16 drawn healthy jobs one whose plan was 0.9 % slower became 0.1 % quicker.
+NEARLY = 0.01
 
 #: A plan's number of pipelines, and the TP size of most of its devices.
 Form = tuple[int, int]
@@ -358,10 +363,20 @@ class OptionOrder:
             self._try(setting, self.settings.regular[setting][0].form)
         if self.best is None or self.settings.slow:
             self._climb()
-        if self.best is not None:
-            setting = self.best[1]
+        for setting in self._finalists():
             del self._known[setting]
             self._try(setting, None)
+
+    def _finalists(self) -> list[Setting]:
+        """The best setting; of few devices, where groups of mixed sizes change most, also the next best with
+        another number of pipelines, where it is near."""
+        if self.best is None:
+            return []
+        seconds, best = self.best
+        limit = seconds * (1 + NEARLY) if len(alive(self.settings.problem)) <= SMALL else 0.0
+        near = [setting for setting in self._known if self._known[setting] <= limit]
+        others = [setting for setting in near if setting.pipelines != best.pipelines]
+        return [best, *sorted(others, key=self._known.__getitem__)[:1]]
 
     def _climb(self) -> None:
         """One thing at a time."""
