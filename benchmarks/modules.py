@@ -16,7 +16,8 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-from _frame import PLANNER, Part, run
+from _frame import PLANNER, TRAINING, Part, run
+from _module_parity import parity_rows
 from _module_plans import plan_rows, planning_rows
 from _results import Row, row
 
@@ -168,6 +169,7 @@ PARTS = {
     "uneven": Part(uneven_rows, PLANNER, {"draws": 2}),
     "plans": Part(plan_rows, PLANNER, {"problems": 1}),
     "planning": Part(planning_rows, PLANNER, {"sizes": 1}),
+    "parity": Part(parity_rows, TRAINING, {"models": 1, "placements": 2}),
 }
 
 if __name__ == "__main__":

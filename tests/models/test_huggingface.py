@@ -241,19 +241,19 @@ def test_what_no_stage_can_do_alike_is_refused_by_name(model: Any, said: str) ->
         elasticd.from_hf(model())
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["Llava", "Gemma3", "Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe", "Qwen3_5", "InternVL", "Mistral3", "Gemma4"],
-)
-def test_a_model_that_takes_images_is_no_model_of_text_alone(name: str) -> None:
-    kind = getattr(transformers, f"{name}ForConditionalGeneration")
-    with torch.device("meta"):
-        model = kind(tiny_config.small(kind.config_class()))
-    said = (
-        rf"^{kind.__name__} takes pixel_values.* beside tokens, .*give its text model by itself, a .*CausalLM"
+@pytest.mark.parametrize("name", ["Fuyu", "Git", "Blip2", "Gemma4"])
+def test_a_model_that_takes_images_is_trained_with_them_or_refused(name: str) -> None:
+    """Never as text alone: neither of the model, nor of its configuration."""
+    config = getattr(transformers, f"{name}Config")()
+    kind = getattr(
+        transformers, f"{name}For{'CausalLM' if name in ('Fuyu', 'Git') else 'ConditionalGeneration'}"
     )
-    with pytest.raises(ModelError, match=said):
-        elasticd.from_hf(model)
+    with torch.device("meta"):
+        model = kind(config)
+    said = "takes .* beside tokens, and would be trained as text|has no vision_config|has no model inside that"
+    for given in (model, config):
+        with pytest.raises(ModelError, match=rf"^{name}\w+ ({said})"):
+            elasticd.from_hf(given)
 
 
 def test_numbers_and_dropouts_of_a_nested_configuration_are_found_and_changed() -> None:

@@ -103,7 +103,7 @@ def test_what_is_added_between_layers_would_be_missed() -> None:
     """The comparison sees it where DeepStack's rows are lost."""
     model = made("Qwen3VL")
     samples, seam, anatomy = samples_of(model)
-    assert seam.deep == 2
+    assert "deep1" in vision_language.rows_of(modules_of(model, anatomy, seam)["vision"], samples[0].images[0])
     modules = modules_of(model, anatomy, seam)
     modules["language"].embed.register_forward_hook(
         lambda module, args, output: {n: x * 0.99 if "deepstack" in n else x for n, x in output.items()}
@@ -116,7 +116,7 @@ def test_images_without_as_many_tokens_are_the_models_own_error() -> None:
     model = made("Llava")
     samples, seam, anatomy = samples_of(model)
     modules, sample = modules_of(model, anatomy, seam), samples[0]
-    rows = modules["vision"].blocks[0](sample.images[0])  # one of two
+    rows = vision_language.rows_of(modules["vision"], sample.images[0])  # one of two
     with pytest.raises(Exception, match="Image features and image tokens do not match"):
         modules["language"].embed({"input_ids": sample.ids, IMAGES: rows})
 
@@ -130,7 +130,7 @@ def test_grids_of_padded_samples_are_those_of_the_images() -> None:
     ids = torch.cat([torch.nn.functional.pad(each.ids, (0, tokens - each.ids.shape[1])) for each in (two, one)])
     grids = torch.zeros(2, 2, 3, dtype=torch.long)
     grids[0], grids[1, :1] = two.beside["image_grid_thw"], one.beside["image_grid_thw"]
-    images = [modules["vision"].blocks[0](image) for image in (*two.images, *one.images)]
+    images = [vision_language.rows_of(modules["vision"], image) for image in (*two.images, *one.images)]
     rows = {"rows": torch.cat([each["rows"] for each in images])}
     found = modules["language"].embed({"input_ids": ids, IMAGES: rows, "image_grid_thw": grids})
     alone = [_embedded(modules, sample) for sample in (two, one)]
@@ -141,7 +141,7 @@ def test_grids_of_padded_samples_are_those_of_the_images() -> None:
 
 
 def _embedded(modules: dict[str, HfModule], sample: ImageSample) -> Any:
-    rows = torch.cat([modules["vision"].blocks[0](image)["rows"] for image in sample.images])
+    rows = torch.cat([vision_language.rows_of(modules["vision"], image)["rows"] for image in sample.images])
     return modules["language"].embed({"input_ids": sample.ids, IMAGES: rows, **sample.beside})
 
 
@@ -227,7 +227,11 @@ def test_a_padded_micro_batch_gives_what_its_samples_give_by_themselves() -> Non
             name: torch.nn.utils.rnn.pad_sequence([each[name][0] for each in given], batch_first=True)
             for name in given[0]
         }
-        items = [modules["vision"].blocks[0](image)["rows"] for each in samples for image in each.images]
+        items = [
+            vision_language.rows_of(modules["vision"], image)["rows"]
+            for each in samples
+            for image in each.images
+        ]
         x: Any = {**padded, IMAGES: torch.cat(items)}
         for _, section in modules["language"]:
             x = section(x)
@@ -242,7 +246,7 @@ def test_a_model_on_the_meta_device_begins_by_its_own_init() -> None:
     split = split_model(model)
     init = split.init["vision"]
     assert init is not None
-    name = "blocks.0.vision_tower.encoder.layers.0.mlp.fc1.weight"
+    name = "blocks.0.layer.mlp.fc1.weight"
     shape = dict(split.modules["vision"].blocks[0].named_parameters())[name.removeprefix("blocks.0.")].shape
     assert 0 < float(init(name, tuple(shape), torch.Generator().manual_seed(1)).std()) < 1
 

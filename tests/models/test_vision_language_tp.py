@@ -110,11 +110,11 @@ def squares(output: dict[str, Tensor], batch: Any) -> tuple[Tensor, int]:
 
 
 @pytest.mark.parametrize("name", sizes.beside(MODELS[1:5:2], MODELS))
-def test_the_encoder_trains_in_a_tp_group_as_in_one_process(name: str) -> None:
-    model = vision_language.made(name, depth=2)
+def test_the_encoder_trains_in_stages_and_tp_groups_as_in_one_process(name: str) -> None:
+    model = vision_language.made(name, depth=3)
     images, module = Images(model), split_model(model).modules["vision"]
     assert any(isinstance(rule, Column) for rule in module.rules.values())
-    plan = plan_of((8, [stage(0, 1, *UNEVEN)]))
+    plan = plan_of((8, [stage(0, 1, *UNEVEN), stage(1, len(module.blocks), ("b/0", 1), ("b/1", 1))]))
     assert apart(module, plan, images, squares, joined) < (1e-12, "")
 
 
@@ -128,7 +128,7 @@ class Samples:
     def _with_rows(split: VisionLanguage, sample: Any) -> dict[str, Any]:
         made = {"input_ids": sample.ids, **sample.beside}
         with torch.no_grad():
-            items = [split.modules["vision"].blocks[0](image) for image in sample.images]
+            items = [vision_language.rows_of(split.modules["vision"], image) for image in sample.images]
         return made | ({IMAGES: joined(items)} if items else {})
 
     def __len__(self) -> int:
@@ -191,8 +191,8 @@ def test_qwens_plan_is_qwen3_vls_and_norms_of_heads_have_partial_gradients() -> 
 
 def test_fused_queries_keys_and_values_of_qwens_encoder_are_cut_in_heads() -> None:
     module = split_model(vision_language.made("Qwen2_5_VL", depth=2)).modules["vision"]
-    assert module.rules["blocks.*.visual.blocks.*.attn.qkv.*"] == Column("heads", parts=3)
-    assert module.rules["blocks.*.visual.blocks.*.attn.proj.*"] == Row("heads")
+    assert module.rules["blocks.*.layer.attn.qkv.*"] == Column("heads", parts=3)
+    assert module.rules["blocks.*.layer.attn.proj.*"] == Row("heads")
 
 
 def test_adapters_of_the_language_model_are_cut_as_their_bases() -> None:

@@ -31,7 +31,7 @@ START, END = (
     "<!-- end of vision-language families -->\n",
 )
 LIMIT = 300.0  # seconds for a class
-HEAD = "| class | outcome | a TP group cuts | frozen | why |\n|---|---|---|---|---|\n"
+HEAD = "| class | outcome | encoder | a TP group cuts | frozen | why |\n|---|---|---|---|---|---|\n"
 
 
 @functools.cache
@@ -65,7 +65,16 @@ def row(name: str) -> str:
     if not split.apart < 1e-12:
         return _row(name, "WRONG", why=f"{split.apart:.0e} off")
     cut = [module for module in (VISION, LANGUAGE) if split.modules[module].rules]
-    return _row(name, "splits", ", ".join(cut), str(len(split.frozen) or ""))
+    one = split.proof.one_block
+    encoder = "one block" if one else f"{len(split.modules[VISION].blocks)} blocks"
+    return _row(
+        name,
+        "splits",
+        encoder,
+        ", ".join(cut),
+        str(len(split.frozen) or ""),
+        said(ModelError(one)) if one else "",
+    )
 
 
 def _made(kind: Any) -> Any:
@@ -77,8 +86,8 @@ def _made(kind: Any) -> Any:
             return kind(small_config(kind.config_class(), 5))
 
 
-def _row(name: str, outcome: str, cut: str = "", frozen: str = "", why: str = "") -> str:
-    return f"| {name} | {outcome} | {cut} | {frozen} | {why} |\n"
+def _row(name: str, outcome: str, encoder: str = "", cut: str = "", frozen: str = "", why: str = "") -> str:
+    return f"| {name} | {outcome} | {encoder} | {cut} | {frozen} | {why} |\n"
 
 
 def apart_from_others(name: str) -> str:

@@ -204,7 +204,7 @@ class Watched:
             trained = any(True for _ in part.parameters())
             if not phases:
                 found["unused"] += [path] * trained
-            elif not trained and not _draws(part):
+            elif not trained and not draws(part):
                 found["after" if phases == {"after"} else "anywhere"].append(path)
             elif phases & {"inside", "between"}:
                 raise ModelError(f"{self._name} calls {path} between its layers or in them: {REMEDY}")
@@ -217,7 +217,8 @@ class Watched:
         return Anatomy(layers=self._layers, returns=self._returns, end=end, **listed)
 
 
-def _draws(part: nn.Module) -> bool:
+def draws(part: nn.Module) -> bool:
+    """Whether a part has dropouts."""
     return any(isinstance(module, nn.modules.dropout._DropoutNd) for module in part.modules())
 
 

@@ -57,6 +57,7 @@ class HfBatches:
     targets_known: int | None = None  #: logits of a token; None: not looked at
     own_loss: bool = True  #: the model's own loss compares the labels with the logits of each token
     longest: int | None = None  #: tokens of a sample, at most; None: the model has no limit
+    beside: frozenset[str] = frozenset()  #: what else the embedding takes of a batch
 
     def for_other_loss(self) -> HfBatches:
         """Leaves labels to a loss that is not the model's own."""
@@ -132,7 +133,8 @@ class HfBatches:
         if not isinstance(ids, Tensor) or ids.dim() != 2:
             raise Unlike(0, self._no_tokens(batch) if ids is None else _not_two_dimensions(ids))
         for name in batch:
-            if name in self.takes and name not in (*IDS, *FOR_LAYERS, "labels", TARGETS, "return_dict"):
+            known = (*IDS, *FOR_LAYERS, *self.beside, "labels", TARGETS, "return_dict")
+            if name in self.takes and name not in known:
                 raise Unlike(
                     0,
                     f"{name}, which the forward of {self.model} takes, reaches no stage: leave it out "

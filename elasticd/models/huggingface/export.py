@@ -14,7 +14,7 @@ import logging
 import re
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from elasticd.models.huggingface.sections import Sections
 from elasticd.runtime.model.pretrained import ReadValues
 
 log = logging.getLogger(__name__)
@@ -58,10 +57,12 @@ class HfPretrained:
     values: Mapping[str, Tensor] = field(default_factory=dict)  #: by name in the model: what no section holds
 
     @classmethod
-    def of(cls, model: Any, sections: Sections, ties: Mapping[str, str]) -> HfPretrained:
-        """Of a model that elasticd trains, with its sections and the ties between them."""
+    def of(cls, model: Any, sections: Iterable[tuple[str, Any]], ties: Mapping[str, str]) -> HfPretrained:
+        """Of a model that elasticd trains, with its sections by full name and the ties between them."""
         paths = {
-            f"{section}.{child}": path for section, module in sections for child, path in module.paths.items()
+            f"{section}.{child}": path
+            for section, module in sections
+            for child, path in getattr(module, "paths", {}).items()
         }
         return cls.with_paths(model, paths, ties)
 

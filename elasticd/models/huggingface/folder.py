@@ -53,7 +53,7 @@ def folder_of(name: str | Path) -> Path:
 
 
 def model_on_meta(source: Any, dtype: torch.dtype | None = None) -> Any:
-    """A causal language model without storage, as `from_pretrained` would make it.
+    """A causal or vision-language model without storage, as `from_pretrained` would make it.
 
     Args:
         source: a folder of transformers, or a configuration.
@@ -89,15 +89,19 @@ def model_on_meta(source: Any, dtype: torch.dtype | None = None) -> Any:
 
 
 def _class_of(config: Any, name: str) -> Any:
-    """The class of this name, or the causal language model of a configuration."""
+    """The class of this name, or the vision-language or causal language model of a configuration."""
     import transformers
 
-    if re.search("CausalLM|LMHead", name):
+    if re.search("CausalLM|LMHead|ForConditionalGeneration", name):
         own = type(config).__module__.replace("configuration_", "modeling_")
         for module in (transformers, importlib.import_module(own)):
             if (kind := getattr(module, name, None)) is not None:
                 return kind
-    kinds: Any = transformers.AutoModelForCausalLM._model_mapping
+    if getattr(config, "vision_config", None) is not None:  # its text model alone may be one, too
+        kinds: Any = transformers.AutoModelForImageTextToText._model_mapping
+        if type(config) in kinds:
+            return kinds[type(config)]
+    kinds = transformers.AutoModelForCausalLM._model_mapping
     return kinds[type(config)]
 
 

@@ -10,7 +10,7 @@ import copy
 import dataclasses
 import json
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,6 @@ from torch import Tensor
 
 from elasticd.models.huggingface.adapters import Adapters, adapters_of, is_lora, named_forms, stand_in
 from elasticd.models.huggingface.export import NOT_COPIED, HfPretrained, failure_of, write_shard
-from elasticd.models.huggingface.sections import Sections
 from elasticd.runtime.model.pretrained import ReadValues
 
 #: PEFT's names of its files.
@@ -38,8 +37,10 @@ class PeftPretrained:
     whole: HfPretrained  #: of all parameters, by their names with adapters
 
     @classmethod
-    def of(cls, model: Any, adapters: Adapters, sections: Sections, ties: Mapping[str, str]) -> PeftPretrained:
-        """Of a model that elasticd trains, with its sections and the ties between them."""
+    def of(
+        cls, model: Any, adapters: Adapters, sections: Iterable[tuple[str, Any]], ties: Mapping[str, str]
+    ) -> PeftPretrained:
+        """Of a model that elasticd trains, with its sections by full name and the ties between them."""
         whole = HfPretrained.of(model, sections, ties)
         return cls(skeleton=whole.skeleton, adapters=adapters, whole=whole)
 

@@ -349,15 +349,20 @@ def why_unpackable(copy: SmallModel, anatomy: Anatomy) -> str:
 def shifts_labels(copy: SmallModel) -> bool | None:
     """Whether the copy's own loss is the cross entropy of each token's next label, or (False) of its own; None:
     it is another, or it has none."""
-    labels = copy.ids.clone()
+    return shifted_by(copy.model, {"input_ids": copy.ids}, copy.logits)
+
+
+def shifted_by(model: Any, batch: Mapping[str, Tensor], logits: Tensor) -> bool | None:
+    """The same of any model, a batch with `input_ids` and what the model gives of it."""
+    labels = batch["input_ids"].clone()
     labels[0, :3] = -100
     try:
         with torch.no_grad():
-            own = copy.model(input_ids=copy.ids, labels=labels, **arguments(copy.model)).loss
+            own = model(**batch, labels=labels, **arguments(model)).loss
     except Exception:  # it takes no labels, or gives a tuple
         return None
     for shifts, targets in ((True, shifted(labels)), (False, labels)):
-        total, count = causal_lm_loss(copy.logits, {TARGETS: targets})
+        total, count = causal_lm_loss(logits, {TARGETS: targets})
         # The model's own is computed in single precision.
         if isinstance(own, Tensor) and difference((total / count).float(), own.float()) < NEAR[torch.float32]:
             return shifts

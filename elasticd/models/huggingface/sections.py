@@ -89,14 +89,14 @@ class _Pass:
         return self.form(hidden_of(args, kwargs))
 
 
-class _End:
+class SectionEnd:
     """The layer, or the module after the layers, that the forward of a section's shell ends at."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise Reached(hidden_of(args, kwargs))
 
 
-class _Begin:
+class LayerOutput:
     """The first layer in the shell of a head that has no other begin: gives the activation."""
 
     def __init__(self, form: _Pass) -> None:
@@ -107,7 +107,7 @@ class _Begin:
         return self._form.form(self.x)
 
 
-class _Call:
+class LayerCall:
     """A block's layer in its shell: called with the activation, and with all else as the model gives it. ends:
     the section's forward ends with its output."""
 
@@ -144,7 +144,7 @@ class _First(nn.Module):
         return getattr(getattr(section, child), name)
 
 
-class _Zeros(nn.Module):
+class Zeros(nn.Module):
     """Stands for a module of another section. like: what it gives as zeros; None where none may be called."""
 
     def __init__(self) -> None:
@@ -190,7 +190,7 @@ class Section(nn.Module):
         for path, module in held.items():
             self.add_module(names[path], module)
         self.paths = {name: path for path, name in names.items()}
-        zeros, absent = _Zeros(), _Zeros()
+        zeros, absent = Zeros(), Zeros()
         self._arguments, pad = arguments(model), getattr(text_of(model.config), "pad_token_id", None)
         self._id = 1 if pad == 0 else 0  # some warn of padding
         self._outer: list[nn.Module] = []
@@ -218,7 +218,8 @@ class Section(nn.Module):
         standing: Mapping[str, nn.Module],
     ) -> nn.Module:
         made = done[id(module)] = bare(module)
-        for name in ("generation_config", "peft_config"):
+        # The last says that hooks which note outputs are on its modules: these have none.
+        for name in ("generation_config", "peft_config", "_output_capturing_hooks_installed"):
             made.__dict__.pop(name, None)
         self._outer.append(made)
         made._buffers = dict(module._buffers)
@@ -243,6 +244,15 @@ class Section(nn.Module):
     def _shell(self) -> nn.Module:
         return self._hidden[0]
 
+    def bound(self) -> tuple[Any, Zeros]:
+        """The shell with the section's modules in their places, and what stands for those before the layers."""
+        shell, zeros = self._hidden
+        for there, name, here, mine in self._bound:  # a child may have been replaced
+            there[name] = here[mine]
+        for outer in self._outer:
+            outer.training = self.training
+        return shell, zeros
+
     def run(self, ids: Tensor | None, x: Tensor | None, beside: Mapping[str, Any]) -> Any:
         """The model's forward in the shell, to where the section ends.
 
@@ -251,11 +261,7 @@ class Section(nn.Module):
             x: the activation; None: the section makes it.
             beside: what else the forward is called with, by name.
         """
-        shell, zeros = self._hidden
-        for there, name, here, mine in self._bound:  # a child may have been replaced
-            there[name] = here[mine]
-        for outer in self._outer:
-            outer.training = self.training
+        shell, zeros = self.bound()
         if x is not None:
             samples, tokens, *width = x.shape
             tokens = self.sequence_tokens or tokens
@@ -286,9 +292,9 @@ class HfEmbed(Section):
     """The tokens of a batch [samples, tokens] to the first layer's input [samples, tokens, width]."""
 
     def __init__(self, model: Any, anatomy: Anatomy, husks: Sequence[nn.Module]) -> None:
-        first = _with_forward(husks[0], _End())
+        first = with_forward(husks[0], SectionEnd())
         held = {path: model.get_submodule(path) for path in anatomy.before}
-        super().__init__(model, anatomy, held | _anywhere(model, anatomy), [first, *husks[1:]])
+        super().__init__(model, anatomy, held | anywhere(model, anatomy), [first, *husks[1:]])
 
     def forward(self, batch: Mapping[str, Any]) -> Tensor | dict[str, Tensor]:
         """Runs the model's forward on the tokens of a batch [samples, tokens] up to its first layer.
@@ -306,14 +312,14 @@ class HfBlock(Section):
 
     def __init__(self, model: Any, anatomy: Anatomy, husks: Sequence[nn.Module], index: int) -> None:
         layer, last = model.get_submodule(f"{anatomy.layers}.{index}"), index == len(husks) - 1
-        self_, mine = list(husks), _Call(layer, ends=last and not anatomy.end)
-        self_[index] = _with_forward(layer, mine)
+        self_, mine = list(husks), LayerCall(layer, ends=last and not anatomy.end)
+        self_[index] = with_forward(layer, mine)
         others: dict[str, nn.Module] = {}
         if not last:
-            self_[index + 1] = _with_forward(husks[index + 1], _End())
+            self_[index + 1] = with_forward(husks[index + 1], SectionEnd())
         elif anatomy.end:
-            others = {anatomy.end: _with_forward(_husk(model.get_submodule(anatomy.end), 0), _End())}
-        super().__init__(model, anatomy, _anywhere(model, anatomy), self_, others)
+            others = {anatomy.end: with_forward(husk(model.get_submodule(anatomy.end), 0), SectionEnd())}
+        super().__init__(model, anatomy, anywhere(model, anatomy), self_, others)
         self.layer = layer
         self.paths["layer"] = f"{anatomy.layers}.{index}"
         self._mine = mine
@@ -336,15 +342,15 @@ class HfHead(Section):
 
     def __init__(self, model: Any, anatomy: Anatomy, husks: Sequence[nn.Module]) -> None:
         held = {path: model.get_submodule(path) for path in anatomy.after}
-        held = _anywhere(model, anatomy) | held
+        held = anywhere(model, anatomy) | held
         if anatomy.end:
             first = _First(self, _names(list(held))[anatomy.end])
             super().__init__(model, anatomy, held, husks, {anatomy.end: first})
-            self._begin: tuple[_Begin | _First] = (first,)  # no submodule
+            self._begin: tuple[LayerOutput | _First] = (first,)  # no submodule
         else:
             passing: Any = husks[0].forward
-            begin = _Begin(passing)
-            super().__init__(model, anatomy, held, [_with_forward(husks[0], begin), *husks[1:]])
+            begin = LayerOutput(passing)
+            super().__init__(model, anatomy, held, [with_forward(husks[0], begin), *husks[1:]])
             self._begin = (begin,)
 
     def forward(self, x: Tensor | Mapping[str, Tensor]) -> Tensor:
@@ -429,7 +435,7 @@ def sections_of(model: Any, anatomy: Anatomy) -> Sections:
 def husks_of(model: Any, anatomy: Anatomy) -> list[nn.Module]:
     """The layers of a model without their parameters; each gives what it is given."""
     layers = model.get_submodule(anatomy.layers).children()
-    return [_husk(layer, anatomy.returns.get(type(layer), 0)) for layer in layers]
+    return [husk(layer, anatomy.returns.get(type(layer), 0)) for layer in layers]
 
 
 def bare(module: Any) -> Any:
@@ -441,7 +447,7 @@ def bare(module: Any) -> Any:
     return made
 
 
-def _husk(layer: nn.Module, returns: int) -> nn.Module:
+def husk(layer: nn.Module, returns: int) -> nn.Module:
     """A layer without parameters that gives what it is given. It has no state, and a copy is itself: the shell
     of each block has all of them."""
     made = bare(layer)
@@ -451,7 +457,7 @@ def _husk(layer: nn.Module, returns: int) -> nn.Module:
     return made
 
 
-def _with_forward(layer: Any, forward: Any) -> nn.Module:
+def with_forward(layer: Any, forward: Any) -> nn.Module:
     """What stands at a layer's place: it has the layer's settings and modules, and this forward."""
     made = bare(layer)
     made.__dict__.pop("__deepcopy__", None)
@@ -460,7 +466,7 @@ def _with_forward(layer: Any, forward: Any) -> nn.Module:
     return made
 
 
-def _anywhere(model: Any, anatomy: Anatomy) -> dict[str, nn.Module]:
+def anywhere(model: Any, anatomy: Anatomy) -> dict[str, nn.Module]:
     """Each section has its own copy of what all need."""
     return {path: copy.deepcopy(model.get_submodule(path)) for path in anatomy.anywhere}
 

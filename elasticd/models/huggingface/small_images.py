@@ -36,22 +36,25 @@ _GRID: Mapping[str, Any] = {
     "fullatt_block_indexes": [1],
     "window_size": 16,
 }
+#: Of these the ones that name layers.
+_LAYERS = ("deepstack_visual_indexes", "fullatt_block_indexes")
 #: Parts of a head that are turned by a token's time, height and width, where the configuration does not say.
 _SECTION = [2, 3, 3]
 #: Fields of the whole configuration.
 _WHOLE: Mapping[str, Any] = {"mm_tokens_per_image": 1, "image_seq_length": 4}
 
 
-def small_config(config: Any, depth: int) -> Any:
+def small_config(config: Any, depth: int, layers: int = 3) -> Any:
     """A small copy of the configuration of a vision-language model.
 
     Args:
         config: of the model.
         depth: layers of the encoder.
+        layers: of the language model.
     """
     if getattr(config, "vision_config", None) is None:
         raise ModelError(f"{type(config).__name__} has no vision_config, an encoder of images: {REMEDY}")
-    made = tiny_config.small(config, 3)
+    made = tiny_config.small(config, layers)
     text, vision = made.get_text_config(), made.vision_config
     grid = _takes_grid(vision)
     side = 2 * SIDE if hasattr(made, "spatial_merge_size") else SIDE
@@ -59,8 +62,10 @@ def small_config(config: Any, depth: int) -> Any:
         tiny_config.values_of(vision),
         {"out_hidden_size": text.hidden_size, "projection_dim": text.hidden_size},
     )
+    own = depth == encoder_depth(vision)
     changes |= {"depth": depth, "num_hidden_layers": depth}
     changes |= _GRID if grid else {"patch_size": PATCH, "image_size": side}
+    changes = {name: value for name, value in changes.items() if not (own and name in _LAYERS)}
     changes = {name: value for name, value in changes.items() if name in known}
     if isinstance(known.get("image_size"), list | tuple) and "image_size" in changes:
         changes |= {"image_size": [side, side], "patch_size": [PATCH, PATCH]}
@@ -68,12 +73,21 @@ def small_config(config: Any, depth: int) -> Any:
     for name, value in {**_WHOLE, **MARKS}.items():
         if hasattr(made, name):
             setattr(made, name, value)
+    text.vocab_size = max(text.vocab_size, tiny_config.VOCABULARY)
     with suppress(Exception):  # some configurations want one
         text.pad_token_id = None
     rope = getattr(text, "rope_parameters", None)
     if grid and isinstance(rope, dict) and "rope_theta" in rope:
         rope.setdefault("mrope_section", _SECTION)
     return made
+
+
+def encoder_depth(vision: Any) -> int | None:
+    """The layers of an encoder, by its configuration; None: it does not say."""
+    known = tiny_config.values_of(vision)
+    return next(
+        (known[name] for name in ("depth", "num_hidden_layers") if isinstance(known.get(name), int)), None
+    )
 
 
 def _takes_grid(vision: Any) -> bool:

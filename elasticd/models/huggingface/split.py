@@ -6,12 +6,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from elasticd.models.huggingface import refuse_at_sight
 from elasticd.models.huggingface.adapters import adapters_of, base_model
 from elasticd.models.huggingface.anatomy import REMEDY
+from elasticd.models.huggingface.fused_experts import CutIn
 from elasticd.models.huggingface.init_weights import on_meta, own_init, with_buffers
 from elasticd.models.huggingface.sections import name_in_model, refuse_outer, refuse_two_names
 from elasticd.models.huggingface.tp_plans import cuts_of_language, cuts_of_vision
+from elasticd.models.huggingface.unsupported import refuse_at_sight
 from elasticd.models.huggingface.vision_language import (
     LANGUAGE,
     VISION,
@@ -37,6 +38,7 @@ class VisionLanguage:
     apart: float  #: the furthest logit or gradient of the small copies, in units of the largest
     #: First values of a model that was made on the meta device, by the full name without its module; else None.
     init: Mapping[str, Init | None]
+    proof: VisionLanguageProof
 
     def their_name(self, name: str) -> str:
         """The name in the model of a parameter, "vision.blocks.0.visual.merger.mlp.0.weight" say.
@@ -48,7 +50,7 @@ class VisionLanguage:
         return name_in_model(list(self.modules[module]), rest)
 
 
-def split_model(model: Any, *, frozen: Iterable[str] = ()) -> VisionLanguage:
+def split_model(model: Any, *, frozen: Iterable[str] = (), experts: CutIn = "columns") -> VisionLanguage:
     """Splits a vision-language model in two: each section runs the model's own code, which is proved on small
     copies.
 
@@ -59,6 +61,7 @@ def split_model(model: Any, *, frozen: Iterable[str] = ()) -> VisionLanguage:
         model: a `...ForConditionalGeneration` of transformers that takes `mm_encoder_outputs`, with or without
             LoRA adapters, with values or on the meta device.
         frozen: parameters that are not trained, by their full names or patterns of these: "vision.*".
+        experts: what a TP group cuts the experts of a mixture in: "columns" of each, or "experts".
 
     Raises:
         ModelError: its modules are not the model, or it has other encoders than one for images.
@@ -70,7 +73,7 @@ def split_model(model: Any, *, frozen: Iterable[str] = ()) -> VisionLanguage:
     proof = prove_modules(model, adapters)
     blank = on_meta(model)
     made = with_buffers(model) if blank else model
-    modules, whole = _with_rules(made, modules_of(made, proof.anatomy, proof.seam), proof)
+    modules, whole = _with_rules(made, modules_of(made, proof.anatomy, proof.seam), proof, experts)
     refuse_outer(made, proof.anatomy)
     for module in modules.values():
         refuse_two_names(kind, list(module))
@@ -84,10 +87,11 @@ def split_model(model: Any, *, frozen: Iterable[str] = ()) -> VisionLanguage:
         proved=str(proof) + "".join(f"; whole in a TP group: {name} ({why})" for name, why in whole.items()),
         apart=proof.apart,
         init={name: own_init(made, _their(module)) if blank else None for name, module in modules.items()},
+        proof=proof,
     )
     unused = [name for name in named if described.their_name(name) in proof.unused]
     patterns = tuple(frozen)
-    freeze(modules, [*unused, *patterns])
+    freeze(list(parameters_of(modules)), [*unused, *patterns])
     left = tuple(name for name, parameter in parameters_of(modules) if not parameter.requires_grad)
     if len(left) == len(named):
         raise ModelError(f"all parameters of {kind} are frozen: frozen = {list(patterns)} leaves none to train")
@@ -95,14 +99,14 @@ def split_model(model: Any, *, frozen: Iterable[str] = ()) -> VisionLanguage:
 
 
 def _with_rules(
-    model: Any, modules: Mapping[str, HfModule], proof: VisionLanguageProof
+    model: Any, modules: Mapping[str, HfModule], proof: VisionLanguageProof, experts: CutIn
 ) -> tuple[dict[str, HfModule], dict[str, str]]:
     """The modules with tensor-parallel rules, and why groups of layers' modules are whole."""
     language = model.get_submodule(proof.seam.language)
     cuts = {
-        VISION: cuts_of_vision(model.config.vision_config, modules[VISION].blocks[0]),
+        VISION: cuts_of_vision(model.config.vision_config, modules[VISION].blocks),
         LANGUAGE: cuts_of_language(
-            model, language, dict(modules[LANGUAGE]), language_anatomy(proof.anatomy, proof.seam)
+            model, language, dict(modules[LANGUAGE]), language_anatomy(proof.anatomy, proof.seam), experts
         ),
     }
     made = {

@@ -110,7 +110,13 @@ def cuts_of(model: Any, sections: Sections, anatomy: Anatomy, experts: CutIn = "
     return _with_adapters(cuts, dict(sections))
 
 
-def cuts_of_language(model: Any, language: Any, sections: Mapping[str, nn.Module], anatomy: Anatomy) -> Cuts:
+def cuts_of_language(
+    model: Any,
+    language: Any,
+    sections: Mapping[str, nn.Module],
+    anatomy: Anatomy,
+    experts: CutIn = "columns",
+) -> Cuts:
     """The rules of the language model of a vision-language model.
 
     Args:
@@ -118,26 +124,30 @@ def cuts_of_language(model: Any, language: Any, sections: Mapping[str, nn.Module
         language: its language model.
         sections: of the module.
         anatomy: of the language model.
+        experts: what a TP group cuts experts in.
     """
     layers = [part.layer for name, part in sections.items() if name.startswith("blocks.")]
-    cuts = _cut(text_of(language.config), layers, _plan(language, anatomy), "blocks.*.layer.")
+    cuts = _cut(text_of(language.config), layers, _plan(language, anatomy), "blocks.*.layer.", experts)
     if cuts.rules:
         _vocabulary(model, list(sections.items()), cuts)
     return _with_adapters(cuts, sections)
 
 
-def cuts_of_vision(config: Any, block: nn.Module) -> Cuts:
-    """The rules of an encoder of images that is one block.
+def cuts_of_vision(config: Any, blocks: Sequence[nn.Module]) -> Cuts:
+    """The rules of an encoder of images.
 
     Args:
         config: of the encoder.
-        block: has the encoder's layers in a list.
+        blocks: each has a layer, or the only one has all layers in a list.
     """
     columns, rows = _VISION.get(config.model_type.removesuffix("_vision"), ((), ()))
     plan = dict.fromkeys(columns, _CUTS[0]) | dict.fromkeys(rows, _CUTS[1])
-    if any(is_lora(module) for module in block.modules()):
+    if any(is_lora(module) for block in blocks for module in block.modules()):
         return Cuts(whole={"vision": "it has adapters"})
-    for path, layers in block.named_modules():
+    each = [layer for block in blocks if isinstance(layer := getattr(block, "layer", None), nn.Module)]
+    if plan and each and plan.keys() <= dict(each[0].named_modules()).keys():
+        return _cut(config, each, plan, "blocks.*.layer.")
+    for path, layers in blocks[0].named_modules():
         if isinstance(layers, nn.ModuleList) and any(
             plan.keys() <= dict(m.named_modules()).keys() for m in layers
         ):

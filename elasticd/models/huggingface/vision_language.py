@@ -25,6 +25,16 @@ from torch import Tensor, nn
 
 from elasticd.models.huggingface.anatomy import REMEDY, Anatomy
 from elasticd.models.huggingface.batches import IDS
+from elasticd.models.huggingface.encoder import (
+    DEEP,
+    ROWS,
+    EncoderAnatomy,
+    HfEncoderBlock,
+    HfEncoderEmbed,
+    HfEncoderHead,
+    image_of,
+    rows_of,
+)
 from elasticd.models.huggingface.sections import (
     HIDDEN,
     HfBlock,
@@ -42,8 +52,6 @@ from elasticd.runtime.parallel.packed_row import current_row
 IMAGES = "images"
 #: The names of the two modules.
 VISION, LANGUAGE = "vision", "language"
-#: The output of the vision module: rows of the language model's width, and those that it adds between layers.
-ROWS, DEEP = "rows", "deep"
 #: An argument of a forward that says of each token what it is: 1 of an image, 0 of text.
 MODALITIES = "mm_token_type_ids"
 #: Arguments with a number for each token; what another one says is a processor's own.
@@ -62,7 +70,9 @@ class Seam:
     language: str  #: its language model: "model.language_model"
     listed: bool  #: `pooler_output` is a list with a tensor for each image, not one tensor
     dims: int  #: dimensions of such a tensor
-    deep: int = 0  #: tensors that are added between layers (DeepStack)
+    #: What its encoder is made of, by paths in `base`; None: it is one block.
+    encoder: EncoderAnatomy | None = None
+    one_block: str = ""  #: why it is one block
     #: What the language model is called with that is no tensor, by name.
     constants: Mapping[str, Any] = field(default_factory=dict)
 
@@ -94,8 +104,7 @@ def seam_of(model: Any) -> tuple[str, str]:
         ModelError: the model has no such seam.
     """
     for path, module in model.named_modules():
-        takes = "mm_encoder_outputs" in _parameters(module) and hasattr(module, "get_image_features")
-        if path and takes and isinstance(getattr(module, "language_model", None), nn.Module):
+        if path and _has_seam(module) and isinstance(getattr(module, "language_model", None), nn.Module):
             return path, f"{path}.language_model"
     raise ModelError(
         f"{type(model).__name__} has no model inside that takes its encoder's output (mm_encoder_outputs) and "
@@ -105,13 +114,11 @@ def seam_of(model: Any) -> tuple[str, str]:
 
 class HfImage(nn.Module):
     """An image as the user's dataset gives it, a mapping of tensors: `pixel_values` and what else
-    `get_image_features` takes."""
+    `get_image_features` takes. The embedding of an encoder that is one block."""
 
     def forward(self, item: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Returns the tensors of the item, without a dimension of 1 that a collate function put before theirs:
-        pixels [images, channels, height, width], or [patches, numbers] with a grid; all else [images, ...]."""
-        dims = dict.fromkeys(item, 2) | {"pixel_values": 2 if "image_grid_thw" in item else 4}
-        return {name: x.flatten(0, max(0, x.dim() - dims[name])) for name, x in item.items()}
+        """Returns the tensors of the item: see `image_of`."""
+        return image_of(item)
 
 
 class HfVision(nn.Module):
@@ -155,10 +162,7 @@ class HfVision(nn.Module):
         dtype = next(self.parameters()).dtype
         given = {name: x.to(dtype) if x.is_floating_point() else x for name, x in item.items()}
         output = shell.get_image_features(**given, return_dict=True)
-        made = {ROWS: _rows(output.pooler_output)}
-        for index, deep in enumerate(getattr(output, "deepstack_features", None) or ()):
-            made[f"{DEEP}{index}"] = _rows(deep)
-        return made
+        return rows_of(output)
 
 
 class HfRows(nn.Module):
@@ -167,13 +171,6 @@ class HfRows(nn.Module):
     def forward(self, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Returns the rows of an image, each tensor [1, rows, width]."""
         return {name: x[None] for name, x in rows.items()}
-
-
-def _rows(features: Any) -> Tensor:
-    """What an encoder gave, a tensor or one for each image, as rows [rows, width]."""
-    if isinstance(features, Tensor):
-        return features.flatten(0, -2)
-    return torch.cat([each.flatten(0, -2) for each in features])
 
 
 class _Catch:
@@ -196,12 +193,10 @@ class HfLanguageEmbed(Section):
         language: Any = model.get_submodule(seam.language)
         self._shell.get_submodule(seam.language).forward = _Catch(_parameters(language)[1:])
         taken = {*_parameters(model), *_parameters(model.get_submodule(seam.base))}
-        self._token_types = tuple(name for name in TOKEN_TYPES if name in taken)
-        self._of_images = tuple(name for name in OF_IMAGES if name in taken)
+        self._token_types, self._of_images = beside_tokens(model, seam)
         known = {*IDS, *_BESIDE, *self._token_types, *self._of_images, "labels", "return_dict", "kwargs"}
         self._lost = frozenset(taken - known)
-        names = ("image_token_id", "image_token_index")
-        self._image_token = next((getattr(model.config, n) for n in names if hasattr(model.config, n)), -1)
+        self._image_token = image_token(model.config)
 
     def forward(self, batch: Mapping[str, Any]) -> Tensor | dict[str, Tensor]:
         """Runs the model's forward up to the call of its language model.
@@ -247,9 +242,34 @@ class HfLanguageEmbed(Section):
         made: Any = BaseModelOutputWithPooling(pooler_output=pooled)
         if self._seam.listed:
             made.pooler_output = [pooled]
-        if self._seam.deep:
-            made.deepstack_features = [[rows[f"{DEEP}{i}"]] for i in range(self._seam.deep)]
+        if deep := [[rows[name]] for name in rows if name.startswith(DEEP)]:  # in their order
+            made.deepstack_features = deep
         return made
+
+
+def beside_tokens(model: Any, seam: Seam) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The names of tensors that a model takes beside tokens and pixels: those with a number for each token, and
+    those with a row for each image."""
+    taken = {*_parameters(model), *_parameters(model.get_submodule(seam.base))}
+    return (
+        tuple(name for name in TOKEN_TYPES if name in taken),
+        tuple(name for name in OF_IMAGES if name in taken),
+    )
+
+
+def image_token(config: Any) -> int:
+    """The token that stands for a row of an image; -1: the configuration does not say."""
+    names = ("image_token_id", "image_token_index")
+    return next((getattr(config, name) for name in names if hasattr(config, name)), -1)
+
+
+def takes_images(model: Any) -> bool:
+    """Whether a model of transformers takes what its encoder of images gave: it is split in modules."""
+    return any(map(_has_seam, model.modules()))
+
+
+def _has_seam(module: Any) -> bool:
+    return "mm_encoder_outputs" in _parameters(module) and hasattr(module, "get_image_features")
 
 
 def _of_images(given: Tensor) -> Tensor:
@@ -313,13 +333,7 @@ def modules_of(model: Any, anatomy: Anatomy, seam: Seam) -> dict[str, HfModule]:
         )
     layers = len(language.get_submodule(inner.layers))
     return {
-        VISION: HfModule(
-            embed=HfImage(),
-            blocks=[HfVision(model, seam)],
-            head=HfRows(),
-            width=model.config.get_text_config().hidden_size,
-            items=IMAGES,
-        ),
+        VISION: _encoder(model, seam),
         LANGUAGE: HfModule(
             embed=HfLanguageEmbed(model, anatomy, seam),
             blocks=[HfLanguageBlock(language, inner, index, seam) for index in range(layers)],
@@ -330,23 +344,40 @@ def modules_of(model: Any, anatomy: Anatomy, seam: Seam) -> dict[str, HfModule]:
     }
 
 
-def freeze(modules: Mapping[str, HfModule], frozen: Iterable[str]) -> None:
+def _encoder(model: Any, seam: Seam) -> HfModule:
+    """The encoder in blocks, or as one."""
+    base, found, start = model.get_submodule(seam.base), seam.encoder, f"{seam.base}."
+    width = model.config.get_text_config().hidden_size
+    if found is None:
+        return HfModule(
+            embed=HfImage(), blocks=[HfVision(model, seam)], head=HfRows(), width=width, items=IMAGES
+        )
+    return HfModule(
+        embed=HfEncoderEmbed(base, found, start),
+        blocks=[HfEncoderBlock(base, found, index, start) for index in range(found.last + 1)],
+        head=HfEncoderHead(base, found, start),
+        width=getattr(model.config.vision_config, "hidden_size", width),
+        items=IMAGES,
+    )
+
+
+def freeze(named: Sequence[tuple[str, nn.Parameter]], frozen: Iterable[str]) -> None:
     """Freezes parameters by `requires_grad_(False)`, those of the model that the modules were made of.
 
     Args:
-        modules: by name.
+        named: parameters by full name.
         frozen: full names, "vision.blocks.0.visual.merger.mlp.0.weight", or patterns, "vision.*".
 
     Raises:
         ModelError: a pattern names no parameter.
     """
-    named = list(parameters_of(modules))
+    starts = dict.fromkeys(name.partition(".")[0] for name, _ in named)
     for pattern in frozen:
         hit = [parameter for name, parameter in named if fnmatchcase(name, pattern)]
         if not hit:
             raise ModelError(
                 f"frozen = {pattern!r} names no parameter: names begin with "
-                f"{' or '.join(f'{module}.' for module in modules)}, as {named[0][0]}"
+                f"{' or '.join(f'{start}.' for start in starts)}, as {named[0][0]}"
             )
         for parameter in hit:
             parameter.requires_grad_(False)

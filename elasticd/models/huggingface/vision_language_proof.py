@@ -20,8 +20,17 @@ from torch import Tensor
 from elasticd.models.huggingface import tiny_config
 from elasticd.models.huggingface.adapters import Adapters
 from elasticd.models.huggingface.anatomy import REMEDY, Anatomy, Watched, arguments, logits_of
-from elasticd.models.huggingface.proof import ModelMaker, drawn_inside, fill, first_failure, on_the_side, takes
-from elasticd.models.huggingface.small_images import IMAGE_TOKEN, TEXT, images_of, small_config
+from elasticd.models.huggingface.encoder import EncoderAnatomy, NotInBlocks, encoder_anatomy
+from elasticd.models.huggingface.proof import (
+    ModelMaker,
+    drawn_inside,
+    fill,
+    first_failure,
+    on_the_side,
+    shifted_by,
+    takes,
+)
+from elasticd.models.huggingface.small_images import IMAGE_TOKEN, TEXT, encoder_depth, images_of, small_config
 from elasticd.models.huggingface.vision_language import (
     IMAGES,
     LANGUAGE,
@@ -70,7 +79,10 @@ class VisionLanguageProof:
     seam: Seam
     unused: frozenset[str]  #: the encoder's parameters that no image reaches, by their names in the model
     apart: float  #: the furthest logit or gradient, in units of the largest
+    #: Its own loss compares a token's logits with the next token's label, or (False) its own; None: neither.
+    shifts: bool | None
     model: str
+    one_block: str = ""  #: why the encoder is one block; empty: it has a block for each layer
 
     def __str__(self) -> str:
         said = f"the model's own forward: {self.model}, as vision and language, on a small copy with 0 to 3 "
@@ -88,11 +100,17 @@ def prove_modules(model: Any, adapters: Adapters | None = None) -> VisionLanguag
     kind, every = ModelMaker(type(model), adapters), [name for name, _ in model.named_parameters()]
     with on_the_side():
         copy_, (samples, seam, anatomy) = _small_with_samples(kind, model.config, DEPTHS[0])
+        seam, one_block = _in_blocks(kind, model.config, copy_, (samples, seam, anatomy))
         apart, idle = compared_modules(copy_, samples, seam, anatomy)
+        with torch.no_grad():
+            whole = samples[0].whole()
+            shifts = shifted_by(copy_, whole, logits_of(copy_(**whole, **arguments(copy_))))
         found = [(idle, [name for name, _ in copy_.named_parameters()])]
         copy_, (samples, _, _) = _small_with_samples(kind, model.config, DEPTHS[1])
         found.append((_unreached(copy_, samples), [name for name, _ in copy_.named_parameters()]))
-        _refuse_draws(kind, copy_.config, tiny_config.dropouts(model.config))
+        _refuse_draws(kind, copy_.config, tiny_config.dropouts(model.config), blocks=seam.encoder is not None)
+        if seam.encoder is not None:
+            seam = replace(seam, encoder=_real_encoder(kind, model.config))
     # An expert that no token of so few is sent to is no parameter that nothing reaches.
     unused = {name for name in _unused_at_any_depth(found, every) if "expert" not in name}
     return VisionLanguageProof(
@@ -100,8 +118,47 @@ def prove_modules(model: Any, adapters: Adapters | None = None) -> VisionLanguag
         seam=seam,
         unused=frozenset(name for name in unused if not name.startswith(f"{seam.language}.")),
         apart=apart,
+        shifts=shifts,
         model=kind.__name__,
+        one_block=one_block,
     )
+
+
+def _in_blocks(
+    kind: Any, config: Any, model: Any, found: tuple[list[ImageSample], Seam, Anatomy]
+) -> tuple[Seam, str]:
+    """Where a copy is cut, its encoder in blocks where that gives the same; and why it is one block."""
+    samples, seam, anatomy = found
+    try:
+        if seam.encoder is None:
+            raise NotInBlocks(seam.one_block)
+        compared_modules(copy.deepcopy(model), samples, seam, anatomy)
+        real = _real_encoder(kind, config)
+        if _around(real) != _around(seam.encoder):
+            raise NotInBlocks("one with as many layers is made of other parts than a small one")
+    except (ModelError, NotInBlocks) as why:
+        return replace(seam, encoder=None), str(why).removesuffix(f": {REMEDY}")
+    return seam, ""
+
+
+def _around(encoder: EncoderAnatomy) -> tuple[object, ...]:
+    """What does not depend on the number of layers."""
+    return encoder.layers, encoder.before, encoder.anywhere, encoder.returns
+
+
+def _real_encoder(kind: Any, config: Any) -> EncoderAnatomy:
+    """The anatomy of an encoder of as many layers as the model's, which says what is taken of which layer.
+
+    Raises:
+        NotInBlocks: it has none.
+    """
+    depth = encoder_depth(config.vision_config)
+    assert depth is not None
+    model = small_model(kind, config, depth)
+    base, language = seam_of(model)
+    inner = model.get_submodule(base)
+    image, _ = next(images_of(inner, model.config))
+    return encoder_anatomy(inner, language.removeprefix(f"{base}."), image, depth)
 
 
 def _small_with_samples(
@@ -119,17 +176,18 @@ def _small_with_samples(
         ) from error
 
 
-def _refuse_draws(kind: Any, config: Any, dropouts: Mapping[str, float]) -> None:
+def _refuse_draws(kind: Any, config: Any, dropouts: Mapping[str, float], *, blocks: bool) -> None:
     """Raises ModelError for dropouts of functions, whose masks a layout would change."""
-    if dropouts and _draws(kind, config, dropouts):
-        drawn = [name for name, value in dropouts.items() if _draws(kind, config, {name: value})]
+    if dropouts and _draws(kind, config, dropouts, blocks):
+        drawn = [name for name, value in dropouts.items() if _draws(kind, config, {name: value}, blocks)]
         raise ModelError(drawn_inside(kind.__name__, {name: dropouts[name] for name in drawn or dropouts}))
 
 
-def _draws(kind: Any, config: Any, dropouts: Mapping[str, float]) -> bool:
+def _draws(kind: Any, config: Any, dropouts: Mapping[str, float], blocks: bool) -> bool:
     """Whether the modules draw random numbers once every nn.Dropout is a keyed one."""
     still = kind(config).to(torch.float64).eval()
     samples, seam, anatomy = samples_of(still)
+    seam = seam if blocks else replace(seam, encoder=None)
     model = kind(tiny_config.with_numbers(config, dropouts)).to(torch.float64)
     modules = {
         name: replace(
@@ -168,15 +226,23 @@ def samples_of(model: Any) -> tuple[list[ImageSample], Seam, Anatomy]:
     inner, pool = model.get_submodule(base), images_of(model.get_submodule(base), model.config)
     with torch.no_grad():
         output = inner.get_image_features(**next(pool)[0], return_dict=True)
-    pooled, deep = output.pooler_output, getattr(output, "deepstack_features", None) or ()
+    pooled = output.pooler_output
     listed = not isinstance(pooled, Tensor)
     seam = Seam(
         base=base,
         language=language,
         listed=listed,
         dims=(pooled[0] if listed else pooled).dim(),
-        deep=len(deep),
     )
+    depth = encoder_depth(model.config.vision_config)
+    try:
+        if depth is None:
+            raise NotInBlocks("its configuration does not say how many layers it has")
+        image = next(images_of(inner, model.config))[0]
+        found = encoder_anatomy(inner, language.removeprefix(f"{base}."), image, depth)
+        seam = replace(seam, encoder=found)
+    except NotInBlocks as why:
+        seam = replace(seam, one_block=str(why))
     with torch.no_grad():
         samples = [_sample(model, inner, count, list(islice(pool, count))) for count in COUNTS]
     text = samples[COUNTS.index(0)]

@@ -24,9 +24,9 @@ from torch.utils.data import DataLoader
 from elasticd.records import JobSpec
 from elasticd.runtime.accelerator import Accelerator
 from elasticd.runtime.api.evaluation import HeldOut
-from elasticd.runtime.api.several_modules import check_plan_of, module_specs
+from elasticd.runtime.api.several_modules import check_plan_of, module_specs, without_items
 from elasticd.runtime.checkpoint.loader import longest_trained, offered
-from elasticd.runtime.data.collate import Unlike, text_parts
+from elasticd.runtime.data.collate import Unlike, pad, text_parts
 from elasticd.runtime.data.loader import length_of, reading
 from elasticd.runtime.data.packing import KnownLengths, known_lengths
 from elasticd.runtime.data.prefetch import Dataset
@@ -220,7 +220,12 @@ def check_batch_format(recipe: Recipe) -> None:
     if reads is None or isinstance(dataset, Stream):
         return
     samples = [dataset[index] for index in range(min(2, len(dataset)))]
+    items = recipe.model.graph.items if recipe.model.graph is not None else frozenset[str]()
     try:
+        if items and recipe.data.collate is not pad:  # which gets what is no module's items
+            for sample in samples:
+                reads.sample(sample)
+            samples = [without_items(sample, items) for sample in samples]
         if recipe.data.packing is not None:
             batch = next(iter([reads.row(sample) for sample in samples]))
         else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -81,6 +81,13 @@ def check_plan_of(plan: Plan, graph: ModelGraph[Module]) -> None:
             check_model(plan.view(name), module.spec)
         except Invalid as error:
             raise Invalid(f"module {name}: {error}") from None
+
+
+def without_items(sample: Any, items: Collection[str]) -> Any:
+    """A sample as a collate function gets it: without what modules of items read."""
+    if not isinstance(sample, Mapping):
+        return sample
+    return {key: part for key, part in sample.items() if key not in items}
 
 
 def module_specs(recipe: Recipe) -> tuple[ModuleSpec, ...]:

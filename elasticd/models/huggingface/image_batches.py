@@ -1,0 +1,167 @@
+"""Samples and batches of a vision-language model: one sample is one text with its images.
+
+A sample is a mapping with
+
+    input_ids        the tokens, those of images among them
+    labels           as of a text model
+    images           a list with an item for each image: a mapping with `pixel_values`, [1, channels, height,
+                     width] or [patches, numbers], and what else the encoder takes of that image, as
+                     `image_grid_thw` [1, 3]. The module "vision" reads them; a batch does not have them
+    image_grid_thw, image_sizes, mm_token_type_ids, token_type_ids
+                     what the model's processor gives of the sample, where the model takes it
+
+`sample_of` makes one of what a processor gave. In a batch, rows of images are padded: [samples, images, 3].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from elasticd.models.huggingface.batches import IDS, HfBatches
+from elasticd.models.huggingface.encoder import GRID, PIXELS
+from elasticd.models.huggingface.vision_language import IMAGES, OF_IMAGES
+from elasticd.runtime.data.collate import Unlike
+
+#: What a processor gives with a row for each image, which an image's item may have.
+_ROWS = (*OF_IMAGES, "pixel_attention_mask", "image_position_ids")
+
+
+_MAKES = "elasticd.models.huggingface.sample_of(processor(...)) makes the sample"
+
+
+def sample_of(encoded: Mapping[str, Any]) -> dict[str, Any]:
+    """A sample of a job for a vision-language model, of what a processor of transformers gave for one text.
+
+    Args:
+        encoded: `processor(text=text, images=[...], return_tensors="pt")`, or with labels, too.
+
+    Returns:
+        The same without the dimension of one sample, and with the images' tensors as a list under "images".
+
+    Raises:
+        ValueError: it has several texts, or its pixels are not those of its images.
+    """
+    sample: dict[str, Any] = {}
+    for name, part in encoded.items():
+        if not isinstance(part, Tensor):
+            raise ValueError(
+                f"{name} is a {type(part).__name__}: call the processor with return_tensors='pt', of one text"
+            )
+        if name in (PIXELS, *_ROWS):
+            continue
+        if part.dim() == 2 and len(part) != 1:
+            raise ValueError(f"{name} has {len(part)} rows: give the processor one text at a time")
+        sample[name] = part[0] if part.dim() == 2 else part
+    sample |= {name: encoded[name] for name in OF_IMAGES if name in encoded}
+    sample[IMAGES] = _items(encoded)
+    return sample
+
+
+def _items(encoded: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+    """The tensors of each image."""
+    pixels = encoded.get(PIXELS)
+    if pixels is None:
+        return []
+    beside = {name: encoded[name] for name in _ROWS if name in encoded}
+    if GRID in beside:
+        sizes = beside[GRID].prod(-1).tolist()
+    else:
+        pixels = pixels[0] if pixels.dim() == 5 and len(pixels) == 1 and OF_IMAGES[1] not in beside else pixels
+        sizes = [1] * len(pixels)
+    wrong = [name for name, rows in beside.items() if len(rows) != len(sizes)]
+    if sum(sizes) != len(pixels) or wrong:
+        raise ValueError(
+            f"{PIXELS} has {len(pixels)} rows, and {wrong[0] if wrong else GRID} says other images: give "
+            "sample_of what the processor gave of one text and all its images"
+        )
+    return [
+        {PIXELS: rows} | {name: of_all[index : index + 1] for name, of_all in beside.items()}
+        for index, rows in enumerate(pixels.split(sizes))
+    ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class HfImageBatches(HfBatches):
+    """Reads the batches of one vision-language model: a `BatchFormat`."""
+
+    of_images: tuple[str, ...] = ()  #: of `OF_IMAGES` those that the embedding takes
+    image_token: int = -1  #: the token that stands for a row of an image
+    merge: int = 0  #: patches of a grid's side that are merged into one row of an image; 0: not known
+
+    def sample(self, sample: Any) -> Any:
+        """Lists of numbers as tensors, without text and images; rows of images [images, n] as [images * n], so
+        that samples of unlike numbers of images are padded."""
+        if not isinstance(sample, Mapping):
+            return sample
+        self._check_images(sample.get(IMAGES))
+        made = super().sample({name: part for name, part in sample.items() if name != IMAGES})
+        for name in self.of_images:
+            rows = made.get(name)
+            if rows is not None and not (isinstance(rows, Tensor) and rows.dim() == 2):
+                raise Unlike(0, f"{name} must be a tensor with a row for each image of the sample")
+            made[name] = torch.zeros(0, dtype=torch.long) if rows is None else rows.flatten().long()
+        return made
+
+    def batch(self, batch: Any) -> Any:
+        """The batch as `HfBatches` gives it, without a mask that says nothing; rows of images are
+        [samples, images, n].
+
+        Raises:
+            Unlike: the model's modules cannot take what the batch says.
+        """
+        if isinstance(batch, Mapping):
+            for name in ("pixel_values", "pixel_values_videos"):
+                if name in batch:
+                    raise Unlike(
+                        0,
+                        f"{name} is in the batch: a sample has its images in a list under {IMAGES!r}; {_MAKES}",
+                    )
+        made = super().batch(batch)
+        made.pop("attention_mask", None)
+        made.pop("position_ids", None)
+        ids = next(made[name] for name in IDS if name in made)
+        for name in self.of_images:
+            rows = made.get(name)
+            if isinstance(rows, Tensor) and rows.dim() == 2 and len(rows) == len(ids):
+                width = 3 if name == GRID else 2
+                if rows.shape[1] % width == 0:
+                    made[name] = rows.unflatten(1, (rows.shape[1] // width, width))
+        if GRID in self.of_images and self.merge:
+            self._check_grids(ids, made.get(GRID))
+        return made
+
+    def _check_images(self, images: Any) -> None:
+        """Raises Unlike for items that are no images as a processor gives them."""
+        for number, image in enumerate(images if isinstance(images, Sequence | Tensor) else ()):
+            if not isinstance(image, Mapping) or not isinstance(image.get(PIXELS), Tensor):
+                raise Unlike(
+                    0,
+                    f"{IMAGES}[{number}] is a {type(image).__name__}: an image of {self.model} is a mapping "
+                    f"with {PIXELS}, as its processor gives it; {_MAKES}",
+                )
+            if GRID in self.of_images and GRID not in image:
+                raise Unlike(0, f"{IMAGES}[{number}] has no {GRID}, which the processor of {self.model} gives")
+
+    def _check_grids(self, ids: Tensor, grids: Any) -> None:
+        """Raises Unlike for a sample whose tokens of images are not as many as its grids say."""
+        wanted = (ids == self.image_token).sum(1)
+        rows = wanted.new_zeros(len(ids))
+        if isinstance(grids, Tensor) and grids.dim() == 3:
+            rows = grids.prod(-1).sum(1) // self.merge**2
+        elif (
+            isinstance(grids, Tensor) and grids.numel()
+        ):  # joined by the user's collate: of all samples together
+            wanted, rows = wanted.sum()[None], (grids.prod(-1).sum() // self.merge**2)[None]
+        wrong = (wanted != rows).nonzero()
+        if len(wrong):
+            place = int(wrong[0])
+            raise Unlike(
+                place,
+                f"it has {int(wanted[place])} tokens of images ({self.image_token}), and {GRID} says "
+                f"{int(rows[place])} rows: give both as the processor gave them",
+            )
