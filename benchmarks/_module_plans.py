@@ -13,7 +13,10 @@ from pathlib import Path
 import msgspec
 from _results import Row, row
 from elasticd_planner.cost.memory import fits
+from elasticd_planner.cost.schedule import passes
+from elasticd_planner.layout.module_order import module_order
 from elasticd_planner.problem import Answer, Problem, SearchSpace
+from elasticd_planner.search.module_cost import ModuleCosts
 from elasticd_planner.search.modules import Candidate, ModulePlanner, left_devices, with_pair
 from elasticd_planner.search.options import Form
 from elasticd_planner.search.planner import plan
@@ -97,6 +100,12 @@ def planning_rows(sizes: int = len(LARGE)) -> Iterator[Row]:
         assert answer.plan is not None
         title = f"processor's seconds of planning two modules for {devices:,} devices"
         yield row(title, seconds, "s", goal=f"<= {most:g}", met=seconds <= most)
+        batches = ModuleCosts(problem).batches(answer.plan)
+        for whose, device in (("one rank", answer.plan.members[0]), ("all ranks", None)):
+            start = time.process_time()
+            module_order(answer.plan, batches, passes, device=device)
+            title = f"processor's milliseconds of the order of {whose} of {devices:,} devices"
+            yield row(title, 1e3 * (time.process_time() - start), "ms")
 
 
 def large(devices: int) -> Problem:

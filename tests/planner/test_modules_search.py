@@ -71,7 +71,7 @@ def test_no_lane_keeps_more_items_than_memory_is_counted_for(seed: int) -> None:
             msgspec.structs.replace(each, ahead=ahead, lead=0) if each.items else each for each in made.modules
         )
         found = made.replace(strategies=(msgspec.structs.replace(made.strategies[0], modules=modules),))
-        batches = costs._batches(found)
+        batches = costs.batches(found)
         items = batches[module.name]
         kept: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
         for act, start, stop in module_pass_times(found, batches, passes):

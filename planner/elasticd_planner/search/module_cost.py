@@ -119,13 +119,13 @@ class ModuleCosts:
     def seconds(self, plan: Plan) -> float:
         """Seconds of a mean step of a plan with times. Of a large job a part is played, see `_part`."""
         part, share = self._part(plan)
-        batches = self._batches(part, share)
+        batches = self.batches(part, share)
         times = module_pass_times(part, batches, passes, delay=self._delay(part, batches))
         return max(each.stop for each in times) / 1e6 + self.after_seconds(plan)
 
     def pass_times(self, plan: Plan) -> tuple[dict[str, BatchPlan | ItemBatch], tuple[ModulePassTime, ...]]:
         """A mean step of a plan with times: the batch of each module, and when its passes run."""
-        batches = self._batches(plan)
+        batches = self.batches(plan)
         return batches, module_pass_times(plan, batches, passes, delay=self._delay(plan, batches))
 
     def _delay(self, plan: Plan, batches: Mapping[str, BatchPlan | ItemBatch]) -> Delay:
@@ -216,7 +216,7 @@ class ModuleCosts:
                     by_device[device] += seconds
         return max(by_device.values(), default=0.0)
 
-    def _batches(self, plan: Plan, share: float = 1.0) -> dict[str, BatchPlan | ItemBatch]:
+    def batches(self, plan: Plan, share: float = 1.0) -> dict[str, BatchPlan | ItemBatch]:
         """A mean step: its samples, and so many times the items in each that there are in the mean."""
         batch = batch_plan(plan.view(self.problem.module), 0, range(plan.global_batch))
         found: dict[str, BatchPlan | ItemBatch] = {self.problem.module: batch}
