@@ -55,8 +55,7 @@ def serving(plan: Plan, module: ModulePlan, cluster: Cluster, groups: int, item_
         if len(found) == 1:
             (group,) = found
             used = min(left[group], spare[lane])
-            if used:
-                serves[lane].add(group)
+            serves[lane].add(group)
             left[group], spare[lane] = left[group] - used, spare[lane] - used
     short = {group: need for group, need in enumerate(left) if need > SLACK * needs[group]}
     starts = [loss[pipelines[0]].stages[0].devices[0] for pipelines in members]
