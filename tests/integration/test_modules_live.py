@@ -66,8 +66,8 @@ def test_a_device_that_only_encodes_becomes_slow_and_a_device_of_both_dies(model
         first = layouts_of(cluster)
         cluster.pace("a/0", SLOW)
         cluster.runs(2, steps=6)
-        (slow,) = cluster.events("slow")
-        assert slow["data"]["device"] == "a/0"
+        # Others may have been slow besides, on a busy machine.
+        assert "a/0" in {event["data"]["device"] for event in cluster.events("slow")}, said(cluster)
         shares = [event["data"] for event in cluster.events("shares") if event["data"]["device"] == "a/0"]
         assert shares, said(cluster)
         assert shares[0]["slowdown"] > 1.3, "of its lane; its embedding and head are not slowed down"
