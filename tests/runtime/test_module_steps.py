@@ -279,7 +279,9 @@ def test_the_next_step_is_made_beside_the_update(monkeypatch: pytest.MonkeyPatch
     assert beside[:STEPS] == [False, True, True], "the one after the last may be under way"
 
 
-@pytest.mark.parametrize("name", ["fan-out: dp 1 to dp 4", "zero 2", "partly shared, unequal"])
+@pytest.mark.parametrize(
+    "name", ["fan-out: dp 1 to dp 4", "zero 2", "partly shared, unequal", "each encoder serves one pipeline"]
+)
 def test_a_sum_is_launched_at_its_place_in_the_order(name: str) -> None:
     """Behind all acts of this device that come first, and before all others."""
     early = []

@@ -134,6 +134,18 @@ PLACEMENTS = {
         zero=2,
         ahead=5,
     ),
+    "each encoder serves one pipeline": plan_of(
+        [
+            msgspec.structs.replace(pipeline(1, stage(0, 2, ("a/0", 1))), serves=(0,)),
+            msgspec.structs.replace(pipeline(1, stage(0, 1, ("b/0", 1)), stage(1, 2, ("b/1", 1))), serves=(1,)),
+        ],
+        [
+            pipeline(3, stage(0, 2, ("a/0", 1)), stage(2, 5, ("a/1", 1))),
+            pipeline(2, stage(0, 5, ("b/0", 1), ("b/1", 1))),
+        ],
+        zero=1,
+        ahead=2,
+    ),
     "recomputed, sequence parallel": plan_of(
         [pipeline(1, stage(0, 2, ("a/0", 1), ("a/1", 1), recompute=True, sequence_parallel=True))],
         [pipeline(5, stage(0, 5, ("a/0", 1), ("a/1", 1), recompute=True, sequence_parallel=True))],
