@@ -22,7 +22,8 @@ from elasticd_planner.value import Invalid
 from tests.planner.drawn_module_problems import GIB, LOSS, cluster_of, drawn_problem
 from tests.sizes import number
 
-SEEDS = range(number(40, 12))
+#: Of each memory, and of one and of two modules of items.
+SEEDS = range(number(40, 3))
 
 
 def planned(problem: Problem) -> Plan:
