@@ -10,6 +10,8 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import random
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import IO
@@ -17,6 +19,8 @@ from typing import IO
 log = logging.getLogger(__name__)
 
 _PREFIX, _SUFFIX = ".used-by-", ".lock"
+#: How often another's lock is looked at before it counts as held, and the seconds between two looks on average.
+_LOOKS, _PAUSE = 20, 0.15
 
 
 class FolderUse:
@@ -36,7 +40,7 @@ class FolderUse:
         try:
             self._file = _held(mine)
         except OSError as error:
-            log.info("%s: others cannot be kept from using it: %s", folder, error.strerror)
+            log.warning("%s: another job that saves to it would not be noticed: %s", folder, error.strerror)
         for other in sorted(folder.glob(f"{_PREFIX}*{_SUFFIX}")):
             if other != mine and _is_held(other):
                 self.end()
@@ -59,7 +63,7 @@ class FolderUse:
 def _held(path: Path) -> IO[str]:
     """A file with a lock that is shared with other processes of one user."""
     while True:
-        file = path.open("a")
+        file = path.open("a+")  # NFS wants a file that is open for reading
         try:
             fcntl.flock(file, fcntl.LOCK_SH)
             with suppress(FileNotFoundError):
@@ -72,11 +76,22 @@ def _held(path: Path) -> IO[str]:
 
 
 def _is_held(path: Path) -> bool:
-    """Returns True if a process holds a lock on this file. A file that nobody holds is removed."""
-    with suppress(OSError), path.open("r+") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        path.unlink()
-    return False
+    """Returns True if a process holds a lock on this file. A file that nobody holds is removed. Others may look
+    at it at the same moment, so that it is looked at several times; and a job may be about to end."""
+    for _ in range(_LOOKS):
+        with suppress(OSError), _opened(path) as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                time.sleep(random.uniform(0.5, 1.5) * _PAUSE)
+                continue
+            path.unlink()
+        return False
+    return True
+
+
+def _opened(path: Path) -> IO[str]:
+    try:
+        return path.open("r+")
+    except PermissionError:  # another user's
+        return path.open()

@@ -22,6 +22,7 @@ from elasticd_planner.spec.measurement import Measurement, ModuleMeasurement
 from elasticd_planner.spec.plan import Edge, ModulePlan, Pipeline, Plan, Strategy
 from elasticd_planner.spec.step_measurements import NONE_REPORTED, Step
 
+from elasticd.runtime.engine.item_dealing import ItemDealing
 from tests.planner.models import cluster
 
 #: Seconds of a token in a block: of vision, of language.
@@ -236,3 +237,55 @@ def test_a_guess_of_the_items_is_corrected_once() -> None:
     assert state.items.reference == pytest.approx(1.0, rel=0.15)
     assert state.rows.reference == pytest.approx(48.0)
     assert told <= 3
+
+
+def test_a_large_image_makes_no_healthy_encoder_slow() -> None:
+    """Attention makes its rows dearer, as the shapes of the module say. Without that it is taken for slow."""
+    plan, rise = plan_of(("n0/0", "n0/1")), 1 / 6144
+    sizes = {"n0/0": [4096], "n0/1": [256] * 16}
+    known = profiles()
+    known["vision"] = msgspec.structs.replace(known["vision"], tokens=256.0)
+
+    def seconds(rows: int) -> float:
+        return VISION * rows * (1 + rise * rows) / (1 + rise * 256)
+
+    def state_after(rises: Mapping[str, float]) -> RateState:
+        state = RateState()
+        for step in range(60):
+            reports = []
+            for device in plan.members:
+                rows = sizes.get(device, [])
+                spent = 2 * sum(map(seconds, rows)) * random.Random(f"{device} {step}").gauss(1, 0.01)
+                own = ModuleMeasurement(
+                    block_seconds=spent,
+                    block_work=2 * sum(rows),
+                    tokens=sum(rows),
+                    items=len(rows),
+                    squares=float(sum(each * each for each in rows)),
+                )
+                work = 0 if rows else 1024
+                reports.append(
+                    Measurement(
+                        device=device,
+                        plan=plan.number,
+                        step=step,
+                        tokens=work // 4,
+                        block_seconds=work * LANGUAGE,
+                        block_work=work,
+                        micro_batches=4 * bool(work),
+                        step_seconds=3.0,
+                        modules={"vision": own} if rows else {},
+                    )
+                )
+            whole = Step.of(reports)
+            state, _ = observe(state, as_one(whole, plan, known, state.rates, SETTINGS.noise, rises), SETTINGS)
+        return state
+
+    assert state_after({}).rates
+    assert not state_after({"vision": rise}).rates
+    dealing = ItemDealing(plan, "vision", rise)
+    ratios = [
+        dealing.ratio(device, sum(map(seconds, rows)), sum(rows), sum(each * each for each in rows))
+        for device, rows in sizes.items()
+    ]
+    assert ratios[0] == pytest.approx(ratios[1])

@@ -324,7 +324,7 @@ def test_a_tensor_that_entered_before_a_graph_break_has_its_gradient_summed_when
 
 
 def test_what_is_no_choice_is_refused() -> None:
-    with pytest.raises(ValueError, match="compile must be True, False, \"chunks\" or \"graphs\", not 'inductor'"):
+    with pytest.raises(ValueError, match='compile must be True, False, "chunks" or "graphs", not \'inductor\''):
         ParallelismOptions(compile=cast(bool, "inductor"))
 
 

@@ -211,6 +211,14 @@ def test_tokens_of_a_sample_are_those_of_its_text() -> None:
     assert sample_tokens(ImagesFirst()) == sample_tokens(Captions())
 
 
+def test_a_sample_counted_below_zero_is_named() -> None:
+    data = Captions()
+    wrong = make_recipe().sampler.samples(0)[1]
+    data.counts["images"][wrong] = -1
+    with pytest.raises(SampleError, match=f"sample {wrong} .*say that it has -1 images"):
+        train(PLACEMENTS["one device"], data)
+
+
 class Unreadable(Captions):
     """One sample of the first step raises, as a whole or where its images are asked for."""
 

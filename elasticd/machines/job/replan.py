@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 import msgspec
 from elasticd_planner.cost.model_profile import ModelProfile, derive, suited
-from elasticd_planner.detection.lengths import attention_rise, evaluated
+from elasticd_planner.detection.lengths import attention_rise, evaluated, item_rise
 from elasticd_planner.detection.module_work import as_one
 from elasticd_planner.detection.stragglers import Observed, expectation, observe
 from elasticd_planner.layout.module_passes import ROWS
@@ -128,8 +128,15 @@ def _judged(turn: Turn, plan: Plan, step: Step) -> Observed:
     if len(plan.modules) == 1:
         return observe(job.rates, step, detect, expectation(job.profile, plan))
     rates = job.rates
-    step = as_one(step, plan, _profiles(turn, plan, job.profile), rates.rates, max(detect.noise, rates.noise))
+    profiles, sigma = _profiles(turn, plan, job.profile), max(detect.noise, rates.noise)
+    step = as_one(step, plan, profiles, rates.rates, sigma, _rises(job.spec))
     return observe(rates, step, detect)
+
+
+def _rises(spec: JobSpec | None) -> dict[str, float]:
+    """By module by what a token costs more for each token of its sequence or item."""
+    modules = spec.modules if spec is not None else ()
+    return {each.name: item_rise(each.model) if each.items else attention_rise(each.model) for each in modules}
 
 
 def _profiles(turn: Turn, plan: Plan, profile: ModelProfile) -> dict[str, ModelProfile]:

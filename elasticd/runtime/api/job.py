@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import socket
 import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from functools import partial
@@ -260,7 +261,7 @@ class Job(RankInfo):
                 names=names,
                 pretrained=self._recipe.model.pretrained.describe() if self._recipe.model.pretrained else "",
                 frozen=self._recipe.model.frozen_digest,
-                user=f"process {os.getpid()}" if control.alone else "",
+                user=f"process {os.getpid()} on {socket.gethostname()}" if control.alone else "",
             )
         if snaps is not None and not control.alone:  # else no agent is there to keep any
             self._snapper = Snapper(

@@ -54,7 +54,7 @@ def modules_compared(recipe: Recipe, say: Callable[[str], None]) -> bool:
     totals = [
         sum(counts) for counts in zip(*(_first_counts(dataset, kind) for kind in graph.items), strict=True)
     ]
-    order = sorted(range(len(totals)), key=lambda index: -totals[index])
+    order = sorted(range(len(totals)), key=totals.__getitem__)  # of the fewest items: they are read and tried
     with_items, without = [i for i in order if totals[i]], [i for i in order if not totals[i]]
     if not with_items:
         raise CannotRun(f"none of the first {len(totals)} samples has any of {', '.join(sorted(graph.items))}")

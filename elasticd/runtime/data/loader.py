@@ -122,6 +122,9 @@ def item_sizes(dataset: object, items: str, samples: Iterable[int]) -> ItemSizes
     """
     counts = item_counts(dataset, items)
     mine = {sample: int(counts[sample]) for sample in samples}
+    for sample, count in mine.items():
+        if count < 0:
+            raise SampleError(sample, f"the dataset's counts say that it has {count} {items}", NO_ROWS)
     if (rows := item_rows(dataset, items)) is None:
         return ItemSizes(mine, None)
     for sample, count in mine.items():

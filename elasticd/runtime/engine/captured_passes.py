@@ -103,7 +103,7 @@ class _Shape:
     scale: Tensor | None = None  # of the loss, in its type
     factor: float = 0.0  # that it has
     worked: tuple[int, int] = (0, 0)  # samples, and tokens of each
-    batch: Any = None  # what the graph reads
+    leaves: Sequence[Tensor] = ()  # the tensors of a batch that the graph reads
     replay: Callable[[], None] | None = None
     loss: Tensor | None = None  # what it writes
     count: float | Tensor = 0.0
@@ -185,7 +185,7 @@ class CapturedPasses:
         assert shape.scale is not None
         assert shape.loss is not None
         self._begin_gradients()
-        for here, values in zip(_leaves(shape.batch), _leaves(batch), strict=True):
+        for here, values in zip(shape.leaves, _leaves(batch), strict=True):
             here.copy_(values, non_blocking=True)
         self._scale(shape, scale)
         shape.replay()
@@ -206,10 +206,12 @@ class CapturedPasses:
         self._ready = False
         self._begin_gradients()
         before = [parameter.grad for parameter in self._parameters]
-        shape.batch, scale = converted(batch, torch.clone), shape.scale
+        own, scale = converted(batch, torch.clone), shape.scale
+        shape.leaves = tuple(_leaves(own))
         self._scale(shape, 1.0)
         try:
-            replay, (loss, count) = self._graphs.capture(lambda: whole(shape.batch, scale))
+            # A section may put another tensor in the place of one of its batch's: it gets a mapping of its own.
+            replay, (loss, count) = self._graphs.capture(lambda: whole(converted(own, lambda x: x), scale))
             if isinstance(count, Tensor) and count.device != loss.device:
                 raise CannotCapture("the loss counts its targets on the host")
             if any(p.grad is not gradient for p, gradient in zip(self._parameters, before, strict=True)):

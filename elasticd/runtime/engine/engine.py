@@ -341,7 +341,9 @@ class Engine:
             loss: called with each output instead of the loss of the training.
         """
         if self._several is not None:
-            return self._several.forward(batch, held_out.dataset, held_out.loaders, loss)
+            self._several.make_round(batch, held_out.dataset)
+            self._compare("an evaluation", self._several.digest(batch) >> 1)
+            return self._several.forward(batch, held_out.loaders, loss)
         return self.module.forward(batch, held_out.loaders[self.module.name], loss)
 
     def held_out(self, dataset: Dataset, collate: Collate, reads: BatchFormat | None) -> HeldOutReader:
@@ -598,20 +600,21 @@ class Engine:
                 self._several.make(batch)
         except SampleError:
             if not known:
-                self._compare(step, 0)
+                self._compare(f"step {step}", 0)
             raise
         if not known:
             digest = batch.digest if self._several is None else self._several.digest(batch)
-            self._compare(step, digest >> 1)
+            self._compare(f"step {step}", digest >> 1)
         return batch
 
-    def _compare(self, step: int, digest: int) -> None:
+    def _compare(self, what: str, digest: int) -> None:
+        """Raises LedgerError, on all ranks, if some deal the samples of a step, `what`, otherwise."""
         digests = self.gather(digest)
         if len(set(digests)) > 1:
             usual = max(digests, key=digests.count)
             odd = [self.plan.members[rank] for rank, digest in enumerate(digests) if digest != usual]
             raise LedgerError(
-                f"step {step}: {', '.join(odd)} deal the samples otherwise than the others: do their "
+                f"{what}: {', '.join(odd)} deal the samples otherwise than the others: do their "
                 "nodes have other lengths, counts or rows in the dataset, or another elasticd or NumPy?"
             )
 

@@ -64,6 +64,11 @@ class ItemBorder:
         self._first_tag = first_tag
         self._flows: dict[tuple[int, int, int, int], TensorFlow] = {}
 
+    @property
+    def _answered(self) -> bool:
+        """Returns True if gradients go back: not in an evaluation."""
+        return self.trained and torch.is_grad_enabled()
+
     def begin_step(self, batch: ItemBatch) -> None:
         """No output of the step is made yet."""
         self.groups, self._needs = dict(batch.walk()), batch.needs
@@ -118,13 +123,13 @@ class ItemBorder:
         """Sends an output that was announced; returns at once."""
         destinations = self._flow(key).at_source(self._me).destinations
         sent = self._send(destinations, tensors(self._outputs[key][0]))
-        if self.trained and len(destinations) == 1:
+        if self._answered and len(destinations) == 1:
             self._sent[key] = sent
         here = self._target.places.get(self._me)
         group = self.groups[key]
         taker = group.pipeline, group.lane, 0
         taken_here = here is not None and (here.pipeline, here.lane, here.stage) == taker
-        if not self.trained and not taken_here:
+        if not self._answered and not taken_here:
             del self._outputs[key]
 
     def receive(self, key: GroupId) -> None:
@@ -147,7 +152,7 @@ class ItemBorder:
         """Waits for an output that `receive` started to receive. Returns it, as new leaves of the autograd
         graph, with its items."""
         if key in self._outputs:
-            if self.trained:
+            if self._answered:
                 x, ids = self._outputs[key]
                 return entering(x), ids
             x, ids = self._outputs.pop(key)  # no gradient will ask for it

@@ -38,12 +38,14 @@ class LaneSpeeds(NamedTuple):
 class ItemDealing:
     """The slowdowns of the lanes of one module of items under one plan, the same on all ranks."""
 
-    def __init__(self, plan: Plan, module: str) -> None:
+    def __init__(self, plan: Plan, module: str, rise: float = 0.0) -> None:
         """
         Args:
             plan: of all modules.
             module: of items.
+            rise: by what a row costs more for each row of its item; see `detection.lengths.item_rise`.
         """
+        self._rise = rise
         view = plan.view(module)
         lanes = view.by_lane
         self._module = module
@@ -75,15 +77,19 @@ class ItemDealing:
         lane = self._lane_of.get(device)
         return self._state.slowdown[lane] if lane is not None and len(self._idle) > 1 else 0
 
-    def ratio(self, device: str, seconds: float, rows: int) -> float:
-        """How many times as long as planned a row took on a device; 0: it had none.
+    def ratio(self, device: str, seconds: float, rows: int, squares: float = 0.0) -> float:
+        """How many times as long as planned a row took on a device; 0: it had none. Lanes compare with each
+        other, so that it does not matter which size of items was planned.
 
         Args:
             device: a member of the plan.
             seconds: of its passes in the module.
             rows: that they were on.
+            squares: the sum of squares of the rows of each item.
         """
-        return seconds / rows / self._planned[device] if rows and device in self._planned else 0.0
+        if not rows or device not in self._planned:
+            return 0.0
+        return seconds / (rows + self._rise * squares) / self._planned[device]
 
     def voted(self, step: int, ratios: Sequence[float]) -> None:
         """A step ends.

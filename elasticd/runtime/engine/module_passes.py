@@ -18,6 +18,7 @@ from itertools import groupby
 from operator import xor
 
 import torch
+from elasticd_planner.detection.lengths import item_rise
 from elasticd_planner.layout.channels import item_channel
 from elasticd_planner.layout.layouts import Layouts
 from elasticd_planner.spec.batch import BatchPlan
@@ -85,7 +86,9 @@ class ModulePasses:
         self._make = StepMaker(layouts, graph.own, device, recipe.schedule, buckets)
         self._runners = {name: module.runner for name, module in modules.items() if module.runner is not None}
         self._device = device
-        self._dealing = {name: ItemDealing(layouts.plan, name) for name in self._items}
+        self._dealing = {
+            name: ItemDealing(layouts.plan, name, item_rise(layouts.views[name].spec)) for name in self._items
+        }
         self._ratios = struct.Struct(f"<{len(self._items)}d")
         self._now: tuple[BatchPlan, ModuleStep] | None = None
         self._next: tuple[BatchPlan, Future[ModuleStep]] | None = None
@@ -102,7 +105,7 @@ class ModulePasses:
         found = []
         for name, dealing in self._dealing.items():
             telemetry = self._modules[name].telemetry
-            spent = (0.0, 0) if telemetry is None else telemetry.passes()
+            spent = (0.0, 0, 0.0) if telemetry is None else telemetry.passes()
             found.append(dealing.ratio(self._device, *spent))
         return self._ratios.pack(*found)
 
@@ -179,17 +182,29 @@ class ModulePasses:
             for device in self._plan.members
         ]
 
-    def forward(self, batch: BatchPlan, dataset: object, loaders: Mapping[str, Loader], loss: Loss) -> Passed:
-        """Runs the forward passes of a round of an evaluation.
+    def make_round(self, batch: BatchPlan, dataset: object) -> None:
+        """Makes a round of an evaluation.
 
         Args:
             batch: of the module that computes the loss.
             dataset: the held-out one.
+
+        Raises:
+            SampleError: the dataset has no sizes of a sample's items that fit.
+        """
+        self._now = batch, self._making(batch, dataset, backward=False)()
+
+    def forward(self, batch: BatchPlan, loaders: Mapping[str, Loader], loss: Loss) -> Passed:
+        """Runs the forward passes of a round of an evaluation, which is made.
+
+        Args:
+            batch: of the module that computes the loss.
             loaders: make its batches, by module.
             loss: called with each output instead of the loss of the training.
         """
-        step = self._making(batch, dataset, backward=False)()
-        self._now = batch, step
+        assert self._now is not None
+        assert self._now[0] is batch, "made before"
+        step = self._now[1]
         with ExitStack() as evaluating:
             for name, runner in self._runners.items():
                 evaluating.enter_context(runner.evaluating(loaders[name], loss))

@@ -225,12 +225,13 @@ class Telemetry:
             stopwatch.marks = marks
             self._apart[label] += stopwatch.read(label) - before
 
-    def passes(self) -> tuple[float, int]:
+    def passes(self) -> tuple[float, int, float]:
         """Seconds of the passes of a module of items in this step, with the communication in them, as far as it
-        has come, and the tokens that they were on."""
+        has come; the tokens that they were on; the sum of squares of the tokens of each item."""
         self._read_apart()
         seconds = self.block_seconds() + self._compute["embed"] + self._compute["head"] + self._apart["tensor"]
-        return seconds, sum([tokens for tokens, _, _ in self._worked])
+        counted = self._counts()
+        return seconds, counted.tokens, counted.squares
 
     def _read_apart(self) -> None:
         """Takes in the device's own times of a module of items."""

@@ -26,6 +26,11 @@ def attention_rise(spec: ModelSpec, measured: Curve | None = None) -> float:
     return spec.width / (sum(elements[kind] for kind in spec.layers) / len(spec.layers))
 
 
+def item_rise(spec: ModelSpec) -> float:
+    """The same of the rows of an item, each of which attends to all: twice as much as causal attention."""
+    return 2 * attention_rise(spec)
+
+
 def evaluated(
     profile: ModelProfile, before: Lengths, after: Lengths, rise: float, *, rows: bool = False
 ) -> ModelProfile:

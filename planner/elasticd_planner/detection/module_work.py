@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import numpy as np
 
@@ -23,7 +24,12 @@ from elasticd_planner.spec.step_measurements import Step
 
 
 def as_one(
-    step: Step, plan: Plan, profiles: Mapping[str, ModelProfile], slow: Mapping[str, float], sigma: float
+    step: Step,
+    plan: Plan,
+    profiles: Mapping[str, ModelProfile],
+    slow: Mapping[str, float],
+    sigma: float,
+    rises: Mapping[str, float] = MappingProxyType({}),
 ) -> Step:
     """The step of all modules together, for `observe` without a function of work.
 
@@ -33,6 +39,7 @@ def as_one(
         profiles: of its modules, by name.
         slow: slowdowns of the stragglers.
         sigma: the noise of a cost, as the standard deviation of its logarithm.
+        rises: by module by what a token costs more for each token of its sequence or item; 0 where it has none.
     """
     place = {device: number for number, device in enumerate(step.devices)}
     seconds, work = np.zeros(len(place)), np.zeros(len(place))
@@ -40,7 +47,8 @@ def as_one(
         own = step.modules.get(module.module) if module.items else step
         if own is None or module.module not in profiles:
             continue
-        spent, expected = _module_seconds(own, plan.view(module.module), profiles[module.module])
+        rise = rises.get(module.module, 0.0)
+        spent, expected = _module_seconds(own, plan.view(module.module), profiles[module.module], rise)
         known = np.flatnonzero((spent > 0) & (expected > 0) & np.isfinite(spent))
         if not len(known):
             continue
@@ -53,9 +61,15 @@ def as_one(
     return Step.timed(step.plan, step.step, step.devices, seconds.tolist(), work.tolist())
 
 
-def _module_seconds(step: Step, view: Plan, profile: ModelProfile) -> tuple[Floats, Floats]:
+def _module_seconds(step: Step, view: Plan, profile: ModelProfile, rise: float) -> tuple[Floats, Floats]:
     """Of each device of a module's step: seconds of its blocks, and those of a normal device."""
     work = expectation(profile, view)(step) * profile.block.seconds
+    tokens, squares = step.column("tokens"), step.column("squares")
+    if rise and squares.sum() > 0:
+        lengths = np.divide(squares, tokens, out=np.zeros_like(squares), where=tokens > 0)
+        # The profile is of items of one size; of sequences the mean in this step counts as its own.
+        known = profile.tokens if view.module.items else squares.sum() / tokens.sum()
+        work = work * np.where(lengths > 0, (1 + rise * lengths) / (1 + rise * known), 1.0)
     return step.column("block_seconds"), work if view.module.trainable else work * profile.forward
 
 
