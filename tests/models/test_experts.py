@@ -211,9 +211,18 @@ class Uneven(MixtureBlock):
         self.experts.bias = nn.Parameter(torch.zeros(EXPERTS * 2, 2))
 
 
+class Scaled(MixtureBlock):
+    """A buffer has a number for each expert."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts.register_buffer("scale", torch.ones(EXPERTS))
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [
+        ({"blocks": [Scaled()]}, "blocks.0.experts.scale is a buffer of all 8 experts"),
         (
             {"rules": {"blocks.*.router.*": Experts("experts")}},
             r"blocks.0.router.weight: Experts of a Linear, whose forward does not take \(rows, index, w",

@@ -21,9 +21,15 @@ from elasticd.models.huggingface.vision_language import (
     nested,
     parameters_of,
 )
-from elasticd.models.huggingface.vision_language_proof import ImageSample, compared_modules, samples_of
+from elasticd.models.huggingface.vision_language_proof import (
+    Chain,
+    ImageSample,
+    compared_modules,
+    samples_of,
+)
 from elasticd.runtime.model.model import ModelError
 from elasticd.runtime.parallel.packed_row import PackedRow, passing
+from elasticd.runtime.reference.comparison import difference
 from tests import sizes
 from tests.models.double import DoubleThroughout
 
@@ -183,7 +189,7 @@ def test_packed_rows_are_refused() -> None:
         modules_of(model, anatomy, seam)["language"].embed({"input_ids": ids})
 
 
-@pytest.mark.parametrize("name", sizes.beside(["Mistral3"], ["Mistral3", "Glm4v", "PaliGemma"]))
+@pytest.mark.parametrize("name", sizes.beside(["Mistral3", "PaliGemma"], ["Mistral3", "PaliGemma", "Glm4v"]))
 def test_classes_are_in_the_docs_with_what_becomes_of_them(name: str) -> None:
     families = pytest.importorskip("tests.models.vision_families")
     known = families.rows()
@@ -262,3 +268,20 @@ def test_the_seam_is_found_where_the_model_has_it() -> None:
     assert isinstance(seam, Seam)
     assert (seam.base, seam.language, seam.listed) == ("model", "model.language_model", True)
     assert anatomy.end == "model.language_model.norm"
+
+
+def test_a_mask_that_some_layers_need_and_others_do_not_is_theirs_alone() -> None:
+    """Under sdpa layers without a window get no mask, once samples are as long as the window of the others."""
+    config = vision_language.made("Gemma3").config
+    config._attn_implementation = "sdpa"
+    model = transformers.Gemma3ForConditionalGeneration(config).double().train()
+    with torch.no_grad():
+        samples, seam, anatomy = samples_of(model)
+        longest = max(each.ids.shape[1] for each in samples)
+        assert longest > config.text_config.sliding_window
+        ids = torch.randint(2, 20, (1, longest))
+        module = modules_of(model, anatomy, seam)["language"]
+        found = Chain(module, {"input_ids": ids, "images": None}).output
+        own = model(input_ids=ids, use_cache=False).logits
+    assert isinstance(found, torch.Tensor)
+    assert difference(found, own) < 1e-5

@@ -116,6 +116,8 @@ def from_hf(
     made = with_buffers(model) if blank else model
     sections = sections_of(made, proof.anatomy)
     freeze(_named(sections), frozen)
+    if not any(parameter.requires_grad for _, parameter in _named(sections)):
+        raise ModelError(f"all parameters of {type(model).__name__} are frozen: frozen leaves none to train")
     cuts = cuts_of(made, sections, proof.anatomy, experts)
     their = partial(name_in_model, list(sections))
     first = init if weights is None else _weights(folder_of(weights), model, their, adapters)

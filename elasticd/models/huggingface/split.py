@@ -90,7 +90,7 @@ def split_model(model: Any, *, frozen: Iterable[str] = (), experts: CutIn = "col
         proof=proof,
     )
     unused = [name for name in named if described.their_name(name) in proof.unused]
-    patterns = tuple(frozen)
+    patterns = (frozen,) if isinstance(frozen, str) else tuple(frozen)
     freeze(list(parameters_of(modules)), [*unused, *patterns])
     left = tuple(name for name, parameter in parameters_of(modules) if not parameter.requires_grad)
     if len(left) == len(named):

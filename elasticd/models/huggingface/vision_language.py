@@ -372,7 +372,7 @@ def freeze(named: Sequence[tuple[str, nn.Parameter]], frozen: Iterable[str]) -> 
         ModelError: a pattern names no parameter.
     """
     starts = dict.fromkeys(name.partition(".")[0] for name, _ in named)
-    for pattern in frozen:
+    for pattern in [frozen] if isinstance(frozen, str) else frozen:
         hit = [parameter for name, parameter in named if fnmatchcase(name, pattern)]
         if not hit:
             raise ModelError(
@@ -410,16 +410,23 @@ def nested(tensors: Mapping[str, Any]) -> dict[str, Any]:
         *outer, last = path.split("/")
         into = made
         for name in outer:
-            into = into.setdefault(name, {})
+            into = into.setdefault(name, _Named())
         into[last] = tensor
     return {name: _listed(value) for name, value in made.items()}
+
+
+class _Named(dict[str, Any]):
+    """Arguments by name, of which some were None, as the mask of a kind of layer that needs none."""
+
+    def __missing__(self, name: str) -> None:
+        return None
 
 
 def _listed(value: Any) -> Any:
     """A mapping whose keys count from 0 as a list."""
     if not isinstance(value, dict):
         return value
-    made = {name: _listed(each) for name, each in value.items()}
+    made = _Named({name: _listed(each) for name, each in value.items()})
     return list(made.values()) if list(made) == [str(i) for i in range(len(made))] else made
 
 

@@ -103,6 +103,7 @@ def prove_modules(model: Any, adapters: Adapters | None = None) -> VisionLanguag
         seam, one_block = _in_blocks(kind, model.config, copy_, (samples, seam, anatomy))
         apart, idle = compared_modules(copy_, samples, seam, anatomy)
         with torch.no_grad():
+            _refuse_masks(copy_, samples)
             whole = samples[0].whole()
             shifts = shifted_by(copy_, whole, logits_of(copy_(**whole, **arguments(copy_))))
         found = [(idle, [name for name, _ in copy_.named_parameters()])]
@@ -122,6 +123,36 @@ def prove_modules(model: Any, adapters: Adapters | None = None) -> VisionLanguag
         model=kind.__name__,
         one_block=one_block,
     )
+
+
+def _refuse_masks(model: Any, samples: list[ImageSample]) -> None:
+    """Raises ModelError where logits depend on what an attention mask says: batches of a `Job` have none, and
+    padding behind their samples."""
+    name, take = type(model).__name__, arguments(model)
+    for sample in samples:
+        whole = sample.whole()
+        own = logits_of(model(**whole, **take))
+        try:
+            masked = logits_of(model(**whole, attention_mask=torch.ones_like(sample.ids), **take))
+        except Exception as error:
+            raise ModelError(
+                f"{name} fails with an attention_mask ({first_failure(error)}), so that it cannot be compared "
+                "with the model without one"
+            ) from error
+        if not difference(masked, own) <= NEAR:
+            raise ModelError(
+                f"{name} computes something else without an attention_mask than with one of ones, and a batch "
+                "of a Job has none"
+            )
+        padded = {
+            key: torch.nn.functional.pad(part, (0, 3)) if key in ("input_ids", *TOKEN_TYPES) else part
+            for key, part in whole.items()
+        }
+        if not difference(logits_of(model(**padded, **take))[:, : own.shape[1]], own) <= NEAR:
+            raise ModelError(
+                f"in {name} the tokens of a sample attend to padding behind it, unless an attention_mask says "
+                "where it ends, and a batch of a Job has none"
+            )
 
 
 def _in_blocks(

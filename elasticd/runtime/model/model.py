@@ -343,6 +343,12 @@ class Model:
                         raise ModelError(
                             f"{full} {tuple(parameter.shape)} has not the {count} experts as its dimension 0"
                         )
+                for name, buffer in self.sections[section].get_submodule(path).named_buffers():
+                    if buffer.dim() and buffer.shape[0] == count:
+                        raise ModelError(
+                            f"{start}.{name} is a buffer of all {count} experts, and a member of a TP group "
+                            "would read it by the numbers of its own: make it a parameter, frozen if need be"
+                        )
 
     def _describe(self) -> ModelSpec:
         sizes: dict[str, list[int]] = {}
