@@ -268,7 +268,7 @@ def test_a_block_may_change_the_mapping_that_it_is_called_with(recompute: bool) 
     ("added", "reason", "devices"),
     [
         (unchanged, "", 1),
-        (unchanged, "", 2),
+        pytest.param(unchanged, "", 2, marks=pytest.mark.full),
         (drawing, "draws random numbers, which are keyed by the block", 1),
         (drawing_by_python, "draws random numbers, which are keyed by the block", 1),
         (breaking, "graph_break", 1),

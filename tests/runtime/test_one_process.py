@@ -32,6 +32,7 @@ from elasticd.system import process_mark
 from elasticd.testing.waiting import until
 from tests import forkserver
 from tests.integration import train
+from tests.sizes import beside
 
 STEPS = 7
 
@@ -479,7 +480,7 @@ else:
 """
 
 
-@pytest.mark.parametrize("how", ["exits", "raises", "is done"])
+@pytest.mark.parametrize("how", beside(["raises"], ["exits", "raises", "is done"]))
 def test_a_child_by_fork_has_no_part_in_the_job(how: str, tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", FORKS, str(tmp_path), how],
