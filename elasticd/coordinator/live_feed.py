@@ -646,7 +646,7 @@ def measurements(
 
 
 def _of_items(module: str, taken: Sequence[Measurement | None]) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """What each member measured in a module of items [members, `OF_ITEMS`]; NaN: it has no place there."""
+    """Measurements of each member in a module of items [members, `OF_ITEMS`]; NaN: it has no place there."""
     found = np.full((len(taken), len(live.OF_ITEMS)), np.nan, dtype=np.float32)
     for place, each in enumerate(taken):
         if each is not None and (own := each.modules.get(module)) is not None:

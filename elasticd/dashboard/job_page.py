@@ -73,7 +73,7 @@ def item_modules(table: Table) -> list[str]:
 
 
 def of_items(table: Table, rank: int, module: str) -> dict[str, float]:
-    """What a member's step went into, of a module of items; nothing where it has no place there."""
+    """The parts of a member's step in a module of items; none where it has no place there."""
     found: dict[str, float] = {}
     for part in ("forward", "backward", "recompute", "embed and head", "tp", "reduction"):
         seconds = sum(table.of(rank, f"{module}/{column}") for column in _COLUMNS[part])

@@ -269,7 +269,7 @@ def diff(before: HistoryRecord | None, record: HistoryRecord, sent: int | None) 
 
 
 def _same_model(before: HistoryRecord, record: HistoryRecord) -> bool:
-    """Whether two plans are of a model of the same modules, with as many layers each."""
+    """Returns True if two plans are of a model of the same modules, with as many layers each."""
 
     def layers(problem: Problem) -> dict[str, int]:
         others = {module.name: module.profile.layers for module in problem.modules}
@@ -296,7 +296,7 @@ _HeldOfModule = tuple[str, int, Plan, Mapping[str, Held]]
 
 
 def _of_device(parts: Sequence[_HeldOfModule], plan: Plan, device: str) -> str:
-    """What a device holds under a plan, of each of its modules."""
+    """The parts of each module that a device holds under a plan."""
     found = []
     for name, units, view, held in parts:
         if not name:

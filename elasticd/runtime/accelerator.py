@@ -85,7 +85,7 @@ _Value = TypeVar("_Value")
 
 
 class Graphs(Protocol):
-    """What a device is asked to do, captured, so that it can be asked for once more by one call."""
+    """Launches on a device, captured, so that one call repeats them."""
 
     def capture(self, launch: Callable[[], _Value], /) -> tuple[Callable[[], None], _Value]:
         """Captures all that a function launches. The device does nothing of it meanwhile.
@@ -188,7 +188,7 @@ class Accelerator:
         return self._kind.graphs is not None
 
     def graphs(self) -> Graphs:
-        """What captures on this device, which `captures`."""
+        """Captures on this device, which `captures`."""
         assert self._kind.graphs is not None
         return self._kind.graphs()
 

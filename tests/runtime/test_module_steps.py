@@ -1,4 +1,4 @@
-"""Steps of several modules: reading of samples, sums in their order, the next step made beside the update."""
+"""Steps of several modules: reading of samples, sums in their order, the next step made in another thread."""
 
 from __future__ import annotations
 
@@ -273,7 +273,7 @@ def test_a_sample_that_cannot_be_read_is_named_on_all_ranks(
     run_threads(plan.members, refused)
 
 
-def test_the_next_step_is_made_beside_the_update(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_next_step_is_made_in_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[str] = []
     order = module_step.module_order
 

@@ -553,7 +553,7 @@ def difference(ours: JobSpec, theirs: JobSpec) -> str:
 
 
 def _module_differences(ours: Sequence[ModuleSpec], theirs: Sequence[ModuleSpec]) -> Iterator[str]:
-    """What differs in the modules of two specs, in words. The rows of an item may."""
+    """The differences of the modules of two specs, in words. The rows of an item may differ."""
     names = [[module.name for module in modules] for modules in (ours, theirs)]
     if names[0] != names[1]:
         yield f"its modules are {', '.join(names[1])}, not {', '.join(names[0])}"

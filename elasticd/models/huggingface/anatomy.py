@@ -218,7 +218,7 @@ class Watched:
 
 
 def draws(part: nn.Module) -> bool:
-    """Whether a part has dropouts."""
+    """Returns True if a part has dropouts."""
     return any(isinstance(module, nn.modules.dropout._DropoutNd) for module in part.modules())
 
 

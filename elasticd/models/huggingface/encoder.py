@@ -43,7 +43,7 @@ PIXELS, GRID = "pixel_values", "image_grid_thw"
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderAnatomy(Anatomy):
-    """What an encoder is made of, by paths in the model that has `get_image_features`."""
+    """The parts of an encoder, by paths in the model that has `get_image_features`."""
 
     between: tuple[str, ...]  #: are called between layers, with what passes beside the activation
     embeddings: Mapping[str, int]  #: of `before` tables that are looked up by numbers: their widths
@@ -373,7 +373,7 @@ class HfEncoderHead(EncoderSection):
 
 
 def rows_of(output: Any) -> dict[str, Tensor]:
-    """What `get_image_features` gave: `ROWS` [rows, width], and `DEEP` + "0", "1", ... likewise."""
+    """The output of `get_image_features`: `ROWS` [rows, width], and `DEEP` + "0", "1", ... likewise."""
     made = {ROWS: _rows(output.pooler_output)}
     for index, deep in enumerate(getattr(output, "deepstack_features", None) or ()):
         made[f"{DEEP}{index}"] = _rows(deep)
@@ -381,7 +381,7 @@ def rows_of(output: Any) -> dict[str, Tensor]:
 
 
 def _rows(features: Any) -> Tensor:
-    """What an encoder gave, a tensor or one for each image, as rows [rows, width]."""
+    """An encoder's output, a tensor or one for each image, as rows [rows, width]."""
     if isinstance(features, Tensor):
         return features.flatten(0, -2)
     return torch.cat([each.flatten(0, -2) for each in features])

@@ -1,4 +1,4 @@
-"""How experts in fused parameters are cut in a TP group: in columns of every expert, or expert by expert.
+"""The cuts of experts in fused parameters over a TP group: in columns of every expert, or expert by expert.
 
 transformers keeps the experts of a layer in one module, whose parameters have the expert as dimension 0:
 
@@ -37,12 +37,12 @@ _OUT, _DOWN = ("gate_up_proj", "up_proj", "gate_proj"), "down_proj"
 
 
 def is_contract(module: nn.Module) -> bool:
-    """Whether a module has experts by the contract of transformers: forward(rows, index, weights)."""
+    """Returns True if a module has experts by the contract of transformers: forward(rows, index, weights)."""
     return all(isinstance(getattr(module, name, None), bool) for name in _CONTRACT)
 
 
 def is_fused(module: nn.Module) -> bool:
-    """Whether a module has its projections as parameters of its own with three dimensions."""
+    """Returns True if a module has its projections as parameters of its own with three dimensions."""
     own = dict(module.named_parameters(recurse=False))
     return _DOWN in own and own[_DOWN].dim() == 3 and any(name in own for name in _OUT)
 

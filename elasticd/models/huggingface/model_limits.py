@@ -13,7 +13,7 @@ from elasticd.models.huggingface.vision_language import seam_of, takes_images
 
 @dataclass(frozen=True, kw_only=True)
 class ModelLimits:
-    """How many a model has of each; None: it does not say."""
+    """The number that a model has of each; None: it does not say."""
 
     tokens: int | None  #: rows of the embedding
     targets: int | None  #: logits of a token

@@ -275,7 +275,7 @@ class _Group:
         self._cut = Cuts()
 
     def has(self, pattern: str) -> bool:
-        """Whether the layer has what a pattern of a rule names."""
+        """Returns True if the layer has what a pattern of a rule names."""
         path = pattern.removeprefix(self._start)
         return path in self._parameters or path.removesuffix(".*") in self._modules
 

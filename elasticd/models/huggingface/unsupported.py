@@ -103,5 +103,5 @@ def _flat(rope: Any) -> Iterator[tuple[str, Any]]:
 
 
 def has_own_loss_function(model: Any) -> bool:
-    """Whether the user set a loss function of the model."""
+    """Returns True if the user set a loss function of the model."""
     return hasattr(model, "_loss_function")

@@ -264,7 +264,7 @@ def image_token(config: Any) -> int:
 
 
 def takes_images(model: Any) -> bool:
-    """Whether a model of transformers takes what its encoder of images gave: it is split in modules."""
+    """Returns True if a model of transformers takes its encoder's output for images: it is split in modules."""
     return any(map(_has_seam, model.modules()))
 
 

@@ -173,7 +173,7 @@ def _in_blocks(
 
 
 def _around(encoder: EncoderAnatomy) -> tuple[object, ...]:
-    """What does not depend on the number of layers."""
+    """The parts that do not depend on the number of layers."""
     return encoder.layers, encoder.before, encoder.anywhere, encoder.returns
 
 

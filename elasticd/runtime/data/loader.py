@@ -114,7 +114,7 @@ class ItemSizes(NamedTuple):
 
 
 def item_sizes(dataset: object, items: str, samples: Iterable[int]) -> ItemSizes:
-    """What a dataset says of the items of some samples.
+    """The items of some samples, as a dataset says.
 
     Raises:
         ValueError: as `item_counts` and `item_rows`.

@@ -265,7 +265,7 @@ def _leaves(batch: Any) -> list[Tensor]:
 
 
 def _shape_of(batch: Any) -> object:
-    """What passes differ by; None: it has values that are no tensors and may be others in the next batch."""
+    """The key that passes differ by; None: it has values that are no tensors and may change."""
     if isinstance(batch, Tensor):
         return tuple(batch.shape), batch.stride(), batch.dtype
     if isinstance(batch, Mapping):

@@ -486,7 +486,7 @@ def _first_calls(recipe: Recipe, plan: Plan) -> Iterator[BlockCall]:
 
 
 def _first_batches(recipe: Recipe, name: str, micro_batch: int) -> Iterator[Any]:
-    """What the embedding of a module takes of the first samples, without what other modules make."""
+    """The inputs of a module's embedding for the first samples, without what other modules make."""
     dataset: Any = recipe.dataset
     graph = recipe.model.graph
     items = "" if graph is None else graph.modules[name].items

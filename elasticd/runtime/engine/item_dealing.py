@@ -29,7 +29,7 @@ _LAG = 2
 
 
 class LaneSpeeds(NamedTuple):
-    """What items are dealt by: arguments of `item_batch`."""
+    """Slowdowns that items are dealt by: arguments of `item_batch`."""
 
     slowdown: tuple[int, ...] = ()  #: of each lane [64ths]; empty: all are normal
     first: tuple[int, ...] = ()  #: lanes that get an item before others do
@@ -78,7 +78,7 @@ class ItemDealing:
         return self._state.slowdown[lane] if lane is not None and len(self._idle) > 1 else 0
 
     def ratio(self, device: str, seconds: float, rows: int, squares: float = 0.0) -> float:
-        """How many times as long as planned a row took on a device; 0: it had none. Lanes compare with each
+        """The time of a row on a device over the planned time; 0: it had none. Lanes compare with each
         other, so that it does not matter which size of items was planned.
 
         Args:

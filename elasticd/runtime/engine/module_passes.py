@@ -9,13 +9,12 @@ from __future__ import annotations
 import math
 import struct
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
-from functools import partial, reduce
+from functools import partial
 from itertools import groupby
-from operator import xor
 
 import torch
 from elasticd_planner.detection.lengths import item_rise
@@ -31,7 +30,7 @@ from elasticd.runtime.data.sample_ledger import NO_SAMPLES, expected_hash
 from elasticd.runtime.engine.item_border import ItemBorder
 from elasticd.runtime.engine.item_dealing import ItemDealing
 from elasticd.runtime.engine.module_engine import ModuleEngine
-from elasticd.runtime.engine.module_step import GradientSum, ModuleStep, StepMaker
+from elasticd.runtime.engine.module_step import GradientSum, ModuleStep, StepMaker, together
 from elasticd.runtime.engine.p2p import HEADERS
 from elasticd.runtime.engine.pipeline_stage import StageRunner
 from elasticd.runtime.engine.recipe import Recipe
@@ -178,8 +177,7 @@ class ModulePasses:
         assert self._now is not None
         views = [(self._modules[name].layouts.plan, each) for name, each in self._now[1].batches.items()]
         return [
-            _together(expected_hash(view, each, device) for view, each in views)
-            for device in self._plan.members
+            together(expected_hash(view, each, device) for view, each in views) for device in self._plan.members
         ]
 
     def make_round(self, batch: BatchPlan, dataset: object) -> None:
@@ -245,7 +243,7 @@ class ModulePasses:
         failures = [each.failure for each in passed.values() if each.failure is not None]
         return replace(
             passed[self._own],
-            samples=_together(each.samples for each in passed.values()),
+            samples=together(each.samples for each in passed.values()),
             failure=failures[0] if failures else None,
         )
 
@@ -280,8 +278,3 @@ class ModulePasses:
             if act.what == "pass" and act.kind == "forward" and runner.reads_in(act):
                 wanted += runner.keys_of(step.lanes[each.module].micro[act.micro_batch])
         return wanted
-
-
-def _together(hashes: Iterable[int]) -> int:
-    """One hash of those of all modules."""
-    return reduce(xor, hashes, 0)

@@ -1,7 +1,8 @@
 """`ModuleStep`: what one device does in a step of a model of several modules, in its order.
 
 Every rank makes the batches of items and the order by itself, the same to the bit. That takes host time in
-which nothing is launched, so it is done beside the update of the step before, where the next samples are known.
+which nothing is launched, so another thread does it once the passes of the step before are launched. The vote
+of that step has a digest of the batches, and waits for it.
 """
 
 from __future__ import annotations
@@ -108,7 +109,7 @@ class StepMaker:
             )
         sums = sorted(self._sums(order), key=attrgetter("after")) if backward else []
         return ModuleStep(
-            batches, sorted(mine), lanes, sums, _together(each.digest for each in batches.values())
+            batches, sorted(mine), lanes, sums, together(each.digest for each in batches.values())
         )
 
     def _sums(self, order: Sequence[ModuleAct]) -> Iterator[GradientSum]:
@@ -123,7 +124,8 @@ class StepMaker:
                 yield GradientSum(places[name][each.pieces[-1].name], name, bucket)
 
 
-def _together(digests: Iterable[int]) -> int:
+def together(digests: Iterable[int]) -> int:
+    """One hash of those of all modules."""
     return reduce(xor, digests, 0)
 
 

@@ -236,7 +236,7 @@ class StageRunner:
         self.most_alive = 0
 
     def _captured_passes(self, recipe: Recipe, local: LocalModel, *, alone: bool) -> CapturedPasses | None:
-        """What captures the passes of a micro-batch; None: they are eager under this plan."""
+        """Captures the passes of a micro-batch; None: they are eager under this plan."""
         if recipe.parallelism.compile != "graphs":
             return None
         (first, *more), reason = self._chunks, ""
@@ -455,7 +455,7 @@ class StageRunner:
             self._loader.prepare([piece.sample for micro in micro_batches for piece in micro])
 
     def keys_of(self, pieces: Iterable[SequencePiece | SampleItem]) -> list[SampleKey]:
-        """What is read of the dataset for them."""
+        """The samples, or parts of samples, that are read for them."""
         return [self._loader.key(piece.sample) for piece in pieces]
 
     def reads_in(self, act: Act) -> bool:

@@ -384,7 +384,7 @@ class UnseededPasses:
         return host or self._changes != _changes or _places() != self._torchs
 
     def entered(self) -> Any:
-        """What the passes are to be repeated with.
+        """The input that the passes are to be repeated with.
 
         Raises:
             ScriptRefusal: they changed it.

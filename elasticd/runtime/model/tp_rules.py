@@ -158,7 +158,7 @@ def cut_at(rule: Rule | None, owner: nn.Module, leaf: str, dims: int) -> CutAt |
 
 
 def _takes_rows(owner: nn.Module) -> bool:
-    """Whether a module's forward can be called with rows, the experts of each, and their weights."""
+    """Returns True if a module's forward can be called with rows, the experts of each, and their weights."""
     try:
         inspect.signature(owner.forward).bind(None, None, None)
     except TypeError:

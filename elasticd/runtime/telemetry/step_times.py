@@ -38,7 +38,7 @@ class SequenceHere(NamedTuple):
 
 
 class _Counts(NamedTuple):
-    """What a step's passes were on: as in `Measurement`."""
+    """The tokens that a step's passes were on: as in `Measurement`."""
 
     tokens: int
     work: float

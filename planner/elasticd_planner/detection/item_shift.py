@@ -60,7 +60,7 @@ class TrackedMean(Value, frozen=True, kw_only=True):
 
 
 class ItemShiftState(Value, frozen=True, kw_only=True):
-    """What is known of the items that a module takes."""
+    """The knowledge of the items that a module takes."""
 
     items: TrackedMean  # of a sample
     rows: TrackedMean  # of an item

@@ -209,7 +209,7 @@ class _Measured:
         return np.where(told > 0, told, self.seats.micro_batches[self.group])
 
     def both_ways(self, forward: float) -> _Measured:
-        """What passes forward alone would have taken with those backward, of which they are this part."""
+        """The seconds that forward passes would have taken with backward ones, of which they are this part."""
         table = self.table.copy()
         for name in ("block_seconds", "embed_seconds", "head_seconds"):
             table[:, :, COLUMNS.index(name)] /= forward

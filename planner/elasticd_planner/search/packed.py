@@ -283,7 +283,7 @@ class _PackedSearch:
                 layouts.seconds[size], layouts.forms[size] = seconds, form(plan)
 
     def _searched(self, layouts: _Layouts) -> Iterator[tuple[Problem, Form | None]]:
-        """What the dense search is asked, and near which form: rows of all sizes where no plan holds the
+        """The questions to the dense search, and near which form: rows of all sizes where no plan holds the
         longest sequence yet; else, of few devices in one node, those of the best layout."""
         ranked, devices = layouts.ranked, alive(self.problem)
         if not layouts.usual:

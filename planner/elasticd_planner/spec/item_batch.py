@@ -191,7 +191,7 @@ class _Lanes:
         self._serving: dict[int, list[tuple[int, list[tuple[int, int]]]]] = {}
 
     def may(self, lane: int, pipeline: int) -> bool:
-        """Whether a lane serves a pipeline."""
+        """Returns True if a lane serves a pipeline."""
         return not self._serves[lane] or pipeline in self._serves[lane]
 
     def take(self, lane: int, cost: int) -> None:

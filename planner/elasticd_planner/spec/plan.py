@@ -322,7 +322,7 @@ class Strategy(Value, frozen=True, kw_only=True):
 
     @property
     def divided(self) -> bool:
-        """Whether lanes of items serve some pipelines alone. Each rank then orders its component of them."""
+        """Returns True if lanes of items serve some pipelines alone. A rank then orders its own component."""
         return any(pipeline.serves for module in self.modules for pipeline in module.pipelines)
 
     @property

@@ -153,7 +153,7 @@ class PositionBound:
         return tuple(found[piece] for piece in self._pieces)
 
     def _enough(self, pipelines: int, divisions: Sequence[Counts], limit: float) -> bool:
-        """Whether so many pipelines may take the batch within a limit."""
+        """Returns True if so many pipelines may take the batch within a limit."""
         self._taken.clear()
         self._most.clear()
         return any(self._together(pipelines, counts, limit) >= self._micro_batches for counts in divisions)
@@ -192,7 +192,7 @@ class PositionBound:
         return self._taken[counts]
 
     def _holds(self, counts: Counts, micro_batches: int, limit: float) -> bool:
-        """Whether the positions of a pipeline of these groups may hold all layers."""
+        """Returns True if the positions of a pipeline of these groups may hold all layers."""
         groups = [(cost, count) for (cost, _), count in zip(self._pieces, counts, strict=True) if count]
         stages, fastest = sum(counts), groups[0][0]
         devices = sum(width * count for (_, width), count in zip(self._pieces, counts, strict=True))
@@ -214,8 +214,8 @@ class PositionBound:
         return layers >= self._layers and self._in_flight(counts, fastest, micro_batches, left)
 
     def _in_flight(self, counts: Counts, fastest: float, micro_batches: int, left: float) -> bool:
-        """Whether the last stages of these groups may hold all layers. From one of them on, at most as many
-        micro-batches are on their way as stages are left. `left`: of the limit besides the way of one."""
+        """Returns True if the last stages of these groups may hold all layers. From one of them on, at most as
+        many micro-batches are on their way as stages are left. `left`: of the limit besides the way of one."""
         stages = sum(counts)
         narrowest = min(width for (_, width), count in zip(self._pieces, counts, strict=True) if count)
         layers, more = 0, micro_batches - 1
