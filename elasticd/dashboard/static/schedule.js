@@ -109,7 +109,9 @@ export class PlanPicture extends Measured {
       aria-label="${name}, ${row.items ? `weight ${row.micro_batches}` : counted(row.micro_batches, "micro-batch", "micro-batches")}: ${said.join("; ")}"
     >
       <text x="0" y="16">${name}</text>
-      <text class="label" x="0" y="32">${row.items ? `weight ${row.micro_batches}` : counted(row.micro_batches, "micro-batch", "micro-b.")}</text>
+      <text class="label" x="0" y="32">
+        ${row.items ? `weight ${row.micro_batches}` : counted(row.micro_batches, "micro-batch", "micro-b.")}
+      </text>
       ${row.seconds === null ? nothing : svg`<text class="label" x="0" y="48">${seconds(row.seconds)}</text>`}
       ${row.stages.map((stage, index) => {
         const x = at;
