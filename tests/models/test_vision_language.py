@@ -216,10 +216,41 @@ def test_dropouts_of_functions_are_refused_by_name() -> None:
         split_model(model)
 
 
-def test_hooks_on_what_every_section_copies_are_refused() -> None:
+@pytest.mark.parametrize(
+    ("path", "name"), [("model", "Llava"), ("model.vision_tower.encoder", "Llava"), ("model.visual", "Qwen3VL")]
+)
+def test_hooks_on_what_every_section_copies_are_refused(path: str, name: str) -> None:
+    model = made(name)
+    model.get_submodule(path).register_forward_hook(lambda *_: None)
+    with pytest.raises(ModelError, match=rf"^{path} has hooks, which no stage could run"):
+        split_model(model)
+
+
+@pytest.mark.parametrize(
+    ("path", "method"), [("model", "get_image_features"), ("model.vision_tower", "forward")]
+)
+def test_a_method_that_is_replaced_on_what_every_section_copies_is_refused(path: str, method: str) -> None:
     model = made("Llava")
-    model.model.register_forward_hook(lambda *_: None)
-    with pytest.raises(ModelError, match="model has hooks, which no stage could run"):
+    outer = model.get_submodule(path)
+    setattr(outer, method, getattr(outer, method))
+    with pytest.raises(ModelError, match=rf"^the {method} of {path} is replaced on the instance"):
+        split_model(model)
+
+
+TOWERS = {"None": lambda: None, "another": lambda: torch.nn.Linear(2, 2), "deleted": None}
+
+
+@pytest.mark.parametrize("tower", TOWERS)
+@pytest.mark.parametrize(("name", "path"), [("Qwen3VL", "visual"), ("Llava", "multi_modal_projector")])
+def test_a_model_with_another_encoder_than_its_configuration_makes_is_refused(
+    tower: str, name: str, path: str
+) -> None:
+    model, make = made(name), TOWERS[tower]
+    if make is None:
+        delattr(model.model, path)
+    else:
+        setattr(model.model, path, make())
+    with pytest.raises(ModelError, match=rf"^model\.{path} of {name}.* is not what its configuration makes"):
         split_model(model)
 
 

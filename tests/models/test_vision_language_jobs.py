@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -27,6 +28,7 @@ from elasticd.runtime.comm.groups import PlanGroups
 from elasticd.runtime.comm.in_memory import run_threads, unpaced
 from elasticd.runtime.comm.torch_store import TorchStore
 from elasticd.runtime.data.collate import pad
+from elasticd.runtime.data.prefetch import SampleError
 from elasticd.runtime.engine.engine import Engine, first_state
 from elasticd.runtime.engine.recipe import Recipe
 from tests import sizes
@@ -307,6 +309,14 @@ BAD = {
         lambda sample: sample | {"attention_mask": (torch.arange(len(sample["input_ids"])) > 2).long()},
         r"attention_mask leaves out .*samples with images are padded at their end",
     ),
+    "positions of text": (  # which this model would not count so
+        lambda sample: sample | {"position_ids": torch.arange(len(sample["input_ids"]))},
+        r"position_ids are in the batch, and .*counts the positions of tokens and images itself: leave them",
+    ),
+    "a video": (
+        lambda sample: sample | {"input_ids": torch.where(sample["input_ids"] == 7, 92, sample["input_ids"])},
+        r"it has tokens of videos \(92\), which would be trained as text",
+    ),
 }
 
 
@@ -317,6 +327,14 @@ def test_a_bad_sample_is_refused_with_one_message(name: str) -> None:
     index = data.counts["images"].index(2)
     with pytest.raises(ValueError, match=said):
         reads.batch(pad([reads.sample(spoil(data[index]))]))
+
+
+def test_positions_that_are_counted_as_the_model_counts_are_left_out() -> None:
+    one = case("Llava")
+    sample = one.data[0]
+    positions = {"position_ids": torch.arange(len(sample["input_ids"]))}
+    batch = one.model.reads.batch(pad([one.model.reads.sample(sample | positions)]))
+    assert "position_ids" not in batch
 
 
 @cache
@@ -334,6 +352,85 @@ def test_samples_of_unlike_numbers_of_images_are_one_batch() -> None:
     assert not batch["image_grid_thw"][1].any()
     assert "attention_mask" not in batch
     assert [int((row == IMAGE_TOKEN).sum()) > 0 for row in batch["input_ids"]] == [True, False]
+
+
+def test_grids_that_a_collate_joined_are_those_of_the_samples_in_order() -> None:
+    """Also where there are as many images as samples."""
+    reads, data = of_qwen()
+    counts = data.counts["images"]
+
+    def joining(samples: list[Any]) -> Any:
+        grids = torch.cat([each.pop("image_grid_thw") for each in samples if "image_grid_thw" in each])
+        return pad([{n: x for n, x in e.items() if n != "images"} for e in samples]) | {"image_grid_thw": grids}
+
+    for images in ((2, 0), (0, 2), (1, 1), (2, 1, 0), (3, 1, 2)):
+        samples = [dict(data[counts.index(each)]) for each in images]
+        grids = torch.cat([each["image_grid_thw"] for each in samples if "image_grid_thw" in each])
+        batch = reads.batch(joining([dict(each) for each in samples]))
+        read = batch["image_grid_thw"]
+        assert torch.equal(read[read.any(-1)] if read.dim() == 3 else read, grids), images
+    two, other = data[counts.index(2)], data[counts.index(3)]
+    swapped = joining(
+        [
+            dict(two) | {"image_grid_thw": other["image_grid_thw"]},
+            dict(other) | {"image_grid_thw": two["image_grid_thw"]},
+        ]
+    )
+    with pytest.raises(ValueError, match=r"tokens of images \(91\), and image_grid_thw says"):
+        reads.batch(swapped)
+
+
+class Elsewhere(pictured.Pictured):  # type: ignore[misc]
+    """A dataset of which two samples of a step have the text of each other, or one is without its images."""
+
+    def __init__(self, model: Any, swapped: tuple[int, ...]) -> None:
+        super().__init__(model)
+        self.swapped = swapped
+        if len(swapped) == 1:
+            self.counts = {"images": [n * (i not in swapped) for i, n in enumerate(self.counts["images"])]}
+            self.full = pictured.Pictured(model)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if index not in self.swapped:
+            return super().__getitem__(index)
+        if len(self.swapped) == 1:
+            return self.full[index] | {"images": []}
+        (other,) = set(self.swapped) - {index}
+        return super().__getitem__(other) | {"images": super().__getitem__(index)["images"]}
+
+
+@pytest.mark.parametrize("placement", ["one device", "disjoint"])
+@pytest.mark.parametrize("spoilt", [2, 1])
+def test_a_text_with_other_images_than_its_own_is_named_on_all_ranks(placement: str, spoilt: int) -> None:
+    """In one micro-batch, so that all its images have as many rows as all its texts have tokens for them."""
+    one = case("Llava")
+    counts, first = one.data.counts["images"], one.recipe().sampler.samples(0)
+    swapped = [next(i for i in first if counts[i] == wanted) for wanted in (2, 1)][:spoilt]
+    plan = of_one_micro_batch(placed(placement, one.layers))
+    model = vision_language.made("Llava", depth=3)
+    data = Elsewhere(model, tuple(swapped))
+
+    def refused(memory: Any) -> str:
+        recipe = one.recipe(micro_batch=plan.micro_batch, dataset=data)
+        layouts = Layouts(recipe.model.specs, plan)
+        engine = Engine(recipe, layouts, memory, unpaced)
+        engine.adopt(first_state(recipe.model, layouts, memory.me, SEED))
+        with pytest.raises(SampleError) as refusal:
+            engine.step(0, lambda: 0, lambda: 0)
+        assert refusal.value.index in swapped
+        return str(refusal.value)
+
+    said = run_threads(plan.members, refused)
+    taker = plan.modules[1].pipelines[0].stages[0].devices[0]
+    assert re.match(r".* its text has places for [48] rows of images, and its images have", said[taker])
+
+
+def of_one_micro_batch(plan: Plan) -> Plan:
+    """The plan, whose global batch is one micro-batch."""
+    encoder, language = plan.modules
+    language = replace(language, pipelines=tuple(replace(p, micro_batches=1) for p in language.pipelines))
+    strategy = replace(plan.strategies[0], modules=(encoder, language))
+    return plan.replace(micro_batch=BATCH, strategies=(strategy,))
 
 
 def test_what_a_processor_gives_of_several_texts_is_refused() -> None:

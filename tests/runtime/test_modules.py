@@ -519,7 +519,7 @@ def test_parts_of_a_sample_that_is_there_twice_keep_their_order() -> None:
 
     a, b = SampleItem(7, 0), SampleItem(7, 1)
     parts = [(b, part(1)), (a, part(0)), (SampleItem(2, 0), part(9)), (a, part(0)), (b, part(1))]
-    joined_parts = joined(in_order_of([7, 2, 7], parts))
+    joined_parts = joined(in_order_of([7, 2, 7], parts)[0])
     assert isinstance(joined_parts, torch.Tensor)
     assert joined_parts.tolist() == [0, 1, 9, 0, 1]
     assert joined([]) is None

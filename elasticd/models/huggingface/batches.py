@@ -17,7 +17,7 @@ is tried on its small copy (`proof`).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -145,6 +145,10 @@ class HfBatches:
         layers = self._for_layers(made, ids)
         return made | ({LAYER_INPUTS: layers} if layers else {})
 
+    def item_places(self, batch: Any) -> Mapping[str, Sequence[int]]:
+        """None: the samples of a text model have no items."""
+        return {}
+
     def has_targets(self, batch: Any) -> bool:
         """Whether a batch that was read has what the model's own loss compares the logits with."""
         return TARGETS in batch or "targets" in batch
@@ -199,7 +203,10 @@ class HfBatches:
             raise Unlike(0, f"the forward of {self.model} takes no position_ids: leave them out")
         for name in needed:
             if name not in self.layers:
-                raise Unlike(0, f"{_NEEDED[name]}, and {self.lacks[name]}: {_REMEDIES[name]}")
+                needs = _NEEDED[name]
+                if name == "position_ids" and not self.counts_from_zero:
+                    needs = "position_ids are in the batch"
+                raise Unlike(0, f"{needs}, and {self.lacks[name]}: {_REMEDIES[name]}")
         padded = "attention_mask" in needed and bool((needed["attention_mask"][:, 0] == 0).any())
         if padded and self.absolute and "position_ids" not in needed:
             raise Unlike(

@@ -16,7 +16,7 @@ A sample is a mapping with
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -31,6 +31,8 @@ from elasticd.runtime.data.collate import Unlike
 _ROWS = (*OF_IMAGES, "pixel_attention_mask", "image_position_ids")
 
 
+#: Numbers in a row of each.
+_WIDTHS = {GRID: 3, "image_sizes": 2}
 _MAKES = "elasticd.models.huggingface.sample_of(processor(...)) makes the sample"
 
 
@@ -91,6 +93,8 @@ class HfImageBatches(HfBatches):
 
     of_images: tuple[str, ...] = ()  #: of `OF_IMAGES` those that the embedding takes
     image_token: int = -1  #: the token that stands for a row of an image
+    #: Tokens that stand for what is no image, by its name: "videos".
+    other_marks: Mapping[str, int] = field(default_factory=dict)
     merge: int = 0  #: patches of a grid's side that are merged into one row of an image; 0: not known
 
     def sample(self, sample: Any) -> Any:
@@ -124,16 +128,34 @@ class HfImageBatches(HfBatches):
         made = super().batch(batch)
         made.pop("attention_mask", None)
         made.pop("position_ids", None)
-        ids = next(made[name] for name in IDS if name in made)
+        ids = _ids(made)
+        self._refuse_other_marks(ids)
         for name in self.of_images:
             rows = made.get(name)
-            if isinstance(rows, Tensor) and rows.dim() == 2 and len(rows) == len(ids):
-                width = 3 if name == GRID else 2
-                if rows.shape[1] % width == 0:
-                    made[name] = rows.unflatten(1, (rows.shape[1] // width, width))
+            if isinstance(rows, Tensor) and _is_padded(rows, len(ids), width := _WIDTHS[name]):
+                made[name] = rows.unflatten(1, (rows.shape[1] // width, width))
         if GRID in self.of_images and self.merge:
             self._check_grids(ids, made.get(GRID))
         return made
+
+    def item_places(self, batch: Any) -> Mapping[str, Sequence[int]]:
+        """The tokens of each sample of a batch that stand for rows of images."""
+        if self.image_token < 0:
+            return {}
+        return {IMAGES: self._tokens_of_images(_ids(batch)).tolist()}
+
+    def _tokens_of_images(self, ids: Tensor) -> Tensor:
+        return (ids == self.image_token).sum(1)
+
+    def _refuse_other_marks(self, ids: Tensor) -> None:
+        """Raises Unlike for tokens that stand for what no module of the model encodes."""
+        for kind, token in self.other_marks.items():
+            if bool((wrong := (ids == token).any(1)).any()):
+                raise Unlike(
+                    int(wrong.nonzero()[0]),
+                    f"it has tokens of {kind} ({token}), which would be trained as text: elasticd encodes "
+                    "images alone, so leave such samples out",
+                )
 
     def _check_images(self, images: Any) -> None:
         """Raises Unlike for items that are no images as a processor gives them."""
@@ -149,14 +171,13 @@ class HfImageBatches(HfBatches):
 
     def _check_grids(self, ids: Tensor, grids: Any) -> None:
         """Raises Unlike for a sample whose tokens of images are not as many as its grids say."""
-        wanted = (ids == self.image_token).sum(1)
-        rows = wanted.new_zeros(len(ids))
-        if isinstance(grids, Tensor) and grids.dim() == 3:
+        wanted = self._tokens_of_images(ids)
+        if isinstance(grids, Tensor) and grids.dim() == 2 and grids.numel():
+            rows = _dealt(wanted, grids.prod(-1) // self.merge**2)
+        elif isinstance(grids, Tensor) and grids.dim() == 3:
             rows = grids.prod(-1).sum(1) // self.merge**2
-        elif (
-            isinstance(grids, Tensor) and grids.numel()
-        ):  # joined by the user's collate: of all samples together
-            wanted, rows = wanted.sum()[None], (grids.prod(-1).sum() // self.merge**2)[None]
+        else:
+            rows = torch.zeros_like(wanted)
         wrong = (wanted != rows).nonzero()
         if len(wrong):
             place = int(wrong[0])
@@ -165,3 +186,37 @@ class HfImageBatches(HfBatches):
                 f"it has {int(wanted[place])} tokens of images ({self.image_token}), and {GRID} says "
                 f"{int(rows[place])} rows: give both as the processor gave them",
             )
+
+
+def _ids(batch: Mapping[str, Any]) -> Tensor:
+    """The tokens of a batch."""
+    ids: Tensor = next(batch[name] for name in IDS if name in batch)
+    return ids
+
+
+def _is_padded(rows: Tensor, samples: int, width: int) -> bool:
+    """Returns True for rows of images that `pad` made of those of each sample, [samples, images * width]; False
+    for those that a collate function joined, [images, width]. Both may have that shape: then every sample has
+    one image, unless padding says that one has none."""
+    if rows.dim() != 2 or len(rows) != samples or rows.shape[1] % width:
+        return False
+    return rows.shape[1] != width or not bool(rows.any(1).all())
+
+
+def _dealt(wanted: Tensor, rows: Tensor) -> Tensor:
+    """The rows of joined images by sample: each takes images until it has as many as it wants, and the last one
+    takes all that are left.
+
+    Args:
+        wanted: rows of each sample [samples].
+        rows: of each image [images].
+    """
+    ends, most = rows.cumsum(0).tolist(), len(rows)
+    counts, at, before = [], 0, 0
+    for place, want in enumerate(wanted.tolist()):
+        start = before
+        while at < most and (place == len(wanted) - 1 or before - start < want):
+            before = ends[at]
+            at += 1
+        counts.append(before - start)
+    return torch.tensor(counts)

@@ -500,17 +500,17 @@ def _another_model(model: nn.Module, copy: nn.Module) -> str:
 
 def _kinds(model: nn.Module) -> set[frozenset[tuple[str, type]]]:
     """The kinds of layers of a model, by the modules that they have."""
-    return {_named(layer) for layer in model.get_submodule(layers_path(model)).children()}
+    return {module_kinds(layer) for layer in model.get_submodule(layers_path(model)).children()}
 
 
 def _around(model: nn.Module) -> frozenset[tuple[str, type]]:
     """The modules beside the layers: a module that only the model has would be in no section of it."""
     beside = parts(model, layers_path(model))
-    return frozenset().union(*(_named(part, path) for path, part in beside.items()))
+    return frozenset().union(*(module_kinds(part, path) for path, part in beside.items()))
 
 
-def _named(module: nn.Module, path: str = "") -> frozenset[tuple[str, type]]:
-    """The modules in a module, by path and class; those of a list are alike."""
+def module_kinds(module: nn.Module, path: str = "") -> frozenset[tuple[str, type]]:
+    """The modules in a module, by path and class, without adapters; those of a list are alike."""
     return frozenset(
         (re.sub(r"\d+", "*", full), type(inner))
         for full, inner in plain_modules(module, path)

@@ -493,20 +493,28 @@ def refuse_two_names(kind: str, sections: Sequence[tuple[str, nn.Module]]) -> No
                 )
 
 
-def outer_modules(model: Any, anatomy: Anatomy) -> Iterator[tuple[str, nn.Module]]:
-    """The modules that a shell has copies of, by path; the model itself by the name of its class."""
+def outer_modules(model: Any, anatomy: Anatomy, start: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """The modules that a shell has copies of, by path behind `start`; a model without a path by the name of its
+    class."""
     for path, module in model.named_modules():
         if path and (path.startswith(f"{anatomy.layers}.") or not is_outer(path, module, anatomy.layers)):
             continue
-        yield path or type(model).__name__, module
+        yield f"{start}{path}".removesuffix(".") or type(model).__name__, module
 
 
-def refuse_outer(model: Any, anatomy: Anatomy) -> None:
-    """Raises ModelError for what a shell, a copy of the outer modules, would lose."""
-    for name, module in outer_modules(model, anatomy):
-        if "forward" in module.__dict__:
-            raise ModelError(
-                f"the forward of {name} is replaced on the instance: give elasticd the model as made"
-            )
+def refuse_outer(model: Any, anatomy: Anatomy, start: str = "") -> None:
+    """Raises ModelError for what a shell, a copy of the outer modules, would lose.
+
+    Args:
+        model: the model, or one that has layers inside it.
+        anatomy: of it.
+        start: its path, with a dot, in the model that the user gave.
+    """
+    for name, module in outer_modules(model, anatomy, start):
+        for method, own in vars(module).items():
+            if callable(own) and callable(getattr(type(module), method, None)):
+                raise ModelError(
+                    f"the {method} of {name} is replaced on the instance: give elasticd the model as made"
+                )
         if any(getattr(module, hooks) for hooks in _HOOKS):
             raise ModelError(f"{name} has hooks, which no stage could run: remove them")

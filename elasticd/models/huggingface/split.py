@@ -75,6 +75,8 @@ def split_model(model: Any, *, frozen: Iterable[str] = (), experts: CutIn = "col
     made = with_buffers(model) if blank else model
     modules, whole = _with_rules(made, modules_of(made, proof.anatomy, proof.seam), proof, experts)
     refuse_outer(made, proof.anatomy)
+    if (encoder := proof.seam.encoder) is not None:
+        refuse_outer(made.get_submodule(proof.seam.base), encoder, f"{proof.seam.base}.")
     for module in modules.values():
         refuse_two_names(kind, list(module))
     _refuse_lost(made, modules)

@@ -260,7 +260,21 @@ def beside_tokens(model: Any, seam: Seam) -> tuple[tuple[str, ...], tuple[str, .
 def image_token(config: Any) -> int:
     """The token that stands for a row of an image; -1: the configuration does not say."""
     names = ("image_token_id", "image_token_index")
-    return next((getattr(config, name) for name in names if hasattr(config, name)), -1)
+    return next((token for name in names if isinstance(token := getattr(config, name, None), int)), -1)
+
+
+def other_marks(config: Any) -> dict[str, int]:
+    """The tokens that stand for videos and for sound, by the names of these."""
+    names = {
+        "videos": ("video_token_id", "video_token_index"),
+        "sound": ("audio_token_id", "audio_token_index"),
+    }
+    found = {
+        kind: next((t for n in listed if isinstance(t := getattr(config, n, None), int)), None)
+        for kind, listed in names.items()
+    }
+    own = image_token(config)
+    return {kind: token for kind, token in found.items() if token is not None and token != own}
 
 
 def takes_images(model: Any) -> bool:

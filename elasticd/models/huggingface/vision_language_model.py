@@ -19,7 +19,7 @@ from elasticd.models.huggingface.model_limits import ModelLimits
 from elasticd.models.huggingface.peft_export import PeftPretrained
 from elasticd.models.huggingface.split import VisionLanguage, split_model
 from elasticd.models.huggingface.unsupported import has_own_loss_function
-from elasticd.models.huggingface.vision_language import LANGUAGE, beside_tokens, image_token
+from elasticd.models.huggingface.vision_language import LANGUAGE, beside_tokens, image_token, other_marks
 from elasticd.runtime.model.model import Init, Model, Module
 
 #: Makes the reader of a folder's values, of a function that gives the name in the model of a parameter.
@@ -124,6 +124,8 @@ def _reads(model: Any, split: VisionLanguage, limits: ModelLimits) -> HfImageBat
         beside=frozenset((*token_types, *of_images)),
         of_images=of_images,
         image_token=image_token(model.config),
+        other_marks=other_marks(model.config),
+        counts_from_zero=split.proof.counts_from_zero,
         merge=getattr(vision, "spatial_merge_size", 0),
         tokens_known=limits.tokens,
         targets_known=limits.targets,

@@ -8,6 +8,7 @@ gradients are compared. The encoder's parameters that no image reaches are found
 from __future__ import annotations
 
 import copy
+import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,6 +27,7 @@ from elasticd.models.huggingface.proof import (
     drawn_inside,
     fill,
     first_failure,
+    module_kinds,
     on_the_side,
     shifted_by,
     takes,
@@ -45,6 +47,8 @@ from elasticd.models.huggingface.vision_language import (
 from elasticd.runtime.model import bundle as bundles
 from elasticd.runtime.model.validation import ModelError, replace_dropouts
 from elasticd.runtime.reference.comparison import difference
+
+log = logging.getLogger(__name__)
 
 #: How many images the samples of a small copy have.
 COUNTS = (2, 0, 1, 3)
@@ -82,6 +86,7 @@ class VisionLanguageProof:
     #: Its own loss compares a token's logits with the next token's label, or (False) its own; None: neither.
     shifts: bool | None
     model: str
+    counts_from_zero: bool  #: positions 0, 1, 2, ... are those that the model takes by itself
     one_block: str = ""  #: why the encoder is one block; empty: it has a block for each layer
 
     def __str__(self) -> str:
@@ -97,6 +102,7 @@ def prove_modules(model: Any, adapters: Adapters | None = None) -> VisionLanguag
     Raises:
         ModelError: they are not the model, or no small copy with images can be made.
     """
+    _refuse_other_modules(model)
     kind, every = ModelMaker(type(model), adapters), [name for name, _ in model.named_parameters()]
     with on_the_side():
         copy_, (samples, seam, anatomy) = _small_with_samples(kind, model.config, DEPTHS[0])
@@ -105,6 +111,7 @@ def prove_modules(model: Any, adapters: Adapters | None = None) -> VisionLanguag
         with torch.no_grad():
             _refuse_masks(copy_, samples)
             whole = samples[0].whole()
+            counted = all(_counts_from_zero(copy_, sample) for sample in samples)
             shifts = shifted_by(copy_, whole, logits_of(copy_(**whole, **arguments(copy_))))
         found = [(idle, [name for name, _ in copy_.named_parameters()])]
         copy_, (samples, _, _) = _small_with_samples(kind, model.config, DEPTHS[1])
@@ -121,8 +128,28 @@ def prove_modules(model: Any, adapters: Adapters | None = None) -> VisionLanguag
         apart=apart,
         shifts=shifts,
         model=kind.__name__,
+        counts_from_zero=counted,
         one_block=one_block,
     )
+
+
+def _refuse_other_modules(model: Any) -> None:
+    """Raises ModelError for a model with other modules than its configuration makes: small copies, which are
+    made of that, would say nothing of it."""
+    try:
+        with torch.device("meta"):
+            made = type(model)(model.config)
+    except Exception:
+        log.debug("a model of the configuration could not be made", exc_info=True)
+        return
+    other = {path for path, _ in module_kinds(model) ^ module_kinds(made)}
+    outermost = sorted(path for path in other if path.rpartition(".")[0] not in other)
+    if outermost:
+        raise ModelError(
+            f"{', '.join(outermost[:3])} of {type(model).__name__} is not what its configuration makes, or is "
+            "not there, so that a small copy would be another model: give the model as from_pretrained makes "
+            f"it, or {REMEDY}"
+        )
 
 
 def _refuse_masks(model: Any, samples: list[ImageSample]) -> None:
@@ -153,6 +180,18 @@ def _refuse_masks(model: Any, samples: list[ImageSample]) -> None:
                 f"in {name} the tokens of a sample attend to padding behind it, unless an attention_mask says "
                 "where it ends, and a batch of a Job has none"
             )
+
+
+def _counts_from_zero(model: Any, sample: ImageSample) -> bool:
+    """Returns True if a copy gives with positions 0, 1, 2, ... what it gives without positions."""
+    if "position_ids" not in takes(model):
+        return True
+    places, whole, take = torch.arange(sample.ids.shape[1])[None], sample.whole(), arguments(model)
+    try:
+        given = logits_of(model(**whole, position_ids=places, **take))
+    except Exception:
+        return False
+    return difference(given, logits_of(model(**whole, **take))) <= NEAR
 
 
 def _in_blocks(

@@ -239,6 +239,8 @@ class Loader:
         self._items, self._part = counts or {}, None if part is None else tuple(part)
         self.asked: list[int] = []
         self.failure: SampleError | None = None
+        #: Of the last batch; see `BatchFormat.item_places`.
+        self.item_places: Mapping[str, Sequence[int]] = {}
         self.stood_in = False  #: in the last batch something has the place of what could not be read
 
     def key(self, index: int) -> SampleKey:
@@ -263,7 +265,30 @@ class Loader:
                 found[place] = self._sample(piece.sample)
             except SampleError as error:
                 self._fail(error)
-        return self._packed(found, micro_batch) if packed else self._padded(found, micro_batch)
+        batch = self._packed(found, micro_batch) if packed else self._padded(found, micro_batch)
+        self.item_places = self._reads.item_places(batch) if self._reads is not None and not packed else {}
+        return batch
+
+    def refuse_rows(self, key: str, rows: Sequence[int], micro_batch: MicroBatch) -> bool:
+        """Notes a failure where a sample of the last batch has places for other rows of items than they have.
+
+        Args:
+            key: of the items in a batch.
+            rows: that the items of each sample of the micro-batch have.
+            micro_batch: that of the batch.
+
+        Returns:
+            True if there is such a sample.
+        """
+        for place, (wanted, there) in enumerate(zip(self.item_places.get(key, ()), rows, strict=False)):
+            if wanted != there:
+                why = (
+                    f"its text has places for {wanted} rows of {key}, and its {key} have {there} rows: give it "
+                    f"the {key} that its text was made for, in that order"
+                )
+                self._fail(SampleError(micro_batch[place].sample, why))
+                return True
+        return False
 
     def _sample(self, index: int) -> Any:
         """A sample for one use.

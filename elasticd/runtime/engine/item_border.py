@@ -267,8 +267,10 @@ def row_of(x: Bundle, place: int) -> Bundle:
     return x[place] if isinstance(x, Tensor) else {name: part[place] for name, part in x.items()}
 
 
-def in_order_of(samples: Sequence[int], parts: Sequence[tuple[SampleItem, Bundle]]) -> list[Bundle]:
-    """Outputs in the order of the samples of their items, and of the items of each.
+def in_order_of(
+    samples: Sequence[int], parts: Sequence[tuple[SampleItem, Bundle]]
+) -> tuple[list[Bundle], list[int]]:
+    """Outputs in the order of the samples of their items, and of the items of each; and each sample's rows.
 
     Args:
         samples: of a micro-batch; one may be there several times.
@@ -282,7 +284,10 @@ def in_order_of(samples: Sequence[int], parts: Sequence[tuple[SampleItem, Bundle
     for item, part in parts:
         listed.append((places[item.sample][seen[item]], item.number, part))
         seen[item] += 1
-    return [part for _, _, part in sorted(listed, key=lambda each: each[:2])]
+    rows = [0] * len(samples)
+    for place, _, part in listed:
+        rows[place] += len(tensors(part)[0])
+    return [part for _, _, part in sorted(listed, key=lambda each: each[:2])], rows
 
 
 def joined(parts: Sequence[Bundle]) -> Bundle | None:

@@ -525,7 +525,10 @@ class StageRunner:
                     state.items[key] = leaf
                 for place, item in enumerate(border.groups[key].items):
                     parts.append((item, row_of(leaf, place)))
-            outputs[name] = joined(in_order_of(ids_of(micro), parts))
+            ordered, rows = in_order_of(ids_of(micro), parts)
+            if index not in self._step.stood_in and self._loader.refuse_rows(name, rows, micro):
+                self._step.stood_in.add(index)
+            outputs[name] = joined(ordered)
         if index in self._step.stood_in:
             # What stands in for the text, or for an item, does not fit the rest. The vote drops the step.
             outputs = dict.fromkeys(outputs)

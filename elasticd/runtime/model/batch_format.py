@@ -6,6 +6,7 @@ before a batch is copied to the device, so that what depends on the values in a 
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 
@@ -24,6 +25,10 @@ class BatchFormat(Protocol):
 
     def batch(self, batch: Any) -> Any:
         """A collated batch as the sections and the loss take it."""
+
+    def item_places(self, batch: Any) -> Mapping[str, Sequence[int]]:
+        """The rows of items that each sample of a batch, as `batch` gives it, has places for, by key of the
+        items; without those of which the model says nothing."""
 
     def has_targets(self, batch: Any) -> bool:
         """Whether a batch, as `batch` gives it, has targets of the model's own loss."""
