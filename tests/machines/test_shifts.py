@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, cast
+from typing import Any, ClassVar, cast
 
 import msgspec
 import pytest
@@ -10,15 +10,24 @@ from elasticd_planner.detection.lengths import attention_rise
 from elasticd_planner.spec.sequence_lengths import bucket
 from elasticd_planner.spec.step_measurements import Step
 
+from elasticd.machines.job import replan
 from elasticd.machines.job.measurements import data_lengths
 from elasticd.machines.job.state.job_state import JobPhase, JobSettings, JobState
 from elasticd.machines.job.state.transaction import Turn
-from elasticd.records import ProfileRecord
+from elasticd.records import ModuleSpec, ProfileRecord
 from tests.machines.cast import spec
 from tests.machines.test_coordinator_faults import running
 from tests.machines.world import World
 from tests.planner.models import cluster
-from tests.planner.test_module_measurements import BOTH, measured, problem_of, profiles
+from tests.planner.test_module_measurements import (
+    BOTH,
+    ENCODER,
+    VISION,
+    measured,
+    plan_of,
+    problem_of,
+    profiles,
+)
 
 
 def shifted() -> World:
@@ -133,3 +142,63 @@ def test_lengths_that_are_others_than_assumed_teach_the_module_with_the_loss() -
     assert turn.job.profile is not None
     assert turn.job.profile.block.seconds == pytest.approx(1e-3, rel=0.05)
     assert turn.job.prediction is not None
+
+
+@pytest.mark.parametrize("trainable", [True, False])
+@pytest.mark.parametrize("encoders", [(ENCODER,), (ENCODER, "n1/0")])
+def test_images_of_another_size_teach_the_encoders_profile_and_make_none_slow(
+    encoders: tuple[str, ...], *, trainable: bool
+) -> None:
+    """All images become twice as large, and a row of them takes 1.5 times as long, which shapes do not say.
+    Then the encoder becomes slow, which is seen by the new profile."""
+    plan = plan_of(encoders, trainable=trainable)
+    problem = problem_of(plan, profiles(), cluster(1, 2))
+    (known,) = problem.modules
+    known = msgspec.structs.replace(known, profile=known.profile.sized(32.0))
+    model = spec().model
+    modules = (ModuleSpec(name="vision", model=model, items="images"), ModuleSpec(name="language", model=model))
+
+    class Watched:
+        """A turn of a leader that notes."""
+
+        job = JobState(
+            job="j",
+            phase=JobPhase.RUNNING,
+            since=0.0,
+            spec=msgspec.structs.replace(spec(), modules=modules),
+            plan=plan,
+            profile=problem.profile,
+            modules=(known,),
+            taught_by=1,
+        )
+        settings = JobSettings()
+        kinds: ClassVar[list[str]] = []
+        now, nodes = 0.0, {}  # type: ignore[var-annotated]
+
+        def set(self, **changes: object) -> None:
+            self.job = msgspec.structs.replace(self.job, **changes)
+
+        def note(self, kind: str, *_: object, **__: object) -> None:
+            self.kinds.append(kind)
+
+        def write(self, record: object) -> None:
+            assert isinstance(record, ProfileRecord)
+
+    Watched.kinds.clear()
+    turn = cast(Turn, Watched())
+
+    def train(steps: range, **changes: Any) -> None:
+        for at in steps:
+            replan._observe(turn, plan, Step.of(measured(plan, at, **changes)))
+
+    train(range(30))
+    assert not Watched.kinds
+    train(range(30, 60), rows=64, vision=1.5)
+    assert Watched.kinds == ["shifted"]
+    assert not turn.job.rates.rates
+    (now,) = turn.job.modules
+    assert now.rows_an_item == pytest.approx(64)
+    assert now.profile.tokens == pytest.approx(64)
+    assert now.profile.block.seconds == pytest.approx(1.5 * VISION, rel=0.03)
+    train(range(60, 90), rows=64, vision=1.5, rates={ENCODER: 3.0})
+    assert turn.job.rates.rates == {ENCODER: pytest.approx(3.0, rel=0.05)}

@@ -51,9 +51,15 @@ ALONE, BOTH = plan_of((ENCODER,)), plan_of((ENCODER, "n1/0"))
 
 
 def measured(
-    plan: Plan, step: int, rates: Rates | None = None, *, vision: float = 1.0, step_seconds: float = 3.0
+    plan: Plan,
+    step: int,
+    rates: Rates | None = None,
+    *,
+    vision: float = 1.0,
+    step_seconds: float = 3.0,
+    rows: int = 32,
 ) -> list[Measurement]:
-    """Of all members. A step has 16 images of 32 rows; `vision`: how many times longer encoding takes."""
+    """Of all members. A step has 16 images of `rows` rows; `vision`: how many times longer encoding takes."""
     rates, rng = rates or {}, random.Random(step)
     encoders = {place.stages[0].devices[0]: place.micro_batches for place in plan.view("vision").by_lane}
     factor = 1.0 if plan.modules[0].trainable else PROFILE.forward
@@ -63,11 +69,11 @@ def measured(
         modules = {}
         if device in encoders:
             items = 16 * encoders[device] // sum(encoders.values())
-            work = items * 32 * 2
+            work = items * rows * 2
             modules["vision"] = ModuleMeasurement(
                 block_seconds=work * VISION * vision * speed * factor,
                 block_work=work,
-                tokens=items * 32,
+                tokens=items * rows,
                 items=items,
                 reduce_seconds=0.01,
             )

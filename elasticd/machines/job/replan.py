@@ -129,7 +129,8 @@ def _judged(turn: Turn, plan: Plan, step: Step) -> Observed:
         return observe(job.rates, step, detect, expectation(job.profile, plan))
     rates = job.rates
     profiles, sigma = _profiles(turn, plan, job.profile), max(detect.noise, rates.noise)
-    step = as_one(step, plan, profiles, rates.rates, sigma, _rises(job.spec))
+    resizing = item_counts.resizing(job)
+    step = as_one(step, plan, profiles, rates.rates, sigma, _rises(job.spec), resizing)
     return observe(rates, step, detect)
 
 
@@ -147,11 +148,12 @@ def _profiles(turn: Turn, plan: Plan, profile: ModelProfile) -> dict[str, ModelP
 
 def _observe(turn: Turn, plan: Plan, step: Step) -> None:
     """A whole step: who became slow or recovered, and one more sample for the profile's fit."""
-    rates, changes = _judged(turn, plan, step)
     last = tuple(known for known in turn.job.last_steps if known.plan == plan.number)
-    turn.set(rates=rates, last_steps=(*last, step)[-MOST_RECENT:])
+    turn.set(last_steps=(*last, step)[-MOST_RECENT:])
+    item_counts.measured(turn, plan, step)  # a device is judged by profiles of the items that there are
+    rates, changes = _judged(turn, plan, step)
+    turn.set(rates=rates)
     data_lengths.measured(turn, step)
-    item_counts.measured(turn, plan, step)
     lane_shares.measured(turn, plan, step)
     idle_probes.told(turn, changes)
     profile = turn.job.profile

@@ -19,6 +19,9 @@ from elasticd_planner.value import Value
 #: Standard deviations of a mean within which it may still be the reference.
 SURE = 3.0
 
+#: Steps whose mean says what came lately.
+LATELY = 4
+
 
 class TrackedMean(Value, frozen=True, kw_only=True):
     """The mean of a number that each step has another sample of."""
@@ -48,6 +51,15 @@ class TrackedMean(Value, frozen=True, kw_only=True):
         if now.off(max(OFF, SURE * signal.noise / math.sqrt(count))):
             return now.anew(), True
         return msgspec.structs.replace(now, refined=count == KEPT), False
+
+    @property
+    def off_lately(self) -> bool:
+        """Returns True if the last few steps are further off the reference than their noise explains."""
+        few = self.recent[-LATELY:]
+        if not few:
+            return False
+        near = max(OFF, SURE * self.signal.noise / math.sqrt(len(few)))
+        return abs(math.fsum(few) / len(few) / self.reference - 1) > near
 
     def off(self, part: float) -> bool:
         """Returns True if the mean is off the reference by more than this fraction, and above 0."""

@@ -3,13 +3,14 @@
 Work is in seconds of a normal device: what each module's profile says of it, so that a device that only encodes
 compares with one that only decodes. Where several devices compute with a module, their fleet cost in the same
 step corrects the profile: what slows all of a module slows none of them. Where one does, its profile alone says
-what is normal, once it is fitted; before that nothing does, and the device counts as normal.
+what is normal, once it is fitted. Before that, and while its items change their size, nothing does, and the
+device counts as before.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 
 import numpy as np
@@ -30,6 +31,7 @@ def as_one(
     slow: Mapping[str, float],
     sigma: float,
     rises: Mapping[str, float] = MappingProxyType({}),
+    resizing: Collection[str] = (),
 ) -> Step:
     """The step of all modules together, for `observe` without a function of work.
 
@@ -40,6 +42,7 @@ def as_one(
         slow: slowdowns of the stragglers.
         sigma: the noise of a cost, as the standard deviation of its logarithm.
         rises: by module by what a token costs more for each token of its sequence or item; 0 where it has none.
+        resizing: modules whose items have lately another size than that of their profiles.
     """
     place = {device: number for number, device in enumerate(step.devices)}
     seconds, work = np.zeros(len(place)), np.zeros(len(place))
@@ -54,7 +57,8 @@ def as_one(
             continue
         devices = [own.devices[index] for index in known.tolist()]
         spent, expected = spent[known], expected[known]
-        expected *= _level(spent / expected, devices, profiles[module.module], slow, sigma)
+        if len(known) > 1 or not profiles[module.module].fitted or module.module in resizing:
+            expected *= _level(spent / expected, devices, slow, sigma)
         at = [place[device] for device in devices]
         seconds[at] += spent
         work[at] += expected
@@ -73,12 +77,8 @@ def _module_seconds(step: Step, view: Plan, profile: ModelProfile, rise: float) 
     return step.column("block_seconds"), work if view.module.trainable else work * profile.forward
 
 
-def _level(
-    costs: Floats, devices: Sequence[str], profile: ModelProfile, slow: Mapping[str, float], sigma: float
-) -> float:
+def _level(costs: Floats, devices: Sequence[str], slow: Mapping[str, float], sigma: float) -> float:
     """Seconds that a normal device takes in this step over those of the profile."""
     rates = np.array([slow.get(device, NORMAL) for device in devices])
-    if len(costs) == 1 and profile.fitted:
-        return 1.0
     level = fleet_cost_of_many(costs, rates, sigma)
     return level if 0 < level < math.inf else 1.0

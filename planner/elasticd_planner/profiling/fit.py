@@ -149,9 +149,12 @@ def predicted_seconds(
 def remeasured(
     profile: ModelProfile, plan: Plan, steps: Sequence[Step], rates: Rates | None = None
 ) -> ModelProfile:
-    """A fitted profile whose computation takes what these steps of `plan` say, be they few: what is known of
-    all else stays."""
-    return msgspec.structs.replace(profile, **_sections(profile, _Measured.of(plan, steps, rates or {})))
+    """A fitted profile whose computation takes what these steps of `plan`, of one module, say, be they few:
+    what is known of all else stays."""
+    measured = _Measured.of(plan, steps, rates or {})
+    if not plan.module.trainable:
+        measured = measured.both_ways(profile.forward)
+    return msgspec.structs.replace(profile, **_sections(profile, measured))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
