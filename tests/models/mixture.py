@@ -20,6 +20,13 @@ RULES: dict[str, Rule] = {
     "blocks.*.shared_up.*": Column("columns"),
     "blocks.*.shared_down.*": Row("columns"),
 }
+#: Columns of each expert instead, of experts without a bias: every member would add it.
+COLUMNS: dict[str, Rule] = {
+    "blocks.*.experts.up": Column("inner", dim=2),
+    "blocks.*.experts.down": Row("inner", dim=1),
+    "blocks.*.shared_up.*": Column("columns"),
+    "blocks.*.shared_down.*": Row("columns"),
+}
 UNITS = {"experts": UnitsOf(attribute="blocks.*.experts.count")}
 
 
@@ -38,7 +45,9 @@ class StackedExperts(nn.Module):
         for expert in range(self.count):
             row, slot = (index == expert).nonzero(as_tuple=True)
             if len(row):
-                hidden = F.silu(rows[row] @ self.up[expert]) @ self.down[expert] + self.bias[expert]
+                hidden = F.silu(rows[row] @ self.up[expert]) @ self.down[expert]
+                if self.bias is not None:
+                    hidden = hidden + self.bias[expert]
                 output = output.index_add(0, row, hidden * weights[row, slot][:, None])
         return output
 

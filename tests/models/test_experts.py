@@ -15,14 +15,17 @@ from elasticd import Column, Experts, PartialGrad, Row, UnitsOf
 from elasticd.models import next_token_loss
 from elasticd.models.huggingface import fused_experts
 from elasticd.models.huggingface.proof import fill
+from elasticd.runtime.comm.running_group import running_group
+from elasticd.runtime.data.sample_ledger import LedgerError
 from elasticd.runtime.model.validation import ModelError
 from elasticd.runtime.parallel.held_experts import held_experts
+from elasticd.runtime.parallel.router_choices import RouterChoices
 from tests import sizes
 from tests.models import families, mixture
 from tests.models.double import DoubleThroughout
 from tests.models.families import Whole
 from tests.models.layouts import Training, alone, furthest, layouts_of, under
-from tests.models.mixture import EXPERTS, LAYERS, VOCABULARY, Margins, Mixture, MixtureBlock
+from tests.models.mixture import EXPERTS, LAYERS, VOCABULARY, Margins, Mixture, MixtureBlock, StackedExperts
 from tests.models.test_huggingface import made, theirs
 from tests.models.test_recompute import again_in
 from tests.models.texts import Text
@@ -201,6 +204,38 @@ def test_a_member_without_a_row_keeps_its_place_in_the_backward_pass() -> None:
     assert rows.grad is not None
     assert weights.grad is not None
     assert rows.grad.count_nonzero() == weights.grad.count_nonzero() == 0
+
+
+@pytest.mark.parametrize("rules", [mixture.RULES, mixture.COLUMNS], ids=["experts", "columns"])
+def test_a_member_whose_router_chooses_otherwise_ends_the_step_by_name(rules: Any) -> None:
+    def choose(scores: Tensor) -> Tensor:
+        group = running_group()
+        scores = scores.roll(1, -1) if (group.me, group.size) == ("a/1", 3) else scores
+        return torch.topk(scores, mixture.CHOSEN, dim=-1).indices
+
+    mixture_of = Mixture(choose).double()
+    for block in mixture_of.blocks if rules is mixture.COLUMNS else ():
+        block.experts.bias = None
+    model = mixture_of.describe(rules=rules)
+    training = Training(model=model, loss=next_token_loss, dataset=Text(VOCABULARY))
+    with pytest.raises(
+        LedgerError, match=r"step 0: routers on ranks \[0, 1, 2\], one TP group, chose unlike exp"
+    ):
+        under(training, PLANS["tp3 uneven beside a pipeline"])
+
+
+def test_choices_are_compared_by_row_and_in_any_order_of_the_experts_of_a_row() -> None:
+    def digest(*passes: list[list[int]]) -> float:
+        choices = RouterChoices(torch.device("cpu"))
+        choices.watch(StackedExperts(4, 1, 1))
+        for index in passes:
+            choices.note(torch.tensor(index))
+        return float(choices.digest)
+
+    assert digest([[0, 3], [1, 2]]) == digest([[3, 0], [2, 1]])
+    unlike = {digest([[0, 3], [1, 2]]), digest([[1, 2], [0, 3]]), digest([[1, 2], [1, 2]])}
+    unlike |= {digest([[0, 3]], [[1, 2]]), digest([[1, 2]], [[0, 3]])}
+    assert len(unlike) == 5
 
 
 class Uneven(MixtureBlock):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import struct
 from typing import Any, cast
 
 import msgspec
@@ -15,7 +16,7 @@ from elasticd.records import Vote
 from elasticd.runtime.comm.groups import Group
 from elasticd.runtime.comm.in_memory import MemoryPlanGroups, run_threads
 from elasticd.runtime.data.sample_ledger import LedgerError, hash_samples
-from elasticd.runtime.engine.vote import RankRecord, StepVote, bits_of, fold, names_of
+from elasticd.runtime.engine.vote import RankRecord, StepVote, TpGroup, bits_of, fold, names_of
 
 
 def record(**changes: object) -> RankRecord:
@@ -82,6 +83,19 @@ def test_a_rank_that_deals_the_next_batch_otherwise_is_named() -> None:
     assert fold([record(next=5), record(next=5)], [7, 7]).vote.apply
     with pytest.raises(LedgerError, match=r"step 3: ranks \[1\] have another batch plan for step 4"):
         fold([record(next=5), record(next=6), record(next=5)], [7, 7, 7])
+
+
+def test_members_of_a_tp_group_whose_routers_chose_otherwise_are_named() -> None:
+    groups = [TpGroup(0, (0, 1)), TpGroup(1, (1, 2))]
+
+    def of(*choices: int) -> RankRecord:
+        return record(choices=struct.pack(f"<{len(choices)}q", *choices))
+
+    assert fold([of(1, 0), of(1, 2), of(0, 2)], [7] * 3, 0, groups).vote.apply
+    with pytest.raises(
+        LedgerError, match=r"step 3: routers on ranks \[1, 2\], one TP group, chose unlike experts"
+    ):
+        fold([of(1, 0), of(1, 2), of(1, 3)], [7] * 3, 0, groups)
 
 
 def test_sums_are_divided_once_by_the_global_count() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+import struct
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -55,7 +56,15 @@ from elasticd.runtime.engine.recipe import Recipe
 from elasticd.runtime.engine.set_aside import SetAside
 from elasticd.runtime.engine.stability import StabilityGuard
 from elasticd.runtime.engine.step_state import Passed
-from elasticd.runtime.engine.vote import Draining, RankRecord, StepOutcome, StepVote, bits_of, names_of
+from elasticd.runtime.engine.vote import (
+    Draining,
+    RankRecord,
+    StepOutcome,
+    StepVote,
+    TpGroup,
+    bits_of,
+    names_of,
+)
 from elasticd.runtime.model.batch_format import BatchFormat
 from elasticd.runtime.model.model import Loss, Model
 from elasticd.runtime.model.optimizer_check import AVERAGE, kinds_of, refuse_kinds, unfused
@@ -215,7 +224,19 @@ class Engine:
         )
         self.loss_plan = layouts.plan if graph is None else layouts.views[graph.own].plan
         self._trained = self.layouts.trained
-        self._vote = StepVote(peers.everyone, len(self._trained), len(graph.encoders) if graph else 0)
+        rank = {device: index for index, device in enumerate(self.plan.members)}
+        self._vote = StepVote(
+            peers.everyone,
+            len(self._trained),
+            len(graph.encoders) if graph else 0,
+            len(self.modules),
+            [
+                TpGroup(index, tuple(rank[device] for device in stage.devices))
+                for index, view in enumerate(layouts.views.values())
+                for _, _, stage in view.plan.walk()
+                if len(stage.devices) > 1
+            ],
+        )
         self._bits = set[str](), bits_of((), self._trained)
         self._skipped = "", frozenset[str]()
         self._zeros = (0,) * len(self.plan.members)
@@ -473,7 +494,11 @@ class Engine:
             batch, passed = self._passes(step)
             # The one wait for the device in a step: all its gradients are reduced then.
             reduced = [module.reduce() for module in self.modules.values()]
-            loss, count, *terms = self.accelerator.read(passed.loss, passed.count, *reduced, check=self.check)
+            digests = [module.choices.digest for module in self.modules.values()]
+            loss, count, *values = self.accelerator.read(
+                passed.loss, passed.count, *reduced, *digests, check=self.check
+            )
+            terms, choices = values[: len(reduced)], values[len(reduced) :]
             self._arrived()
             squares = sum(terms) / self.scale**2
             self.reduced = step
@@ -495,6 +520,7 @@ class Engine:
                 seconds=self._telemetry.block_seconds() if batch.packed else 0.0,
                 items=self._several.ratios() if self._several is not None else b"",
                 next=self._digest(self._batches.next(step)),
+                choices=struct.pack(f"<{len(choices)}q", *map(int, choices)),
             )
             outcome = self._vote.vote(record, self._expected(batch))
             outcome = replace(outcome, vote=self.guard.judged(outcome.vote))

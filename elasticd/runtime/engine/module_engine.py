@@ -38,6 +38,7 @@ from elasticd.runtime.model.model import Loss, Model
 from elasticd.runtime.model.validation import ModelError
 from elasticd.runtime.parallel import tp_hooks
 from elasticd.runtime.parallel.gradient_reduction import GradientReducer, gradient_dtype
+from elasticd.runtime.parallel.router_choices import RouterChoices
 from elasticd.runtime.parallel.sequence_parallel import TokenSlices
 from elasticd.runtime.parallel.zero import ZeroState
 from elasticd.runtime.telemetry.step_times import Telemetry
@@ -68,6 +69,7 @@ class ModuleEngine:
     reducer: GradientReducer  #: reduces its gradients, and measures the seconds of that
     slices: TokenSlices | None  #: those of its TP group, under sequence parallelism
     constants: Constants  #: the buffers that no pass may change
+    choices: RouterChoices  #: of the routers here, where a TP group has the device
     telemetry: Telemetry | None  #: of a module of items, of that alone
 
     def __init__(
@@ -109,6 +111,7 @@ class ModuleEngine:
         self.reducer = self._reducer(peers)
         self.zero = ZeroState(layouts, peers, local, self.reducer, recipe.master, recipe.accelerator)
         self.constants = Constants(local.modules)
+        self.choices = RouterChoices(recipe.accelerator.device)
         self.owned: list[Owned] = []
         here = peers.me in layouts.plan.places
         self.telemetry = telemetry if gives is not None and here else None
@@ -202,7 +205,7 @@ class ModuleEngine:
         if stage.sliced:
             self.slices = TokenSlices(team, stage.shares)
         for section, module in self.local.modules.items():
-            tp_hooks.attach(model, section, module, stage.shares, team, self.slices)
+            tp_hooks.attach(model, section, module, stage.shares, team, self.slices, self.choices)
 
     def _section_done(self, section: str) -> None:
         self._before_sums()
@@ -232,6 +235,7 @@ class ModuleEngine:
             digest = hashlib.blake2b(f"{seed}/{self.name}".encode(), digest_size=7).digest()
             seed = int.from_bytes(digest, "big")
         self.local.drawing.begin(seed, step, dataset=self._seed)
+        self.choices.begin()
         if self.telemetry is not None:
             self.telemetry.begin()
 

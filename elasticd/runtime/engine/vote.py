@@ -20,7 +20,7 @@ from elasticd.records import Vote
 from elasticd.runtime.comm.groups import Group
 from elasticd.runtime.data.sample_ledger import LedgerError
 
-#: The fields of `RankRecord` in their order but for the last two, 92 bytes.
+#: The fields of `RankRecord` in their order but for the last three, 92 bytes.
 _FIELDS = "<qqq??qdddQqbQd?"
 
 
@@ -55,6 +55,15 @@ class RankRecord(NamedTuple):
     reached: bytes = b""  #: a bit for each trained parameter, the first in the lowest: it had a gradient here
     #: Of each module of items how many times as long as planned a row took this rank, as a double.
     items: bytes = b""
+    #: For each module of the model a number of 64 bits: what its routers chose here, see `RouterChoices`.
+    choices: bytes = b""
+
+
+class TpGroup(NamedTuple):
+    """Ranks that run the same routers on the same rows."""
+
+    module: int  #: index of the module
+    ranks: tuple[int, ...]
 
 
 class StepOutcome(Value, frozen=True, kw_only=True):
@@ -72,16 +81,22 @@ class StepOutcome(Value, frozen=True, kw_only=True):
     last: bool = False  # all ranks leave the job, and a last checkpoint is to be made
 
 
-def fold(records: Sequence[tuple[Any, ...]], expected: Sequence[int], trained: int = 0) -> StepOutcome:
+def fold(
+    records: Sequence[tuple[Any, ...]],
+    expected: Sequence[int],
+    trained: int = 0,
+    tp_groups: Sequence[TpGroup] = (),
+) -> StepOutcome:
     """Folds the records of all ranks.
 
     Args:
         records: of each rank in rank order, as tuples of the fields of `RankRecord`.
         expected: of each rank the hash of the samples that the batch plan gives it.
         trained: number of the parameters that `RankRecord.reached` has bits of.
+        tp_groups: whose members' choices are to be the same.
 
     Raises:
-        LedgerError: steps, samples or the next batch plan differ; on every rank alike.
+        LedgerError: steps, samples, the next batch plan or routers' choices differ; on every rank alike.
     """
     every: Any = RankRecord._make(zip(*records, strict=True))  # each field has the values of all ranks
     step = every.step[0]
@@ -97,6 +112,7 @@ def fold(records: Sequence[tuple[Any, ...]], expected: Sequence[int], trained: i
             f"step {step}: ranks {odd} have another batch plan for step {step + 1} than the others: do their "
             "nodes have other lengths, counts or rows in the dataset, or another elasticd or NumPy?"
         )
+    _refuse_unlike_choices(step, every.choices, tp_groups)
     count, squares = exact_sum(every.targets), exact_sum(every.squares)
     unread = next((rank for rank, index in enumerate(every.failed) if index), None)
     loss = exact_sum(every.loss) / count if count else math.nan
@@ -121,6 +137,19 @@ def fold(records: Sequence[tuple[Any, ...]], expected: Sequence[int], trained: i
         stop=any(every.stop),
         last=all(every.draining) and Draining.UNSAVED in every.draining,
     )
+
+
+def _refuse_unlike_choices(step: int, choices: Sequence[bytes], tp_groups: Sequence[TpGroup]) -> None:
+    if len(set(choices)) == 1:
+        return
+    for module, ranks in tp_groups:
+        first, *others = (choices[rank][8 * module : 8 * module + 8] for rank in ranks)
+        if any(each != first for each in others):
+            raise LedgerError(
+                f"step {step}: routers on ranks {[*ranks]}, one TP group, chose unlike experts for the same "
+                "rows: its devices add numbers up in unlike orders; give each TP group devices of one kind, "
+                "with one release of torch and its libraries"
+            )
 
 
 def bits_of(names: Collection[str], trained: Sequence[str]) -> bytes:
@@ -163,15 +192,24 @@ def _finite(value: float) -> float | None:
 class StepVote:
     """All-gathers one fixed-size record per rank at the end of a step. Buffers are allocated once."""
 
-    def __init__(self, group: Group, trained: int = 0, item_modules: int = 0) -> None:
+    def __init__(
+        self,
+        group: Group,
+        trained: int = 0,
+        item_modules: int = 0,
+        modules: int = 0,
+        tp_groups: Sequence[TpGroup] = (),
+    ) -> None:
         """
         Args:
             group: all members of the plan.
             trained: number of the parameters that `RankRecord.reached` has bits of, the same on all ranks.
             item_modules: number of the modules of items.
+            modules: number of all modules, for each of which a record has the choices of routers.
+            tp_groups: of all modules, whose members' choices are to be the same.
         """
-        self._group, self._trained = group, trained
-        self._record = struct.Struct(f"{_FIELDS}{-(-trained // 8)}s{8 * item_modules}s")
+        self._group, self._trained, self._tp_groups = group, trained, tuple(tp_groups)
+        self._record = struct.Struct(f"{_FIELDS}{-(-trained // 8)}s{8 * item_modules}s{8 * modules}s")
         self._mine = bytearray(self._record.size)
         self._all = bytearray(self._record.size * group.size)
         self._packed = torch.frombuffer(self._mine, dtype=torch.uint8)
@@ -185,4 +223,4 @@ class StepVote:
 
     def vote(self, record: RankRecord, expected: Sequence[int]) -> StepOutcome:
         """Gathers the records of all ranks and folds them, see `fold`."""
-        return fold(self.gather(record), expected, self._trained)
+        return fold(self.gather(record), expected, self._trained, self._tp_groups)

@@ -132,7 +132,7 @@ def cut_at(rule: Rule | None, owner: nn.Module, leaf: str, dims: int) -> CutAt |
     if rule is None or isinstance(rule, PartialGrad):
         return None
     if isinstance(rule, Experts):
-        if not _takes_rows(owner):
+        if not takes_rows(owner):
             raise RuleError(
                 f"Experts of a {type(owner).__name__}, whose forward does not take (rows, index, weights): it "
                 "is for the module that has all experts of a block, stacked in each of its parameters"
@@ -157,7 +157,7 @@ def cut_at(rule: Rule | None, owner: nn.Module, leaf: str, dims: int) -> CutAt |
     )
 
 
-def _takes_rows(owner: nn.Module) -> bool:
+def takes_rows(owner: nn.Module) -> bool:
     """Returns True if a module's forward can be called with rows, the experts of each, and their weights."""
     try:
         inspect.signature(owner.forward).bind(None, None, None)

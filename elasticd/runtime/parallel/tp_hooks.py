@@ -22,7 +22,7 @@ from elasticd.runtime.accelerator import put
 from elasticd.runtime.comm.communicators import Team
 from elasticd.runtime.model.local_model import repeats
 from elasticd.runtime.model.model import Model
-from elasticd.runtime.model.tp_rules import Column, Experts, Row, sides_of
+from elasticd.runtime.model.tp_rules import Column, Experts, Row, sides_of, takes_rows
 from elasticd.runtime.model.validation import ModelError
 from elasticd.runtime.parallel import sequence_parallel
 from elasticd.runtime.parallel.held_experts import held_experts
@@ -33,6 +33,7 @@ from elasticd.runtime.parallel.redistribute import (
     vocab_parallel_embedding,
     whole,
 )
+from elasticd.runtime.parallel.router_choices import RouterChoices
 from elasticd.runtime.parallel.self_attention import self_attention
 from elasticd.runtime.parallel.sequence_parallel import Entrance, TokenSlices, single
 
@@ -78,6 +79,7 @@ def attach(
     shares: tuple[int, ...],
     group: Team,
     tokens: TokenSlices | None = None,
+    choices: RouterChoices | None = None,
 ) -> None:
     """Hooks the collectives of a TP group around the modules of a section whose parameters are cut.
 
@@ -88,6 +90,7 @@ def attach(
         shares: of the group's members, by rank; units are apportioned by them.
         group: the TP group.
         tokens: the slices of tokens that blocks are on; None: they are on all tokens.
+        choices: notes the experts that routers chose; None: nothing compares them.
 
     Raises:
         ModelError: a rule that cannot be carried out with these shares, or on this kind of module.
@@ -97,6 +100,8 @@ def attach(
         hooks = _SlicedHooks(model, section, shares, group, tokens, module)
     for path, rules in model.owners(section).items():
         owner = module.get_submodule(path)
+        if choices is not None and takes_rows(owner):
+            choices.watch(owner)
         column = next((rule for rule in rules.values() if isinstance(rule, Column)), None)
         if column is not None:
             hooks.column(path, owner, column)
