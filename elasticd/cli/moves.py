@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import msgspec
 from elasticd_planner.placement.state_bytes import PARTS, StateBytes
@@ -30,6 +31,7 @@ class _PipelineView(msgspec.Struct):
     micro_batches: int
     stages: list[_StageView]
     rows: tuple[int, ...] = ()
+    serves: tuple[int, ...] = ()
 
 
 class _ModuleView(msgspec.Struct):
@@ -53,6 +55,7 @@ class _PlanView(msgspec.Struct):
 class _AnswerView(msgspec.Struct):
     plan: _PlanView
     state_bytes: StateBytes | None = None
+    item_state_bytes: dict[str, StateBytes] = {}
     version: int = FILE_VERSION
 
     def __post_init__(self) -> None:
@@ -61,10 +64,10 @@ class _AnswerView(msgspec.Struct):
 
 @dataclass(frozen=True, kw_only=True)
 class Answered:
-    """A plan read back, and what its state weighs where that is known."""
+    """A plan read back, and what the state of its modules weighs, as far as that is known."""
 
     plan: Plan
-    state_bytes: StateBytes | None
+    state_bytes: Mapping[str, StateBytes]  # by module
 
 
 def answered(text: bytes, path: str) -> Answered:
@@ -72,12 +75,15 @@ def answered(text: bytes, path: str) -> Answered:
     try:
         running = decoded_as(dict[str, Plan], text)
         if len(running) == 1:
-            return Answered(plan=next(iter(running.values())), state_bytes=None)
+            return Answered(plan=next(iter(running.values())), state_bytes={})
     except msgspec.MsgspecError:
         pass  # the answer to a problem
     try:
         view = decoded_as(_AnswerView, text)
-        return Answered(plan=_plan(view.plan), state_bytes=view.state_bytes)
+        plan, known = _plan(view.plan), dict(view.item_state_bytes)
+        if view.state_bytes is not None:
+            known[plan.loss_module.module] = view.state_bytes
+        return Answered(plan=plan, state_bytes=known)
     except (ValueError, IndexError) as error:
         what = "of a problem, or with one running job"
         raise Invalid(f"{path} is no answer of elasticd plan --json ({what}): {error}") from None
@@ -116,6 +122,7 @@ def _module(module: _ModuleView) -> ModulePlan:
             ),
             micro_batches=pipeline.micro_batches,
             rows=pipeline.rows,
+            serves=pipeline.serves,
         )
         for pipeline in module.pipelines
     )
@@ -140,9 +147,11 @@ def lacking(old: Held | None, new: Held, units: int) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """What moves between two plans: what devices hold before and after, in parts of `units`; and where it is
-    known what layers weigh, the bytes that each member lacks, and would lack if it held nothing."""
+    """What moves of a module between two plans: what devices hold before and after, in parts of `units`; and
+    where it is known what layers weigh, the bytes that each member lacks, and would lack if it held nothing."""
 
+    module: str
+    view: Plan  # of the module under the new plan
     before: dict[str, Held]
     after: dict[str, Held]
     units: int
@@ -155,69 +164,110 @@ class Difference:
         """Bytes in all."""
         return round(sum(self.lacks.values())) if self.lacks is not None else None
 
+    @property
+    def devices(self) -> list[str]:
+        """Those that hold a part before or after, and those that get state alone."""
+        return sorted({*self.before, *self.view.members}, key=_by_name)
 
-def difference(old: Answered, new: Answered) -> Difference:
-    """Raises Invalid where the plans are of different models."""
-    layers = new.plan.pipelines[0].layers
-    if old.plan.pipelines[0].layers != layers:
-        refuse("--diff: the two plans are of models with different numbers of layers")
-    weighs = new.state_bytes or old.state_bytes
+    def layers(self, device: str) -> float:
+        """Layers' worth of state that a device has to fetch."""
+        held = self.after.get(device)
+        return lacking(self.before.get(device), held, self.units) if held is not None else 0.0
+
+    def bytes(self, device: str) -> int:
+        """Bytes that a device has to fetch, 0 where that is not known."""
+        return round((self.lacks or {}).get(device, 0.0))
+
+
+def differences(old: Answered, new: Answered) -> list[Difference]:
+    """Of each module of the new plan what moves. Raises Invalid where the plans are of different models."""
+    before, after = (sorted(module.module for module in each.plan.modules) for each in (old, new))
+    if before != after:
+        refuse(
+            f"--diff: the two plans are of models with different modules: {', '.join(before)}, and "
+            f"{', '.join(after)}"
+        )
+    return [_difference(old, new, module.module) for module in new.plan.modules]
+
+
+def _difference(old: Answered, new: Answered, module: str) -> Difference:
+    was, now = old.plan.view(module), new.plan.view(module)
+    layers = now.pipelines[0].layers
+    if was.pipelines[0].layers != layers:
+        of = f" in the module {module}" if len(new.plan.modules) > 1 else ""
+        refuse(f"--diff: the two plans are of models with different numbers of layers{of}")
+    weighs = new.state_bytes.get(module) or old.state_bytes.get(module)
     units = weighs.units if weighs is not None else PARTS
-    before, after = holders(old.plan, units), holders(new.plan, units)
+    before, after = holders(was, units), holders(now, units)
+    found = Difference(module=module, view=now, before=before, after=after, units=units)
     if weighs is None:
-        return Difference(before=before, after=after, units=units)
+        return found
     profile = weighs.profile(layers)
-    return Difference(
-        before=before,
-        after=after,
-        units=units,
-        holds=weighs.holds,
-        lacks=bytes_by_member(profile, old.plan, new.plan),
-        whole=bytes_by_member(profile, None, new.plan),
-    )
+    lacks, whole = bytes_by_member(profile, was, now), bytes_by_member(profile, None, now)
+    return replace(found, holds=weighs.holds, lacks=lacks, whole=whole)
 
 
 def shown(old: Answered, new: Answered) -> Group:
-    """A row for each device whose layers or part of them change, and what it has to fetch."""
-    found = difference(old, new)
-    table = plain_table("device", "before", "after", ">fetches\nlayers")
-    if found.lacks is not None:
+    """A row for each device and module whose layers or part of them change, and what it has to fetch. The rows
+    of a device stand together."""
+    parts = differences(old, new)
+    several, weighed = len(parts) > 1, any(part.lacks is not None for part in parts)
+    table = plain_table("device", *(["module"] if several else []), "before", "after", ">fetches\nlayers")
+    if weighed:
         table.add_column("\nGiB", justify="right")
-    for device in sorted({*found.before, *new.plan.members}, key=_by_name):
-        was, now = found.before.get(device), found.after.get(device)
-        size = (found.lacks or {}).get(device, 0.0)
-        if was != now or round(size):
-            layers = lacking(was, now, found.units) if now is not None else 0.0
-            words = [_words(each, found.units) for each in (was, now)]
-            if device in new.plan.carriers:
+    for device in sorted({name for part in parts for name in part.devices}, key=_by_name):
+        name = device  # shown once
+        for part in parts:
+            was, now, size = part.before.get(device), part.after.get(device), part.bytes(device)
+            if was == now and not size:
+                continue
+            words = [_words(each, part.units) for each in (was, now)]
+            if device in part.view.carriers:
                 words[1] = "state alone"
-            cells = [f"{size / 2**30:,.2f}"] if found.lacks is not None else []
-            table.add_row(device, *words, f"{layers:.2f}", *cells)
-    return Group(table, _total(found))
+            known = "" if part.lacks is None else f"{size / 2**30:,.2f}"
+            cells = [name, *([part.module] if several else []), *words, f"{part.layers(device):.2f}"]
+            table.add_row(*cells, *([known] if weighed else []))
+            name = ""
+    return Group(table, *(_total(part, several=several) for part in parts))
 
 
 def moves_of(old: Answered, new: Answered) -> dict[str, object]:
     """The same for programs: by device, what it has to fetch in layers, and in bytes where it is known what
-    layers weigh; then the sums."""
-    found = difference(old, new)
-    layers = {name: lacking(found.before.get(name), held, found.units) for name, held in found.after.items()}
-    lacks = found.lacks or {}
+    layers weigh; then the sums. Of several modules that of each, too."""
+    parts = differences(old, new)
+    answer = _summed(parts)
+    if len(parts) > 1:
+        answer["modules"] = {part.module: _summed([part]) for part in parts}
+    return answer
+
+
+def _summed(parts: Sequence[Difference]) -> dict[str, object]:
+    names = sorted({name for part in parts for name in part.devices}, key=_by_name)
+    known = all(part.lacks is not None for part in parts)
     devices = {
-        name: {"layers": layers.get(name, 0.0), "bytes": round(lacks.get(name, 0.0)) if lacks else None}
-        for name in sorted({*found.before, *new.plan.members}, key=_by_name)
+        name: {
+            "layers": sum(part.layers(name) for part in parts),
+            "bytes": sum(part.bytes(name) for part in parts) if known else None,
+        }
+        for name in names
     }
-    return {"devices": devices, "layers": sum(layers.values()), "bytes": found.moved}
+    return {
+        "devices": devices,
+        "layers": sum(part.layers(name) for part in parts for name in names),
+        "bytes": sum(part.moved or 0 for part in parts) if known else None,
+    }
 
 
-def _total(found: Difference) -> Text:
-    every = sum(lacking(None, held, found.units) for held in found.after.values())
-    moved = sum(lacking(found.before.get(name), held, found.units) for name, held in found.after.items())
+def _total(part: Difference, *, several: bool) -> Text:
+    every = sum(lacking(None, held, part.units) for held in part.after.values())
+    moved = sum(part.layers(name) for name in part.after)
     text = Text.assemble(
-        ("in all ", "dim"), f"{moved:.2f} of {every:.0f} layers that {len(found.after)} devices hold"
+        (f"in all{f' of {part.module}' if several else ''} ", "dim"),
+        f"{moved:.2f} of {every:.0f} layers that {len(part.after)} devices hold",
     )
-    if found.moved is not None and found.whole is not None:
-        whole = sum(found.whole.values())
-        text.append(f", {found.moved / 2**30:,.2f} of {whole / 2**30:,.2f} GiB ({found.holds})")
+    if part.moved is not None and part.whole is not None:
+        whole = sum(part.whole.values())
+        text.append(f", {part.moved / 2**30:,.2f} of {whole / 2**30:,.2f} GiB ({part.holds})")
     return text
 
 

@@ -166,6 +166,8 @@ def _solve(
     if as_json:
         found = file_format.answer(planned, seconds)
         found["state_bytes"] = msgspec.to_builtins(convert.state_bytes(given))
+        if given.modules:
+            found["item_state_bytes"] = msgspec.to_builtins(convert.item_state_bytes(given))
         if near is not None:
             found["current"] = {"value": near.current, "moved_bytes": near.moved}
         if explained is not None:

@@ -9,11 +9,14 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 from elasticd_planner.placement.state_movement import Held
+from elasticd_planner.problem_files import file_format
+from elasticd_planner.problem_files.file_format import Figures, Planned
 
 from elasticd.cli.app import elasticd
-from elasticd.cli.moves import answered, difference, lacking
+from elasticd.cli.moves import answered, differences, lacking
 
 GIB = 2**30
+FIGURES = Figures(steady=1.0, step=1.0, bound=1.0, gap=0.0, ideal=1.0)
 MEMORY = {"layer_mib_by_stage": [1500.0, 1024.0], "embedding_mib": 256.0}
 PROBLEM: dict[str, Any] = {
     "cluster": {"nodes": [{"name": f"n{i}", "devices": 4, "memory_mib": 80000} for i in range(3)]},
@@ -137,7 +140,7 @@ def test_the_difference_and_the_plan_near_the_current_one_say_the_same_bytes(
     near = answer(tmp_path / "near", "--current", old, **changes, rates={"n2/3": 3.0})
     moved = json.loads(Path(near).read_text())["current"]["moved_bytes"]
     assert moved > 0
-    found = difference(*(answered(Path(path).read_bytes(), path) for path in (old, near)))
+    (found,) = differences(*(answered(Path(path).read_bytes(), path) for path in (old, near)))
     assert found.moved == moved
     assert f"{moved / GIB:,.2f} of" in run("--diff", old, near).output
     told = json.loads(run("--diff", old, near, "--json").output)
@@ -185,3 +188,53 @@ def test_current_needs_a_problem(tmp_path: Path) -> None:
     result = run("--current", answer(tmp_path / "old"))
     assert result.exit_code == 2
     assert "goes with a problem" in result.output
+
+
+MODULES = Path(__file__).parents[2] / "examples/problems/vision_language.json"
+
+
+def of_modules(path: Path, *options: str, **changes: Any) -> str:
+    """The answer to the example of a vision-language model."""
+    given = {**json.loads(MODULES.read_text()), **changes}
+    path.with_suffix(".problem").write_text(json.dumps(given))
+    result = run(str(path.with_suffix(".problem")), "--json", *options)
+    assert result.exit_code == 0, result.output
+    path.write_text(result.output)
+    return str(path)
+
+
+def test_what_moves_of_several_modules_is_told_by_module_and_a_devices_parts_together(tmp_path: Path) -> None:
+    old = of_modules(tmp_path / "old")
+    near = of_modules(tmp_path / "near", "--current", old, rates={"n0/1": 3.0})
+    told = json.loads(run("--diff", old, near, "--json").output)
+    moved = json.loads(Path(near).read_text())["current"]["moved_bytes"]
+    assert moved > 0
+    assert told["bytes"] == moved == sum(module["bytes"] for module in told["modules"].values())
+    assert sorted(told["modules"]) == ["language", "vision"]
+    lines = [line.split() for line in run("--diff", old, near).output.splitlines()]
+    totals = [line[3] for line in lines if line[:3] == ["in", "all", "of"]]
+    assert totals == ["vision", "language"]
+    named = [line[0] for line in lines if line and line[0].startswith("n")]
+    assert len(named) == len(set(named)), "a device's parts stand together"
+    assert "0.00 of" in run("--diff", old, old).output
+
+
+def test_plans_of_different_modules_are_not_compared(tmp_path: Path) -> None:
+    old, other = of_modules(tmp_path / "old"), answer(tmp_path / "other")
+    result = run("--diff", old, other)
+    assert result.exit_code == 1
+    assert "different modules: language, vision, and model" in " ".join(result.output.split())
+
+
+def test_an_answer_says_which_pipelines_a_lane_of_items_serves(tmp_path: Path) -> None:
+    """Without it a plan that is read back would deal images to lanes that may not take them."""
+    path = Path(of_modules(tmp_path / "a"))
+    given = json.loads(path.read_text())
+    (vision,) = [module for module in given["plan"]["modules"] if module.get("items")]
+    for pipeline in vision["pipelines"]:
+        pipeline["serves"] = [0]
+    path.write_text(json.dumps(given))
+    plan = answered(path.read_bytes(), "a").plan
+    assert {lane.serves for lane in plan.view("vision").pipelines} == {(0,)}
+    found = file_format.answer(Planned(plan=plan, figures=FIGURES), 0.0)["plan"]["modules"]
+    assert all(lane["serves"] == [0] for lane in next(m for m in found if m.get("items"))["pipelines"])

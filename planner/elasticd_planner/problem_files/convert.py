@@ -23,6 +23,7 @@ from elasticd_planner.problem_files.file_format import (
 )
 from elasticd_planner.problem_files.times import TimedModel, profile_of
 from elasticd_planner.search import options
+from elasticd_planner.search.module_cost import item_profile
 from elasticd_planner.search.options import Setting
 from elasticd_planner.search.task import Task, UnitProblem
 from elasticd_planner.spec.cluster import Cluster, Device, Link, Node
@@ -172,6 +173,13 @@ def state_bytes(given: TableProblem) -> StateBytes | None:
     edge = SectionBytes(cut=round(memory.embedding_mib * full))
     layer = SectionBytes(cut=round(memory.layer_mib_by_stage[-1] * full))
     return StateBytes(layer=layer, embedding=edge, head=edge, holds="memory of a last stage")
+
+
+def item_state_bytes(given: TableProblem) -> dict[str, StateBytes]:
+    """What the layers of each module of items weigh, where the problem says so (`model.state`)."""
+    stated = {entry.name for entry in given.modules if entry.model.state is not None}
+    modules = problem_of(given).modules
+    return {module.name: weights_of(item_profile(module)) for module in modules if module.name in stated}
 
 
 def task_of(given: TableProblem, objective: Objective = "step", plan: Plan | None = None) -> Task:

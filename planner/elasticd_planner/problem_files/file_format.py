@@ -388,6 +388,7 @@ def answer(planned: Planned, planning_seconds: float) -> dict[str, Any]:
                 {
                     "micro_batches": pipeline.micro_batches,
                     **({"rows": list(pipeline.rows)} if pipeline.rows else {}),
+                    **({"serves": list(pipeline.serves)} if pipeline.serves else {}),
                     "stages": [
                         {
                             "devices": list(stage.devices),
