@@ -12,17 +12,26 @@ import msgspec
 from elasticd_migration.explained_switch import ExplainedSwitch, explain_switch
 from elasticd_migration.reshard import Lost
 from elasticd_planner.batching.explained_keys import key_flows
-from elasticd_planner.layout.channels import MOST, channels_by_device
-from elasticd_planner.layout.explained_plan import Communications, PlanOperation, explain_step
+from elasticd_planner.layout.channels import MOST, channels_of_modules
+from elasticd_planner.layout.explained_plan import (
+    BETWEEN,
+    Communications,
+    ModuleSizes,
+    PlanOperation,
+    explain_modules,
+    explain_step,
+)
 from elasticd_planner.layout.layouts import Layouts
 from elasticd_planner.layout.link_traffic import Level, levels_of
 from elasticd_planner.layout.surviving_layouts import Remains
-from elasticd_planner.problem_files.convert import cluster_of
+from elasticd_planner.problem_files.convert import cluster_of, problem_of
 from elasticd_planner.problem_files.file_format import TableProblem
-from elasticd_planner.problem_files.shapes import Shapes, shapes_of
+from elasticd_planner.problem_files.shapes import Shapes, shapes_of, sizes_of
 from elasticd_planner.readable import readable
+from elasticd_planner.search.module_cost import ModuleCosts
 from elasticd_planner.spec.batch import BatchPlan
 from elasticd_planner.spec.cluster import Cluster
+from elasticd_planner.spec.item_batch import ItemBatch
 from elasticd_planner.spec.model import ModelSpec
 from elasticd_planner.spec.plan import Plan
 from elasticd_planner.value import FILE_VERSION, Invalid, Value, check_file_version, refuse
@@ -54,29 +63,39 @@ class Explained(Value, frozen=True, kw_only=True):
 
     plan: Plan
     cluster: Cluster
-    shapes: Shapes
-    step: Communications
+    shapes: dict[str, Shapes]  # of each module
+    step: dict[str, Communications]  # of each module, and `BETWEEN` several
     switch: ExplainedSwitch | None = None
     lost: str = ""
     communicators: dict[str, int] = msgspec.field(default_factory=dict)  # of each device
     batch: bool = False  # the sequences of the step are known
 
+    @property
+    def exact(self) -> bool:
+        """Parameters are the model's own; else tensors stand for bytes."""
+        return all(shapes.exact for shapes in self.shapes.values())
+
 
 class _ProfileView(msgspec.Struct):
-    spec: ModelSpec
+    spec: ModelSpec | None = None
+    specs: dict[str, ModelSpec] = {}  # of a model of several modules
     version: int = FILE_VERSION
 
     def __post_init__(self) -> None:
         check_file_version(self.version)
+        if self.spec is None and not self.specs:
+            raise ValueError("it has neither `spec` nor `specs`")
 
 
-def model_of(given: str) -> ModelSpec:
-    """The model of a profile that `elasticd profile` wrote, or of FILE.py:NAME. Raises ClickException."""
+def model_of(given: str) -> dict[str, ModelSpec]:
+    """The model of a profile that `elasticd profile` wrote, or of FILE.py:NAME, by module. Raises
+    ClickException."""
     path = Path(given)
     if not path.is_file() and not given.endswith(".json"):
         return described(given, "elasticd plan --model FILE.py:NAME")
     try:
-        return decoded_as(_ProfileView, path.read_bytes()).spec
+        view = decoded_as(_ProfileView, path.read_bytes())
+        return view.specs if view.spec is None else {"model": view.spec}
     except OSError as error:
         raise click.ClickException(f"cannot read {given}: {error.strerror}") from None
     except msgspec.MsgspecError as error:
@@ -90,8 +109,9 @@ def explained(
     problem: TableProblem,
     plan: Plan,
     current: Plan | None,
-    model: ModelSpec | None,
+    model: Mapping[str, ModelSpec] | None,
     batch: BatchPlan | None = None,
+    items: Mapping[str, ItemBatch] | None = None,
 ) -> Explained:
     """What goes over links in a step of a problem's plan, and in the switch from the current one.
 
@@ -99,51 +119,89 @@ def explained(
         problem: the problem.
         plan: its plan.
         current: the plan that runs.
-        model: its own parameters; None: those of the problem's bytes.
+        model: its own parameters, by module; None: those of the problem's bytes.
         batch: the sequences of a step, which lanes may share; None: not known.
+        items: the items of a step, of each module of items; None: those of a mean step.
 
     Raises:
         Invalid: the problem does not say enough, or the model cannot be cut so.
     """
     shapes, cluster = shapes_of(problem, model), cluster_of(problem)
-    layouts = Layouts(shapes.spec, plan)
+    specs = {name: each.spec for name, each in shapes.items()}
+    layouts = Layouts(specs if problem.modules else specs[problem.module], plan)
     try:
-        step = explain_step(
-            layouts,
-            cluster,
-            tokens=round((problem.batch.sequence or 0) * plan.micro_batch),
-            boundary=shapes.boundary,
-            gradients=shapes.gradients,
-            keys=key_flows(layouts, batch) if batch is not None and shapes.exact else (),
-        )
+        step = _step(problem, layouts, shapes, cluster, batch, items)
     except Invalid as error:
-        refuse(f"the plan is none for the model {shapes.spec.name}: {error}")
-    made = {device: len(each) for device, each in channels_by_device(layouts, cuts=True).items()}
+        named = ", ".join(spec.name for spec in specs.values())
+        refuse(f"the plan is none for the model {named}: {error}")
+    made = {device: len(channels_of_modules(layouts, device, cuts=True)) for device in plan.members}
     found = Explained(
         plan=plan, cluster=cluster, shapes=shapes, step=step, communicators=made, batch=batch is not None
     )
     if current is None:
         return found
     alive = {device.name for device in cluster.devices if problem.rates.get(device.name, 1.0) is not None}
-    before = Remains(shapes.spec, current, gone=[name for name in current.members if name not in alive])
     try:
-        switch = explain_switch(before, layouts, shapes.sizes(layouts), cluster)
+        before = Remains(layouts.specs, current, gone=[name for name in current.members if name not in alive])
+        switch = explain_switch(before, layouts, sizes_of(shapes, layouts), cluster)
     except Lost as error:
         return msgspec.structs.replace(found, lost=str(error))
     return msgspec.structs.replace(found, switch=switch)
 
 
+def _step(
+    problem: TableProblem,
+    layouts: Layouts,
+    shapes: Mapping[str, Shapes],
+    cluster: Cluster,
+    batch: BatchPlan | None,
+    items: Mapping[str, ItemBatch] | None,
+) -> dict[str, Communications]:
+    """What goes over links in a step, by module."""
+    plan, own = layouts.plan, shapes[problem.module]
+    tokens = round((problem.batch.sequence or 0) * plan.micro_batch)
+    if problem.modules:
+        outputs = {entry.name: entry.model.times.boundary_bytes for entry in problem.modules}
+        sizes = {
+            name: ModuleSizes(
+                tokens=0 if name in outputs else tokens,
+                boundary=each.boundary,
+                output=outputs.get(name, 0.0),
+                gradients=each.gradients,
+            )
+            for name, each in shapes.items()
+        }
+        return explain_modules(layouts, cluster, sizes, items or mean_items(problem, plan))
+    step = explain_step(
+        layouts,
+        cluster,
+        tokens=tokens,
+        boundary=own.boundary,
+        gradients=own.gradients,
+        keys=key_flows(layouts, batch) if batch is not None and own.exact else (),
+    )
+    return {problem.module: step}
+
+
+def mean_items(problem: TableProblem, plan: Plan) -> dict[str, ItemBatch]:
+    """The items of a mean step, of each module of items."""
+    batches = ModuleCosts(problem_of(problem)).batches(plan)
+    return {name: batch for name, batch in batches.items() if isinstance(batch, ItemBatch)}
+
+
 def _has_lanes(plan: Plan) -> bool:
-    return any(stage.lanes for pipeline in plan.pipelines for stage in pipeline.stages)
+    return any(stage.lanes for pipeline in plan.loss_view.pipelines for stage in pipeline.stages)
 
 
 def explanation_of(found: Explained) -> dict[str, Any]:
     """The same for programs."""
     answer: dict[str, Any] = {
-        "parameters": "of the model" if found.shapes.exact else "of the problem's bytes",
-        "step": _listed(found.step),
+        "parameters": "of the model" if found.exact else "of the problem's bytes",
+        "step": {name: _listed(step) for name, step in found.step.items()},
         "communicators": found.communicators,
     }
+    if len(found.step) == 1:
+        (answer["step"],) = answer["step"].values()
     if found.lost:
         answer["switch"] = {"lost": found.lost}
     elif found.switch is not None:
@@ -168,9 +226,12 @@ def _listed(found: Communications) -> dict[str, Any]:
 
 def shown(found: Explained) -> Group:
     """A table for a step, and one for the switch."""
-    parts: list[RenderableType] = [Text("\none step", style="bold"), _table(found.step, found.cluster)]
-    if not found.step.operations:
-        parts[-1] = Text("nothing goes over links: each device has a copy of the model to itself")
+    parts: list[RenderableType] = []
+    for name, step in found.step.items():
+        of = "" if len(found.step) == 1 else f", {name}" if name == BETWEEN else f", module {name}"
+        parts += [Text(f"\none step{of}", style="bold"), _table(step, found.cluster)]
+        if not step.operations:
+            parts[-1] = Text(_nothing(name, several=len(found.step) > 1))
     if found.lost:
         parts += [Text("\nswitch", style="bold"), Text(found.lost)]
     elif found.switch is not None:
@@ -188,6 +249,17 @@ def shown(found: Explained) -> Group:
     return Group(*parts, *(Text(line, style="dim") for line in _notes(found)))
 
 
+def _nothing(name: str, *, several: bool) -> str:
+    if name == BETWEEN:
+        return "nothing goes over links: each item is made on the devices that need it"
+    copies = "nothing goes over links: each device has a copy of the model to itself"
+    return (
+        copies
+        if not several
+        else "nothing goes over links: each device has all of the module, or it is not trained"
+    )
+
+
 def _notes(found: Explained) -> Iterator[str]:
     yield (
         "\n6 x: six that differ in their devices alone; the first one's are shown. Seconds are those of the "
@@ -197,17 +269,17 @@ def _notes(found: Explained) -> Iterator[str]:
     if most := max(found.communicators.values(), default=0):
         fullest = [device for device, count in found.communicators.items() if count == most]
         yield f"A device has {MOST} communicators at most; {fullest[0]} has {most}, and none has more."
-    if _has_lanes(found.plan) and not (found.batch and found.shapes.exact):
+    if _has_lanes(found.plan) and not (found.batch and found.exact):
         yield (
             "A stage's lanes have one communicator for keys of sequences that they share. What these weigh is "
             "not listed: name the lengths of a step with --batch, and the model with --model."
         )
-    if not found.shapes.spec.width:
+    if not all(shapes.spec.width for shapes in found.shapes.values()):
         yield (
             "Activations are not listed: the problem does not say what they weigh. Give it "
             "model.times.boundary_bytes, or name the model with --model."
         )
-    if not found.shapes.exact:
+    if not found.exact:
         yield (
             "Parameters are one tensor for all that is cut in a section, and one for the rest. Name the model "
             "with --model to have its own."

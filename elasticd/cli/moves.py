@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import msgspec
 from elasticd_planner.placement.state_bytes import PARTS, StateBytes
@@ -64,10 +64,15 @@ class _AnswerView(msgspec.Struct):
 
 @dataclass(frozen=True, kw_only=True)
 class Answered:
-    """A plan read back, and what the state of its modules weighs, as far as that is known."""
+    """A plan read back, and what its state weighs where that is known."""
 
     plan: Plan
-    state_bytes: Mapping[str, StateBytes]  # by module
+    state_bytes: StateBytes | None  # of the module with the loss
+    item_state_bytes: Mapping[str, StateBytes] = field(default_factory=dict)  # of modules of items
+
+    def weighs(self, module: str) -> StateBytes | None:
+        """What the state of a module weighs."""
+        return self.state_bytes if module == self.plan.loss_module.module else self.item_state_bytes.get(module)
 
 
 def answered(text: bytes, path: str) -> Answered:
@@ -75,15 +80,13 @@ def answered(text: bytes, path: str) -> Answered:
     try:
         running = decoded_as(dict[str, Plan], text)
         if len(running) == 1:
-            return Answered(plan=next(iter(running.values())), state_bytes={})
+            return Answered(plan=next(iter(running.values())), state_bytes=None)
     except msgspec.MsgspecError:
         pass  # the answer to a problem
     try:
         view = decoded_as(_AnswerView, text)
-        plan, known = _plan(view.plan), dict(view.item_state_bytes)
-        if view.state_bytes is not None:
-            known[plan.loss_module.module] = view.state_bytes
-        return Answered(plan=plan, state_bytes=known)
+        plan, items = _plan(view.plan), view.item_state_bytes
+        return Answered(plan=plan, state_bytes=view.state_bytes, item_state_bytes=items)
     except (ValueError, IndexError) as error:
         what = "of a problem, or with one running job"
         raise Invalid(f"{path} is no answer of elasticd plan --json ({what}): {error}") from None
@@ -196,7 +199,7 @@ def _difference(old: Answered, new: Answered, module: str) -> Difference:
     if was.pipelines[0].layers != layers:
         of = f" in the module {module}" if len(new.plan.modules) > 1 else ""
         refuse(f"--diff: the two plans are of models with different numbers of layers{of}")
-    weighs = new.state_bytes.get(module) or old.state_bytes.get(module)
+    weighs = new.weighs(module) or old.weighs(module)
     units = weighs.units if weighs is not None else PARTS
     before, after = holders(was, units), holders(now, units)
     found = Difference(module=module, view=now, before=before, after=after, units=units)

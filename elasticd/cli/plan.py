@@ -142,8 +142,8 @@ def _solve(
     if asked:
         given = msgspec.structs.replace(given, pins=msgspec.structs.replace(given.pins, **asked))
     listing, model = explain
-    if given.modules and (listing or batch is not None):
-        raise click.UsageError("--explain and --batch are of problems of one module")
+    if given.modules and batch is not None:
+        raise click.UsageError("--batch is of problems of one module")
     if listing:
         from elasticd.cli import explanation  # loads the migration
 

@@ -190,13 +190,20 @@ def measure(request: Request, progress: Callable[[float], None]) -> Samples:
     return found.samples
 
 
-def described(target: str, command: str) -> ModelSpec:
-    """The model of FILE.py:NAME, which a process that carries torch imports, for a `command` that needs it.
-    Raises ClickException where there is none."""
+def described(target: str, command: str) -> dict[str, ModelSpec]:
+    """The model of FILE.py:NAME by module, which a process that carries torch imports.
+
+    Args:
+        target: FILE.py:NAME.
+        command: what needs torch for it.
+
+    Raises:
+        ClickException: there is none.
+    """
     need("torch", command)
     found = _asked(Describe(target=target), lambda part: None)
     assert isinstance(found, Described)
-    return found.model
+    return found.modules
 
 
 def _asked(request: Request | Describe, progress: Callable[[float], None]) -> Done | Described:

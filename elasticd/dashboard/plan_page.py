@@ -10,12 +10,19 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
+import msgspec
 from elasticd_planner.cost.model import KnownCosts, stage_times
 from elasticd_planner.cost.model_profile import ModelProfile
 from elasticd_planner.cost.pipeline_time import Times
 from elasticd_planner.cost.profile_cost import ProfileCost
 from elasticd_planner.cost.schedule_timeline import pass_times
-from elasticd_planner.layout.explained_plan import PlanOperation, explain_step
+from elasticd_planner.layout.explained_plan import (
+    Communications,
+    ModuleSizes,
+    PlanOperation,
+    explain_modules,
+    explain_step,
+)
 from elasticd_planner.layout.layouts import Layouts
 from elasticd_planner.placement.state_movement import Held, bytes_by_member, holders
 from elasticd_planner.problem import Problem
@@ -354,26 +361,42 @@ def policy(record: HistoryRecord) -> views.Policy:
 
 def communications(record: HistoryRecord, spec: JobSpec | None) -> tuple[tuple[views.Communication, ...], str]:
     """What goes over links in a step, or why that is not listed."""
-    plan, problem = record.plan, record.problem
     if spec is None:
         return (), "the leader does not say what the job trains any more"
-    if len(plan.members) > MOST_EXPLAINED:
+    if len(record.plan.members) > MOST_EXPLAINED:
         return (), (
             f"for more than {MOST_EXPLAINED} devices it is not listed here: ask 'elasticd plan --explain' "
             "with the problem in a file"
         )
-    tokens = round(problem.profile.tokens / problem.micro_batch * plan.micro_batch)
     try:
-        found = explain_step(
-            Layouts(spec.specs, plan),
-            problem.cluster,
-            tokens=tokens,
-            boundary=problem.profile.bundle_bytes,
-            gradients=spec.numbers.gradients if spec.numbers is not None else None,
-        )
+        found = _explained(record, spec)
     except (Invalid, ValueError) as error:
         return (), f"it cannot be listed: {error}"
-    return tuple(_rows(found.operations)), ""
+    several = len(found) > 1
+    return tuple(
+        msgspec.structs.replace(row, purpose=f"{name}: {row.purpose}") if several else row
+        for name, each in found.items()
+        for row in _rows(each.operations)
+    ), ""
+
+
+def _explained(record: HistoryRecord, spec: JobSpec) -> dict[str, Communications]:
+    """What goes over links in a step, or in a mean step of several modules, by module."""
+    plan, problem = record.plan, record.problem
+    layouts, gradients = Layouts(spec.specs, plan), spec.numbers.gradients if spec.numbers is not None else None
+    tokens = round(problem.profile.tokens / problem.micro_batch * plan.micro_batch)
+    boundary = problem.profile.bundle_bytes
+    if len(plan.modules) == 1:
+        step = explain_step(layouts, problem.cluster, tokens=tokens, boundary=boundary, gradients=gradients)
+        return {problem.module: step}
+    sizes = {problem.module: ModuleSizes(tokens=tokens, boundary=boundary, gradients=gradients)}
+    for module in problem.modules:
+        sizes[module.name] = ModuleSizes(
+            boundary=module.profile.bundle_bytes, output=module.profile.boundary_bytes, gradients=gradients
+        )
+    batches = ModuleCosts(problem).batches(plan)
+    items = {name: batch for name, batch in batches.items() if isinstance(batch, ItemBatch)}
+    return explain_modules(layouts, problem.cluster, sizes, items)
 
 
 def _rows(operations: Sequence[PlanOperation]) -> Iterator[views.Communication]:

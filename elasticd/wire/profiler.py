@@ -76,7 +76,7 @@ class Done(Value, frozen=True, kw_only=True, tag="done"):
 class Described(Value, frozen=True, kw_only=True, tag="described"):
     """What the model is."""
 
-    model: ModelSpec
+    modules: dict[str, ModelSpec]  # of a model of one module that alone
 
 
 class Failed(Value, frozen=True, kw_only=True, tag="failed"):

@@ -48,7 +48,7 @@ def test_a_program_gets_every_operation(tmp_path: Path) -> None:
     path = written(tmp_path / "p.json")
     answer = json.loads(run(path, "--explain", "--json").output)
     given = file_format.load(Path(path).read_bytes())
-    plan, shapes = solve.solve(given).plan, shapes_of(given)
+    plan, (shapes,) = solve.solve(given).plan, shapes_of(given).values()
     assert plan is not None
     expected = explain_step(
         Layouts(shapes.spec, plan), convert.cluster_of(given), tokens=10, gradients=shapes.gradients
@@ -100,7 +100,7 @@ def test_keys_of_cut_sequences_are_listed_with_the_lengths_of_a_step() -> None:
     module = ModulePlan(module="model", pipelines=(Pipeline(stages=(LANES,), micro_batches=4, rows=(2, 1, 1)),))
     plan = Plan(number=1, strategies=(Strategy(modules=(module,)),), micro_batch=1, global_batch=4)
     batch = dealt(plan, step_lengths(b'{"lengths": [900, 40, 33, 20], "tokens": 400, "least": 8}', "-"))
-    found = explanation.explained(given, plan, None, SPEC, batch)
+    found = explanation.explained(given, plan, None, {"model": SPEC}, batch)
     answer = explanation.explanation_of(found)
     keys = answer["step"]["purposes"]["keys of cut sequences"]
     assert sum(keys["bytes"].values()) > 3 * LAYERS * 900 * 2 * 16 * 2, "forth, again, and their gradients back"
@@ -108,7 +108,7 @@ def test_keys_of_cut_sequences_are_listed_with_the_lengths_of_a_step() -> None:
     assert answer["communicators"] == dict.fromkeys(LANES.devices, 2), "for keys and for gradients"
     assert "keys of cut sequences" in told(found)
     assert "--batch" not in told(found)
-    for model, rows in ((SPEC, None), (None, batch)):
+    for model, rows in (({"model": SPEC}, None), (None, batch)):
         assert "name the lengths of a step with --batch" in told(
             explanation.explained(given, plan, None, model, rows)
         )
@@ -177,3 +177,39 @@ def test_what_cannot_be_listed_is_one_message(
 
 def test_it_goes_with_a_problem() -> None:
     assert "--explain goes with a problem: name the file of one" in run("--explain").output
+
+
+MODULES = Path(__file__).parents[2] / "examples/problems/vision_language.json"
+
+
+def test_what_goes_over_links_is_listed_by_module_and_between_modules(tmp_path: Path) -> None:
+    given = json.loads(MODULES.read_text())
+    result = run(str(MODULES), "--explain", columns=120)
+    assert result.exit_code == 0, result.output
+    for head in ("one step, module vision", "one step, module language", "one step, between modules"):
+        assert head in result.output
+    (tmp_path / "slow.json").write_text(json.dumps(given | {"rates": {"n0/1": 3.0}}))
+    (tmp_path / "old.json").write_text(run(str(MODULES), "--json").output)
+    options = ("--current", str(tmp_path / "old.json"), "--explain", "--json")
+    answer = json.loads(run(str(tmp_path / "slow.json"), *options).output)
+    step = answer["explanation"]["step"]
+    assert set(step) == {"vision", "language", "between modules"}
+    assert set(step["between modules"]["purposes"]) == {"items", "item gradients"}
+    assert answer["explanation"]["switch"]["moved"] == pytest.approx(answer["current"]["moved_bytes"], rel=0.1)
+
+
+def test_a_module_that_is_not_trained_sends_no_gradient(tmp_path: Path) -> None:
+    given = json.loads(MODULES.read_text())
+    given["modules"][0]["trained"] = False
+    (tmp_path / "frozen.json").write_text(json.dumps(given))
+    step = json.loads(run(str(tmp_path / "frozen.json"), "--explain", "--json").output)["explanation"]["step"]
+    assert not any("gradient" in purpose for purpose in step["vision"]["purposes"])
+    assert "item gradients" not in step["between modules"]["purposes"]
+
+
+def test_a_model_with_other_modules_than_the_problem_is_refused(tmp_path: Path) -> None:
+    profile = tmp_path / "profile.json"
+    profile.write_bytes(msgspec.json.encode({"type": "profile", "version": 1, "model": {}, "spec": SPEC}))
+    result = run(str(MODULES), "--explain", "--model", str(profile))
+    assert result.exit_code == 1
+    assert "name the model that the problem is of with --model" in " ".join(result.output.split())

@@ -349,5 +349,3 @@ def test_modules_are_of_problems_in_seconds(tmp_path: Path) -> None:
     result = run(written(tmp_path / "p.json", modules=seconds["modules"]))
     assert result.exit_code
     assert "modules go with model.times" in result.output
-    result = run(modules_problem(tmp_path / "p.json"), "--explain")
-    assert "--explain and --batch are of problems of one module" in result.output

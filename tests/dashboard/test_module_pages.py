@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
+from pathlib import Path
 
 import msgspec
 import pytest
 from elasticd_planner.cost.model_profile import ModelProfile
+from elasticd_planner.problem_files import file_format
+from elasticd_planner.problem_files.convert import problem_of as problem_of_file
+from elasticd_planner.problem_files.shapes import shapes_of
+from elasticd_planner.problem_files.solve import solve
 from elasticd_planner.search.planner import plan as planned
 from elasticd_planner.spec.step_measurements import Step
 
@@ -16,10 +21,12 @@ from elasticd.dashboard import job_page, plan_page
 from elasticd.dashboard.known import table_of
 from elasticd.machines.job.measurements.module_times import module_times
 from elasticd.machines.job.state.job_state import JobPhase, JobState
-from elasticd.records import HistoryRecord
+from elasticd.records import HistoryRecord, JobSpec, ModuleSpec
 from tests.planner.drawn_module_problems import drawn_problem
 from tests.planner.models import cluster
 from tests.planner.test_module_measurements import ALONE, BOTH, ENCODER, measured, problem_of, profiles
+
+EXAMPLE = Path(__file__).parents[2] / "examples/problems/vision_language.json"
 
 
 def record() -> HistoryRecord:
@@ -82,6 +89,32 @@ def test_status_and_metrics_have_the_busiest_device_of_each_module() -> None:
     assert (vision.items, vision.items_a_sample, vision.rows_an_item) == ("images", 2.0, 32.0)
     assert (language.module, language.devices, language.items) == ("language", 2, "")
     assert language.busiest in ("n1/0", "n1/1")
+
+
+def test_what_goes_over_links_is_listed_by_module_and_between_modules() -> None:
+    given = file_format.load(EXAMPLE.read_bytes())
+    plan = solve(given).plan
+    assert plan is not None
+    made = HistoryRecord(number=1, problem=problem_of_file(given), plan=plan, reason="")
+    specs = {name: each.spec for name, each in shapes_of(given).items()}
+    spec = JobSpec(
+        job="j",
+        model=specs["language"],
+        modules=tuple(ModuleSpec(name=name, model=each) for name, each in specs.items()),
+        global_batch=16,
+        micro_batch=1,
+        samples=64,
+        sample_tokens=4096,
+        seed=0,
+    )
+    rows, missing = plan_page.communications(made, spec)
+    assert not missing
+    purposes = {row.purpose for row in rows}
+    assert {"language: activations", "vision: gradients", "between modules: items"} <= purposes
+    listed = {
+        name: sum(row.groups * row.times for row in rows if row.purpose.startswith(name)) for name in specs
+    }
+    assert all(listed.values())
 
 
 def test_the_difference_of_two_plans_is_of_all_modules() -> None:

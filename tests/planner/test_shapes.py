@@ -10,7 +10,7 @@ from elasticd_planner.cost.model_profile import Numbers, derive, suited
 from elasticd_planner.layout.explained_plan import explain_step
 from elasticd_planner.layout.layouts import Layouts
 from elasticd_planner.problem_files import file_format
-from elasticd_planner.problem_files.shapes import shapes_of
+from elasticd_planner.problem_files.shapes import Shapes, shapes_of, sizes_of
 from elasticd_planner.problem_files.times import entry_of
 from elasticd_planner.spec.model import Cut, ModelSpec, Parameter, Units
 from elasticd_planner.spec.plan import ModulePlan, Pipeline, Plan, Stage, StatePolicy, Strategy
@@ -94,13 +94,19 @@ def problem(spec: ModelSpec = SPEC, numbers: Numbers | None = None, **model: Any
     return file_format.load(msgspec.json.encode({"cluster": {"nodes": nodes}, "model": entry, "batch": batch}))
 
 
+def of_one(given: file_format.TableProblem, spec: ModelSpec | None = None) -> Shapes:
+    """The shapes of a problem of one module."""
+    (shapes,) = shapes_of(given, {"model": spec} if spec is not None else None).values()
+    return shapes
+
+
 @pytest.mark.parametrize("numbers", [None, Numbers(compute="bfloat16")])
 @pytest.mark.parametrize("zero", [0, 1])
 def test_bytes_over_links_are_those_of_the_model(numbers: Numbers | None, zero: int) -> None:
     plan = PLAN.replace(state=StatePolicy(zero=zero, replicas=1 if zero else None))
     given = problem(numbers=numbers)
     listed = []
-    for shapes in (shapes_of(given, SPEC), shapes_of(given)):
+    for shapes in (of_one(given, SPEC), of_one(given)):
         found = explain_step(Layouts(shapes.spec, plan), tokens=TOKENS, gradients=shapes.gradients)
         sums = {
             purpose: sum(each.size for each in found.operations if each.purpose == purpose)
@@ -118,8 +124,8 @@ def test_bytes_over_links_are_those_of_the_model(numbers: Numbers | None, zero: 
 
 
 def test_an_element_of_the_state_weighs_what_the_problem_says() -> None:
-    shapes = shapes_of(problem(numbers=Numbers(compute="bfloat16")), SPEC)
-    sizes = shapes.sizes(Layouts(SPEC, PLAN))
+    shapes = shapes_of(problem(numbers=Numbers(compute="bfloat16")), {"model": SPEC})
+    sizes = sizes_of(shapes, Layouts(SPEC, PLAN))
     by_role = {item.role: size for item, size in sizes.items()}
     assert by_role == {"value": 2, "state": 12}  # master weights and two moments in float32
 
@@ -127,7 +133,7 @@ def test_an_element_of_the_state_weighs_what_the_problem_says() -> None:
 @pytest.mark.parametrize(
     ("given", "spec", "said"),
     [
-        (problem(state=None), None, "give it model.state, or name the model with --model"),
+        (problem(state=None), None, "give even a model.state, or name the model with --model"),
         (problem(), msgspec.structs.replace(SPEC, layers=(0, 0)), "has 2 layers, and the problem 4"),
         (
             problem(),
@@ -140,5 +146,5 @@ def test_what_cannot_be_listed_is_refused_with_the_remedy(
     given: file_format.TableProblem, spec: ModelSpec | None, said: str
 ) -> None:
     with pytest.raises(Invalid) as refused:
-        shapes_of(given, spec)
+        of_one(given, spec)
     assert said in str(refused.value)

@@ -12,21 +12,39 @@ import torch
 from elasticd_planner.batching.explained_keys import key_flows
 from elasticd_planner.layout import channels
 from elasticd_planner.layout.channels import Channel, Use
-from elasticd_planner.layout.explained_plan import Communications, PlanOperation, Purpose, explain_step
+from elasticd_planner.layout.explained_plan import (
+    BETWEEN,
+    Communications,
+    ModuleSizes,
+    PlanOperation,
+    Purpose,
+    explain_modules,
+    explain_step,
+)
 from elasticd_planner.layout.layouts import Layouts
 from elasticd_planner.spec.batch import BatchPlan
+from elasticd_planner.spec.item_batch import ItemBatch
 from elasticd_planner.spec.plan import Plan, StatePolicy
 
 from elasticd.runtime.accelerator import Accelerator
 from elasticd.runtime.comm.communicators import GlooCommunicators
 from elasticd.runtime.comm.groups import Group, PlanGroups
-from elasticd.runtime.comm.in_memory import MemoryPlanGroups, run_threads
+from elasticd.runtime.comm.in_memory import MemoryPlanGroups, run_threads, unpaced
+from elasticd.runtime.engine.engine import Engine, first_state
 from elasticd.runtime.engine.mixed_precision import Precision
 from elasticd.runtime.engine.recipe import Recipe
 from tests import sizes
-from tests.runtime import test_cut_sequences, test_interleaved, test_lanes, test_parity
+from tests.runtime import (
+    image_model,
+    test_cut_sequences,
+    test_interleaved,
+    test_lanes,
+    test_modules,
+    test_parity,
+)
 from tests.runtime.test_engine import engine_on
 from tests.runtime.test_messages import recipe_of
+from tests.runtime.test_module_steps import Sized
 from tests.runtime.test_parity import CONFIG, plan_of, stage
 
 TOKENS = 12
@@ -196,6 +214,51 @@ def test_keys_of_cut_sequences_are_listed_as_members_send_them(make: Callable[[]
                 launched[channel][method] = before[0] + times, before[1] + times * size
     assert len(launched) > 8
     assert listed == launched
+
+
+@pytest.mark.parametrize(
+    "name", sizes.beside(["partly shared, unequal"], ["partly shared, unequal", "fan-in: dp 4 to tp 2, pp 2"])
+)
+def test_what_modules_send_each_other_is_listed_as_members_send_it(name: str) -> None:
+    """And a module's own sums in its TP groups are those of the items that its lanes were dealt."""
+    plan, data = test_modules.PLACEMENTS[name], Sized()
+    sent: dict[str, Sent] = {device: Counter() for device in plan.members}
+
+    def member(groups: MemoryPlanGroups) -> ItemBatch:
+        made = test_modules.make_recipe(connect=lambda *given: Counting(sent[groups.me], *given))
+        layouts = Layouts(made.model.specs, plan)
+        engine = Engine(replace(made, dataset=data), layouts, groups, unpaced)
+        engine.adopt(first_state(made.model, layouts, groups.me, image_model.SEED))
+        engine.step(0, lambda: 0, lambda: 0)
+        several = engine._several
+        assert several is not None
+        assert several._now is not None
+        batch = several._now[1].batches["vision"]
+        assert isinstance(batch, ItemBatch)
+        engine.settle()
+        return batch
+
+    batch = run_threads(plan.members, member)[plan.members[0]]
+    item = torch.empty(0, dtype=image_model.F64).itemsize
+    found = explain_modules(
+        Layouts(test_modules.described().specs, plan),
+        None,
+        {"vision": ModuleSizes(output=image_model.TEXT.width * item), "language": ModuleSizes(tokens=1)},
+        {"vision": batch},
+    )
+    launched = Counter[Channel]()
+    for device, own in sent.items():
+        for (channel, _, size), times in own.items():
+            if channel.use == "items" or device == channel.members[0]:
+                launched[channel] += times * size
+    listed = Counter[Channel]()
+    for operation in found[BETWEEN].operations:
+        for device in operation.devices[1:]:
+            listed[Channel("items", (operation.devices[0], device))] += operation.size
+    assert listed == {channel: size for channel, size in launched.items() if channel.use == "items"}
+    assert len(listed) > 2
+    for channel, ways in by_channel(found["vision"]).items():
+        assert launched[channel] == sum(size for _, size in ways.values()), channel
 
 
 def trained(

@@ -10,6 +10,7 @@ from typing import BinaryIO
 
 import msgspec
 import torch
+from elasticd_planner.spec.model import ModelSpec
 from elasticd_planner.value import Invalid
 
 from elasticd.runtime.accelerator import NoDevice, placed
@@ -64,7 +65,8 @@ def _loaded(request: Request) -> tuple[Request, Model, MakeBatch, Loss | None, P
 def describe(request: Describe) -> Described | Failed:
     """Describes a model; user's errors become one message."""
     try:
-        return Described(model=load(request.target)[1].spec)
+        specs = load(request.target)[1].specs
+        return Described(modules={"model": specs} if isinstance(specs, ModelSpec) else dict(specs))
     except (CannotLoad, Invalid, ModelError) as error:
         return Failed(reason=str(error))
     except Exception as error:

@@ -11,15 +11,15 @@ logits that a head gathers (`Column(gather=True)`) are not listed.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple, get_args
 
 import msgspec
 
 from elasticd_planner.layout.activations import slices, terms, whole
 from elasticd_planner.layout.channels import own_sets
-from elasticd_planner.layout.flows import FlowMessage, stage_flows
+from elasticd_planner.layout.flows import FlowMessage, TensorFlow, between, stage_flows
 from elasticd_planner.layout.gradient_buckets import buckets
 from elasticd_planner.layout.gradient_reduction import (
     Delivery,
@@ -34,15 +34,19 @@ from elasticd_planner.layout.optimizer_sharding import divided
 from elasticd_planner.layout.resolve import Cell, Communication, Operation, dual, resolve
 from elasticd_planner.spec.box import Box, TensorLayout
 from elasticd_planner.spec.cluster import Cluster
+from elasticd_planner.spec.item_batch import ItemBatch
 from elasticd_planner.spec.model import ModelSpec, item_size
-from elasticd_planner.spec.plan import Pipeline, Stage
+from elasticd_planner.spec.plan import Pipeline, Plan, Stage
 from elasticd_planner.value import Value
 
-#: What an operation is for. In a step: activations between stages and their gradients, sums inside of TP
+#: What an operation is for. In a step: activations between stages and their gradients, what a module of items
+#: makes for the module with the loss and the gradients of that, sums inside of TP
 #: groups, sums of gradients, and what ZeRO and replicas need besides. In a switch: parameters, state, buffers.
 Purpose = Literal[
     "activations",
     "activation gradients",
+    "items",
+    "item gradients",
     "tensor parallelism",
     "keys of cut sequences",
     "gradients",
@@ -92,12 +96,13 @@ def explain_step(
     layouts: Layouts,
     cluster: Cluster | None = None,
     *,
-    tokens: int,
+    tokens: int = 0,
     boundary: float = 0.0,
     gradients: str | None = None,
     keys: Iterable[Flow] = (),
+    passes: Sequence[Mapping[int, int]] = (),
 ) -> Communications:
-    """The communication of one step of a plan.
+    """The communication of one step of a plan of one module, or of a view.
 
     Args:
         layouts: of the plan.
@@ -106,15 +111,21 @@ def explain_step(
         boundary: bytes that a token brings over a boundary of stages (0: one activation, by the model).
         gradients: the dtype that they are summed in, and of master weights; None: that of each parameter.
         keys: what lanes send each other for the sequences that they share (`batching.explained_keys`).
+        passes: of each lane, over all pipelines, how many it has by their tokens; empty: the micro-batches that
+            the plan says.
     """
     spec, plan = layouts.spec, layouts.plan
     one = spec.width * item_size(spec.dtype)
-    flows: list[tuple[Purpose, Flow]] = []
-    for _, pipeline, stage in plan.walk() if one else ():
-        flows += [("tensor parallelism", flow) for flow in _inside(spec, pipeline, stage, tokens)]
-    size = round(tokens * (boundary or one))
-    for pipeline in plan.by_lane if size else ():
-        flows += _between(pipeline, size)
+    trained, flows = plan.module.trainable, list[tuple[Purpose, Flow]]()
+    for lane, counts in zip(
+        plan.by_lane, passes or [{tokens: p.micro_batches} for p in plan.by_lane], strict=True
+    ):
+        for length, count in counts.items():
+            for stage in lane.stages if one else ():
+                inside = _inside(spec, lane, stage, length, trained=trained)
+                flows += [("tensor parallelism", flow._replace(times=flow.times * count)) for flow in inside]
+            if size := round(length * (boundary or one)):
+                flows += _between(lane, size, count, trained=trained)
     flows += [("keys of cut sequences", flow) for flow in keys]
     flows += _reduced(layouts, gradients)
     return listed(flows, cluster)
@@ -164,17 +175,86 @@ def _elements(step: Communication) -> int:
 # -- between stages --------------------------------------------------------------------------------------------
 
 
-def _between(pipeline: Pipeline, size: int) -> Iterator[tuple[Purpose, Flow]]:
+def _between(lane: Pipeline, size: int, passes: int, *, trained: bool) -> Iterator[tuple[Purpose, Flow]]:
     """Activations of `size` bytes, and their gradients, at each boundary of the stages of one lane."""
-    for flow, turns in stage_flows(pipeline):
-        ways: dict[Purpose, Sequence[FlowMessage]] = {
-            "activations": flow.forth,
-            "activation gradients": flow.back,
-        }
-        for purpose, sent in ways.items():
-            for each in sent:
-                step = message((each.source, *each.destinations), size)
-                yield purpose, Flow(step, 1, turns * pipeline.micro_batches)
+    for flow, turns in stage_flows(lane):
+        yield from _both_ways(flow, ("activations", "activation gradients"), size, turns * passes, trained)
+
+
+def _both_ways(
+    flow: TensorFlow, purposes: tuple[Purpose, Purpose], size: int, times: int, trained: bool
+) -> Iterator[tuple[Purpose, Flow]]:
+    """A tensor of `size` bytes forth and, where something before the border is trained, its gradient back."""
+    ways: list[tuple[Purpose, Sequence[FlowMessage]]] = [(purposes[0], flow.forth)]
+    if trained:
+        ways.append((purposes[1], flow.back))
+    for purpose, sent in ways:
+        for each in sent:
+            yield purpose, Flow(message((each.source, *each.destinations), size), 1, times)
+
+
+# -- between modules -------------------------------------------------------------------------------------------
+
+#: The name of what goes between modules, beside the names of modules.
+BETWEEN = "between modules"
+
+
+class ModuleSizes(Value, frozen=True, kw_only=True):
+    """What a module sends in a step, besides its parameters."""
+
+    tokens: int = 0  #: of a micro-batch; of a module of items its batch says it
+    boundary: float = (
+        0.0  #: bytes that a token brings over a boundary of stages (0: one activation, by the model)
+    )
+    output: float = 0.0  #: of a module of items: bytes that a row brings to the module with the loss
+    gradients: str | None = None  #: the dtype that they are summed in; None: that of each parameter
+
+
+def explain_modules(
+    layouts: Layouts,
+    cluster: Cluster | None,
+    sizes: Mapping[str, ModuleSizes],
+    batches: Mapping[str, ItemBatch],
+) -> dict[str, Communications]:
+    """The communication of one step of a plan of several modules: by module, and `BETWEEN` them.
+
+    Args:
+        layouts: of all modules.
+        cluster: its links; with it there are seconds.
+        sizes: of each module.
+        batches: the items of the step, of each module of items.
+    """
+    found = {}
+    for name, view in layouts.views.items():
+        size, passes = sizes[name], list[Counter[int]]()
+        if name in batches:
+            lanes = [lane for pipeline in batches[name].pipelines for lane in pipeline]
+            passes = [Counter(group.rows for group in groups) for groups in lanes]
+        found[name] = explain_step(
+            view,
+            cluster,
+            tokens=size.tokens,
+            boundary=size.boundary,
+            gradients=size.gradients,
+            passes=passes,
+        )
+    flows = (flow for name, batch in batches.items() for flow in _of_items(layouts.plan, batch, sizes[name]))
+    return found | {BETWEEN: listed(flows, cluster)}
+
+
+def _of_items(plan: Plan, batch: ItemBatch, size: ModuleSizes) -> Iterator[tuple[Purpose, Flow]]:
+    """What each group of items sends to the first stage that needs it, and its gradient back."""
+    source, target = plan.view(batch.module), plan.loss_view
+    known: dict[tuple[int, int, int, int], TensorFlow] = {}
+    for name, group in batch.walk():
+        ends = name.pipeline, name.lane, group.pipeline, group.lane
+        if ends not in known:
+            near = source.pipelines[name.pipeline].by_lane[name.lane].stages[-1]
+            far = target.pipelines[group.pipeline].by_lane[group.lane].stages[0]
+            known[ends] = between(near.devices, far.devices)
+        if count := round(group.rows * size.output):
+            trained = source.module.trainable
+            yield from _both_ways(known[ends], ("items", "item gradients"), count, 1, trained)
 
 
 # -- inside of TP groups ---------------------------------------------------------------------------------------
@@ -194,8 +274,8 @@ class _Way(NamedTuple):
         return resolve(dual(self.target, add=self.add), dual(self.source))
 
 
-def _inside(spec: ModelSpec, pipeline: Pipeline, stage: Stage, tokens: int) -> Iterator[Flow]:
-    """What one TP group exchanges in a step."""
+def _inside(spec: ModelSpec, pipeline: Pipeline, stage: Stage, tokens: int, *, trained: bool) -> Iterator[Flow]:
+    """What one TP group exchanges for a micro-batch; one that is not trained has forward passes alone."""
     if len(stage.devices) == 1:
         return
     devices, item, sliced = stage.devices, item_size(spec.dtype), stage.sequence_parallel
@@ -209,24 +289,27 @@ def _inside(spec: ModelSpec, pipeline: Pipeline, stage: Stage, tokens: int) -> I
         enters, leaves = _Way(here, all_, add=True), _Way(terms(devices, length), here)
         cut = any(parameter.cut is not None for parameter in spec.section(section))
         if section == "embed":  # ids have no gradient
-            own = [*(leaves.forward() if cut else ()), *cuts.forward(), *cuts.backward()]
+            own = [*(leaves.forward() if cut else ()), *cuts.forward(), *(cuts.backward() if trained else ())]
         elif section == "head":  # its output is not summed
-            own = [*(enters.backward() if cut else ()), *gathers.forward(), *gathers.backward()]
+            own = [*gathers.forward()]
+            own += [*(enters.backward() if cut else ()), *gathers.backward()] if trained else []
         else:
-            own = [*_block(enters, leaves, stage)] * spec.collectives if cut else []
+            own = [*_block(enters, leaves, stage, trained=trained)] * spec.collectives if cut else []
         steps += [(step, count) for step in own]
     # What goes to another stage is of all tokens.
     crossed = sum((start > 0) + (stop < pipeline.layers) for start, stop in stage.chunks)
     steps += [(step, crossed) for step in gathers.forward()]
     for step, count in steps:
         if step.operation != "keep" and count:
-            yield Flow(step, itemsize, count * pipeline.micro_batches)
+            yield Flow(step, itemsize, count)
 
 
-def _block(enters: _Way, leaves: _Way, stage: Stage) -> Iterator[Communication]:
+def _block(enters: _Way, leaves: _Way, stage: Stage, *, trained: bool) -> Iterator[Communication]:
     """Around one part of a block that is cut, as its attention: forth and back."""
     forward = (*enters.forward(), *leaves.forward())
     yield from forward
+    if not trained:
+        return
     if stage.recompute:
         yield from forward
     if stage.sequence_parallel:  # of what a member gathered it keeps its slice alone, and gathers it again

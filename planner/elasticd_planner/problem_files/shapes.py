@@ -8,11 +8,12 @@ all that every member holds.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 from elasticd_planner.cost.model_profile import ADAMW_STATE, derive
 from elasticd_planner.layout.layouts import Item, Layouts
 from elasticd_planner.problem_files.file_format import ModelEntry, TableProblem
-from elasticd_planner.problem_files.times import SectionState
+from elasticd_planner.problem_files.times import SectionState, TimedModel
 from elasticd_planner.spec.model import Cut, ModelSpec, Parameter, Units, item_size
 from elasticd_planner.value import Value, refuse
 
@@ -29,26 +30,52 @@ class Shapes(Value, frozen=True, kw_only=True):
     optimizer: float  #: bytes of optimizer state, and of master weights, for each byte of a parameter
     boundary: float  #: bytes that a token brings over a boundary of stages (0: one activation)
 
-    def sizes(self, layouts: Layouts) -> dict[Item, int]:
-        """Bytes of one element by item, as a migration weighs them."""
-        found = {}
-        for item in layouts.items:
-            size = item_size(layouts.rule(item.name).dtype)
-            found[item] = round(size * self.optimizer) if item.role == "state" else size
-        return found
+    def size(self, item: Item, dtype: str) -> int:
+        """Bytes of one element of an item, as a migration weighs them; `dtype`: of its parameter."""
+        size = item_size(dtype)
+        return round(size * self.optimizer) if item.role == "state" else size
 
 
-def shapes_of(problem: TableProblem, spec: ModelSpec | None = None) -> Shapes:
-    """The parameters of a problem in seconds.
+def sizes_of(shapes: Mapping[str, Shapes], layouts: Layouts) -> dict[Item, int]:
+    """Bytes of one element by item, as a migration weighs them.
+
+    Args:
+        shapes: of each module of the plan.
+        layouts: of the plan; of several modules names begin with the module's.
+    """
+    found = {}
+    for item in layouts.items:
+        module = item.name.partition(".")[0] if len(shapes) > 1 else next(iter(shapes))
+        found[item] = shapes[module].size(item, layouts.rule(item.name).dtype)
+    return found
+
+
+def shapes_of(problem: TableProblem, specs: Mapping[str, ModelSpec] | None = None) -> dict[str, Shapes]:
+    """The parameters of a problem in seconds, by module.
 
     Args:
         problem: the problem of a file.
-        spec: of its model; None: tensors stand for the bytes that the problem names.
+        specs: of the modules of its model, under any name where there is one; None: tensors stand for the bytes
+            that the problem names.
 
     Raises:
         Invalid: the problem does not say enough, or is of another model.
     """
-    model = problem.model
+    entries = {entry.name: entry for entry in problem.modules}
+    names = [problem.module, *entries]
+    if specs is not None and len(specs) == len(names) == 1:
+        specs = dict(zip(names, specs.values(), strict=True))
+    if specs is not None and {*specs} != {*names}:
+        refuse(
+            f"the model has the modules {', '.join(specs)}, and the problem {', '.join(names)}: name the model "
+            "that the problem is of with --model"
+        )
+    of = specs or {}
+    found = {name: _shapes(each.model, of.get(name), trained=each.trained) for name, each in entries.items()}
+    return found | {problem.module: _shapes(problem.model, of.get(problem.module), trained=True)}
+
+
+def _shapes(model: ModelEntry | TimedModel, spec: ModelSpec | None, *, trained: bool) -> Shapes:
     if model.times is None:
         refuse(
             "what goes over links can be listed for a problem in seconds (model.times): this one is in units, "
@@ -59,13 +86,13 @@ def shapes_of(problem: TableProblem, spec: ModelSpec | None = None) -> Shapes:
     if spec is None and model.state is None:
         refuse(
             "the problem does not say what parameters weigh, so that nothing that is sent of them can be "
-            "listed: give it model.state, or name the model with --model"
+            f"listed: give {model.name} a model.state, or name the model with --model"
         )
     factor = model.state.gradient if model.state is not None else 1.0
     optimizer = model.state.optimizer if model.state is not None else ADAMW_STATE
     item = item_size(spec.dtype) if spec is not None else _item(factor)
     return Shapes(
-        spec=spec or _stand_in(problem, item),
+        spec=spec or _stand_in(model, item, trained=trained),
         exact=spec is not None,
         gradients=_DTYPES.get(round(item * factor)) if factor != 1 else None,
         optimizer=optimizer,
@@ -73,7 +100,7 @@ def shapes_of(problem: TableProblem, spec: ModelSpec | None = None) -> Shapes:
     )
 
 
-def _check(model: ModelEntry, spec: ModelSpec) -> None:
+def _check(model: ModelEntry | TimedModel, spec: ModelSpec) -> None:
     """Refuses another model than that of the problem."""
     if len(spec.layers) != model.layers:
         refuse(f"the model {spec.name} has {len(spec.layers)} layers, and the problem {model.layers}")
@@ -92,8 +119,8 @@ def _item(factor: float) -> int:
     return next((size for size in (1, 2, 4) if (size * factor).is_integer() and size * factor in _DTYPES), 4)
 
 
-def _stand_in(problem: TableProblem, item: int) -> ModelSpec:
-    model, units = problem.model, problem.model.units
+def _stand_in(model: ModelEntry | TimedModel, item: int, *, trained: bool) -> ModelSpec:
+    units = model.units
     state, times = model.state, model.times
     assert state is not None
     assert times is not None
@@ -114,6 +141,7 @@ def _stand_in(problem: TableProblem, item: int) -> ModelSpec:
                 dtype=_DTYPES[item],
                 cut=cut,
                 replicas="add" if kind == "groups" else "same",
+                kind="trained" if trained else "frozen",
             )
         ]
 
