@@ -23,7 +23,7 @@ from elasticd.runtime.comm.in_memory import unpaced
 from elasticd.runtime.data.prefetch import Dataset
 from elasticd.runtime.data.step_samples import Feed
 from elasticd.runtime.engine.engine import Engine, first_state
-from elasticd.runtime.engine.pipeline_stage import PassPacer
+from elasticd.runtime.engine.pass_watch import PassPacer
 from elasticd.runtime.engine.recipe import Recipe
 from elasticd.runtime.model.model import Init, Model
 from tests.file_key_value import FileKeyValue

@@ -43,8 +43,8 @@ def test_both_sides_of_each_pair_train_alike_and_have_equal_graphs(tmp_path: Pat
         assert made[f"{pair}: graphs"] == {"ours": 1, "plain": 1}
     assert made["floor: milliseconds, plain torch captured"] > 0
     assert made["captured"][0] > 0
-    assert "pipeline_stage._backward_of" in made["stacks: elasticd's functions, ours"]
-    assert "pipeline_stage._backward_of" not in made["stacks: elasticd's functions, plain"]
+    assert "bundle.backward" in made["stacks: elasticd's functions, ours"]
+    assert "bundle.backward" not in made["stacks: elasticd's functions, plain"]
 
 
 def test_operations_are_those_of_torchtitans_convention() -> None:

@@ -25,7 +25,7 @@ from elasticd.runtime.comm.in_memory import MemoryPlanGroups, MemoryWorld
 from elasticd.runtime.engine import pipeline_stage
 from elasticd.runtime.engine.engine import Engine
 from elasticd.runtime.engine.parallelism import ParallelismOptions
-from elasticd.runtime.engine.pipeline_stage import _FIRST
+from elasticd.runtime.engine.pass_watch import FIRST
 from elasticd.runtime.engine.recipe import Recipe
 from elasticd.runtime.telemetry.comm_timer import Stopwatch
 from elasticd.runtime.telemetry.step_times import CAPTURED, Telemetry
@@ -120,13 +120,13 @@ def compared(
 def test_captured_passes_train_as_eager_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = compared(monkeypatch, recipe_of())
     assert recorder.captures == 3, "one for each length"
-    assert recorder.replays == (STEPS - _FIRST) * 8, "all passes of later steps"
+    assert recorder.replays == (STEPS - FIRST) * 8, "all passes of later steps"
 
 
 def test_passes_of_more_shapes_than_are_captured_are_eager(monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = compared(monkeypatch, recipe_of(dataset=Text()))
     assert recorder.captures == 4
-    assert 0 < recorder.replays < (STEPS - _FIRST) * 8
+    assert 0 < recorder.replays < (STEPS - FIRST) * 8
 
 
 def test_a_frozen_parameter_and_lost_memory_have_passes_captured_anew(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,14 +183,14 @@ def test_the_scale_of_a_loss_is_that_of_each_pass(monkeypatch: pytest.MonkeyPatc
     engine = engine_on(cast(PlanGroups, MemoryPlanGroups(MemoryWorld(), "a/0")), recipe, ALONE)
     module, parameters = engine.module, [p for _, p in engine.module.local.parameters.values()]
     recorder.parameters, gradients = parameters, {}
-    for step, scale in enumerate([1.0] * _FIRST + [1.0, 4.0, 0.5]):
+    for step, scale in enumerate([1.0] * FIRST + [1.0, 4.0, 0.5]):
         module.begin(0)
         module.run(engine._batches.of(0), None, scale)
         gradients[step] = [parameter.grad.clone() for parameter in parameters if parameter.grad is not None]
         for parameter in parameters:
             parameter.grad = None
     assert recorder.replays == 3 * 8
-    for step, scale in ((_FIRST, 1.0), (_FIRST + 1, 4.0), (_FIRST + 2, 0.5)):
+    for step, scale in ((FIRST, 1.0), (FIRST + 1, 4.0), (FIRST + 2, 0.5)):
         assert all(map(torch.equal, gradients[step], [first * scale for first in gradients[0]]))
 
 
@@ -215,7 +215,7 @@ def test_the_last_pass_of_a_step_is_eager_where_gradients_are_summed_with_others
         assert mine[device]["losses"] == expected[device]["losses"]
         weights = expected[device]["weights"]
         assert all((mine[device]["weights"][name] == weights[name]).all() for name in weights)
-        assert mine[device]["replays"] == (STEPS - _FIRST) * (passes - 1)
+        assert mine[device]["replays"] == (STEPS - FIRST) * (passes - 1)
 
 
 @pytest.mark.parametrize(

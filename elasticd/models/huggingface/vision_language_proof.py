@@ -45,6 +45,7 @@ from elasticd.models.huggingface.vision_language import (
     seam_of,
 )
 from elasticd.runtime.model import bundle as bundles
+from elasticd.runtime.model.section_passes import SectionWatch, back_through, forth, separate
 from elasticd.runtime.model.validation import ModelError, replace_dropouts
 from elasticd.runtime.reference.comparison import difference
 
@@ -435,23 +436,21 @@ class Chain:
     """The sections of a module on one input, one after the other."""
 
     def __init__(self, module: HfModule, given: Any) -> None:
-        self._outputs: list[tuple[Any, Any]] = []
-        x = given
-        for index, (_, section) in enumerate(module):
-            x = x if index == 0 else bundles.entering(x)
-            output = section(x)
-            if isinstance(output, Mapping) and (why := bundles.unfit(output)):
-                raise ModelError(f"a section gave {why}")
-            self._outputs.append((x, output))
-            x = output
-        self.output = x
+        self.output: Any
+        self._segments, self.output = forth(separate(dict(module)), given, _Fitting())
 
     def backward(self, gradients: Any) -> None:
         """The backward passes of the sections, from the gradients of the last one's output."""
-        for x, output in reversed(self._outputs):
-            if any(each.requires_grad for each in bundles.tensors(output)):  # else all before it is frozen
-                bundles.backward(output, gradients)
-            gradients = bundles.gradients(x) if x is not self._outputs[0][0] else None
+        back_through(self._segments, gradients, SectionWatch())
+
+
+class _Fitting(SectionWatch):
+    """Refuses what cannot pass between sections."""
+
+    def after(self, section: str, output: Any) -> None:
+        """Raises ModelError where a section gave it."""
+        if isinstance(output, Mapping) and (why := bundles.unfit(output)):
+            raise ModelError(f"a section gave {why}")
 
 
 _LAYER = re.compile(r"\.(\d+)\..*")

@@ -32,9 +32,9 @@ from torch import Tensor, nn
 
 from elasticd.runtime.accelerator import Graphs
 from elasticd.runtime.engine.mixed_precision import Precision, converted
-from elasticd.runtime.engine.stage_chunks import PassPart
-from elasticd.runtime.model.bundle import backward, entering, gradients
+from elasticd.runtime.model.bundle import Bundle
 from elasticd.runtime.model.model import Loss
+from elasticd.runtime.model.section_passes import PassPart, SectionWatch, back_through, forth
 from elasticd.runtime.model.validation import sum_and_count
 from elasticd.runtime.parallel.gradient_reduction import gradient_dtype
 
@@ -48,6 +48,19 @@ _EAGER = 2
 
 class CannotCapture(Exception):
     """A pass does what no graph can repeat."""
+
+
+class _CapturedSections(SectionWatch):
+    """Refuses sections whose passes are no graph."""
+
+    everywhere = True
+
+    def after(self, section: str, output: Bundle) -> None:
+        """Raises CannotCapture where a section gives more than one tensor, or one without a gradient."""
+        if not isinstance(output, Tensor):
+            raise CannotCapture(f"{section} gives several tensors")
+        if not output.requires_grad:
+            raise CannotCapture(f"nothing up to {section} is trained")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,26 +85,11 @@ class WholePass:
             CannotCapture: a section gives more than one tensor, or one without a gradient.
         """
         x: Any = self.precision.entering(batch) if self.precision else batch
-        segments: list[tuple[Tensor, Tensor]] = []
-        for parts in self.graphs:
-            entered = None if parts[0].sections[0] == "embed" else entering(x)
-            x = x if entered is None else entered
-            for sections, passed in parts:
-                x = passed(x)
-                if not isinstance(x, Tensor):
-                    raise CannotCapture(f"{sections[-1]} gives several tensors")
-                if not x.requires_grad:
-                    raise CannotCapture(f"nothing up to {sections[-1]} is trained")
-            if entered is not None:
-                assert isinstance(entered, Tensor)
-                segments.append((entered, x))
-            else:
-                segments.append((x, x))
-        logits = self.precision.leaving(x) if self.precision else x
+        segments, output = forth(self.graphs, x, _CapturedSections())
+        logits = self.precision.leaving(output) if self.precision else output
         loss, count = sum_and_count(self.loss(logits, batch))
-        torch.autograd.backward(loss, scale)
-        for (_, out), (entered, _) in zip(reversed(segments[:-1]), reversed(segments[1:]), strict=True):
-            backward(out, gradients(entered))
+        segments[-1] = segments[-1]._replace(out=loss)
+        back_through(segments, scale, SectionWatch())
         return loss.detach(), count
 
 

@@ -51,7 +51,7 @@ from elasticd.runtime.engine.batches_ahead import BatchesAhead
 from elasticd.runtime.engine.mixed_precision import LossScaler
 from elasticd.runtime.engine.module_engine import ModuleEngine
 from elasticd.runtime.engine.module_passes import ModulePasses, item_borders
-from elasticd.runtime.engine.pipeline_stage import PassPacer
+from elasticd.runtime.engine.pass_watch import PassPacer
 from elasticd.runtime.engine.recipe import Recipe
 from elasticd.runtime.engine.set_aside import SetAside
 from elasticd.runtime.engine.stability import StabilityGuard

@@ -28,7 +28,8 @@ from elasticd.runtime.data.loader import ItemLoader, Loader, item_counts
 from elasticd.runtime.data.sample_ledger import NO_SAMPLES
 from elasticd.runtime.data.step_samples import Samples
 from elasticd.runtime.engine.item_border import ItemBorder, ItemSource
-from elasticd.runtime.engine.pipeline_stage import PassPacer, StageRunner
+from elasticd.runtime.engine.pass_watch import PassPacer
+from elasticd.runtime.engine.pipeline_stage import StageRunner
 from elasticd.runtime.engine.recipe import Recipe
 from elasticd.runtime.engine.step_state import Passed
 from elasticd.runtime.model.batch_format import BatchFormat

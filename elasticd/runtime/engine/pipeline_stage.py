@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any, Protocol, cast
+from typing import Any
 
 import torch
 from elasticd_planner.cost.schedule import Pass
@@ -54,61 +54,24 @@ from elasticd.runtime.engine.compiled_blocks import (
 from elasticd.runtime.engine.item_border import ItemBorder, ItemSource, in_order_of, joined, row_of
 from elasticd.runtime.engine.mixed_precision import converted
 from elasticd.runtime.engine.p2p import HEADERS, PrevStage, gradient_messages
+from elasticd.runtime.engine.pass_watch import FIRST, PassPacer, PassWatch
 from elasticd.runtime.engine.recipe import Recipe
-from elasticd.runtime.engine.stage_chunks import PassPart, StageChunk, stage_chunks
-from elasticd.runtime.engine.step_state import GraphSegment, MicroBatchState, Passed, StepState
-from elasticd.runtime.model.bundle import (
-    Bundle,
-    Gradients,
-    backward,
-    entering,
-    gradients,
-    nothing,
-    sizes,
-    tensors,
-)
+from elasticd.runtime.engine.stage_chunks import StageChunk, stage_chunks
+from elasticd.runtime.engine.step_state import MicroBatchState, Passed, StepState
+from elasticd.runtime.model.bundle import Bundle, Gradients, gradients, nothing, tensors
 from elasticd.runtime.model.local_model import LocalModel
 from elasticd.runtime.model.model import Loss, Model
 from elasticd.runtime.model.rng import EVALUATION, Draws, UnseededPasses, watching
-from elasticd.runtime.model.validation import sum_and_count
+from elasticd.runtime.model.section_passes import PassPart, back_through, forth
+from elasticd.runtime.model.validation import ModelError, sum_and_count
 from elasticd.runtime.parallel.context_parallel import ContextParallel
 from elasticd.runtime.parallel.packed_row import PackedRow, passing
 from elasticd.runtime.parallel.sequence_parallel import TokenSlices, single
-from elasticd.runtime.telemetry.step_times import CAPTURED, SequenceHere, Telemetry
+from elasticd.runtime.telemetry.step_times import CAPTURED, Telemetry
 from elasticd.system.user_line import described
 from elasticd.wire.main_thread import BACKWARD, FORWARD, LOSS
 
 log = logging.getLogger(__name__)
-
-#: The sections around which more than their pass is to be done.
-_SPECIAL = ("embed", "blocks.0", "head")
-#: Steps of a plan whose backward passes are all watched for draws, and how often later ones are.
-_FIRST, _SELDOM = 3, 100
-
-
-class PassPacer(Protocol):
-    """Slows passes of blocks down to the speed of an emulated device."""
-
-    @property
-    def emulates(self) -> bool:
-        """False on a device with its own speed: passes are not paced, and blocks need no graph of their own."""
-
-    def __call__(
-        self, kind: str, tokens: int, share: float, start: float, communicated: float, squares: float, /
-    ) -> float:
-        """Sleeps at the end of a pass of a block.
-
-        Args:
-            kind: "forward" or "backward".
-            tokens: of the micro-batch.
-            share: of the TP group.
-            start: when the pass began, by perf_counter.
-            communicated: seconds of communication in it.
-            squares: the sum over tokens of the length of their sequence.
-
-        Returns:
-            When it ended, by perf_counter.
-        """
 
 
 def _context(model: Model, plan: Plan, peers: Peers) -> ContextParallel | None:
@@ -192,16 +155,10 @@ class StageRunner:
         self._made: dict[Act, list[Tensor]] = {}  # by pass what it has made for an adjacent stage
         self._own: tuple[Sequence[int], int] = ((), 0)  # which of how many rows of the pipeline they are
         self._drawing, self.loss, self._loader = local.drawing, recipe.loss, loader
-        self._telemetry, self._stopwatch, self._pace = (
-            telemetry,
-            peers.everyone.plan_groups.stopwatch,
-            pace,
-        )
+        self._telemetry, self._stopwatch = telemetry, peers.everyone.plan_groups.stopwatch
         self._on_section_done, self._seed, self._sums_begin = on_section_done, recipe.seed, sums_begin
-        self._steps, self._draws = 0, False  # of the plan; a backward pass draws random numbers
-        self._loss_draws = False  # the loss does
+        self._loss_draws = False  # the loss draws random numbers
         self._begun: set[int] = set()  # the chunks that a backward pass has gone through
-        self._paced = True  # an emulated device paces the blocks of this step
         self._schedule, self._precision, self._scale = recipe.schedule, recipe.precision, 1.0
         self._accelerator = recipe.accelerator
         place = plan.places[peers.everyone.me]
@@ -210,16 +167,27 @@ class StageRunner:
         self._pipeline = place.pipeline
         self._trains = any(parameter.kind == "trained" for parameter in model.spec.parameters.values())
         self._stages = len(plan.pipeline(place).stages)
-        self._share, self._layers = stage.fraction(place.position), stage.layers
         self.calls, self.before_first_pass = BlockCalls(), None
         self._modules, self._compiles = local.modules, bool(recipe.parallelism.compile) and slices is None
-        self._notes = False  # the blocks of this pass are noted in `calls`
         if self._compiles:
             compile_blocks(local.modules)
         elif recipe.parallelism.compile:
             warn_of_slices()
         self._recomputed = recomputed_blocks(stage, recipe.recomputed_in(plan.module.module), local)
         passes = local.passes | {name: block.forward for name, block in self._recomputed.items()}
+        self._watch = PassWatch(
+            telemetry=telemetry,
+            stopwatch=self._stopwatch,
+            pace=pace,
+            drawing=local.drawing,
+            modules=local.modules,
+            recomputed=self._recomputed,
+            share=stage.fraction(place.position),
+            layers=stage.layers,
+            slices=slices,
+            calls=self.calls if self._compiles else None,
+            on_section_done=on_section_done,
+        )
         whole = self._compiles and recipe.parallelism.compile == "chunks"
         run_of = partial(CompiledRun, local) if whole else None
         graph = recipe.model.graph
@@ -272,6 +240,7 @@ class StageRunner:
         count = len(micro_batches)
         mine = [number for number, row in enumerate(rows) if row.lanes[self._lane]]
         self._rows, self._own = [self._row(rows[number].lanes) for number in mine], (mine, len(rows))
+        self._watch.packed = bool(self._rows)
         waits = sums_wait(rows, self._lane, len(self._chunks))
         before = self._order((self._stage - 1) % self._stages, count)
         with self.running():
@@ -317,8 +286,7 @@ class StageRunner:
         if self._context is not None:
             self._context.begin_step()
         self._scale = scale
-        self._paced = self._pace.emulates
-        self._steps += torch.is_grad_enabled()
+        self._watch.begin_step(trains=torch.is_grad_enabled())
         if self._captured is not None and torch.is_grad_enabled():
             self._captured.begin_step(tuple(module.training for module in self._modules.values()))
         self._made.clear()
@@ -553,7 +521,8 @@ class StageRunner:
         """
         if not torch.is_grad_enabled() or number not in self._begun:
             return True
-        return self._paced or self._draws or self._drawing.drew is not None or (last and self._sums_begin)
+        watch = self._watch
+        return watch.paced or watch.draws or self._drawing.drew is not None or (last and self._sums_begin)
 
     def _forward(
         self,
@@ -565,6 +534,7 @@ class StageRunner:
     ) -> tuple[MicroBatchState, float | Tensor]:
         telemetry, index = self._telemetry, act.micro_batch
         state = MicroBatchState(ids=expected)
+        self._watched(state, micro, chunk)
         if chunk.before is None:
             self._read(act, micro, chunk)
         batch: Any = self._step.batches.pop((act.chunk, index), None)
@@ -573,21 +543,17 @@ class StageRunner:
             x, state.ids = chunk.before.activation(index)
             telemetry.mark()
             state.received = x = self._cut(x)
-            self._worked(state, micro, chunk, x)
+            self._watch.entered(x)
         else:
             if self._takes:
                 x = self._with_items(state, index, micro, batch)
             if self._of_items and index in self._step.stood_in:
                 state.ids = stand_in(expected)
             telemetry.mark()
-            if (
-                self._captured is not None
-                and graphs is chunk.graphs
-                and self._replay(state, micro, chunk, batch)
-            ):
+            if self._captured is not None and graphs is chunk.graphs and self._replay(state, chunk, batch):
                 return state, state.targets
             x = self._precision.entering(x) if self._precision else x
-        x = self._sections(state, micro, chunk, graphs, x)
+        x = self._sections(state, chunk, graphs, x)
         counted: float | Tensor = 0
         if chunk.after is None:
             counted = self._loss_of(state, x, batch)
@@ -610,10 +576,10 @@ class StageRunner:
                 f"{what}; what stands in for it does not go through the model: {described(error)}"
             ) from (failure or error)
 
-    def _replay(self, state: MicroBatchState, micro: MicroBatch, chunk: StageChunk, batch: Any) -> bool:
+    def _replay(self, state: MicroBatchState, chunk: StageChunk, batch: Any) -> bool:
         """All passes of a micro-batch as one graph of the device. Returns False where they are to be eager."""
         assert self._captured is not None
-        if self._steps <= _FIRST or self._rows or not self._drawing.may_leave_seeds_out:
+        if self._watch.steps <= FIRST or self._rows or not self._drawing.may_leave_seeds_out:
             return False
 
         def whole() -> WholePass | None:
@@ -629,103 +595,35 @@ class StageRunner:
         state.loss, state.targets, worked = values
         state.replayed = True
         self._telemetry.passed(CAPTURED)
-        self._count(state, micro, chunk, *worked)
+        self._watch.count(*worked)
         return True
 
+    def _watched(self, state: MicroBatchState, micro: MicroBatch, chunk: StageChunk) -> None:
+        """What passes from here on are those of."""
+        watch = self._watch
+        watch.state, watch.micro, watch.first = state, micro, chunk is self._chunks[0]
+        watch.training = self._modules[next(iter(chunk.passes))].training
+
     def _sections(
-        self, state: MicroBatchState, micro: MicroBatch, chunk: StageChunk, graphs: list[list[PassPart]], x: Any
+        self, state: MicroBatchState, chunk: StageChunk, graphs: list[list[PassPart]], x: Any
     ) -> Bundle:
         """The sections of a forward pass. Where none draws random numbers, none has a seed."""
         unseeded = chunk.unseeded(graphs) if self._drawing.may_leave_seeds_out else None
         if unseeded is not None:
-            passes, out = UnseededPasses(chunk.name, x), x
-            for parts in unseeded:
-                out = self._segment(state, micro, chunk, parts, out)
+            passes = UnseededPasses(chunk.name, x)
+            state.segments, out = forth(unseeded, x, self._watch)
             if not passes.drew:
-                return cast(Bundle, out)
+                return out
             chunk.drew()
-            state.segments.clear()
             x = passes.entered()
-        for parts in graphs:
-            x = self._segment(state, micro, chunk, parts, x)
-        return cast(Bundle, x)
-
-    def _worked(self, state: MicroBatchState, micro: MicroBatch, chunk: StageChunk, x: Bundle) -> None:
-        """Counts the tokens of a micro-batch, now that its activation is here."""
-        self._notes = self._compiles and self.calls.wants(self._modules[next(iter(chunk.passes))].training, x)
-        self._count(state, micro, chunk, *sizes(x))
-
-    def _count(
-        self, state: MicroBatchState, micro: MicroBatch, chunk: StageChunk, samples: int, length: int
-    ) -> None:
-        """Counts the tokens of a micro-batch for telemetry and for a pace."""
-        state.samples, state.length = samples, length
-        if self._slices is not None:
-            state.length = self._slices.length
-        sequences = self._sequences(micro, samples, state.length)
-        state.tokens = samples * state.length
-        state.squares = sum(here.tokens * here.length for here in sequences)
-        if chunk is self._chunks[0] and not state.start:  # else the pass is repeated
-            self._telemetry.worked(state.tokens, self._layers, self._share, sequences)
-        state.start = time.perf_counter()
-
-    def _segment(
-        self, state: MicroBatchState, micro: MicroBatch, chunk: StageChunk, parts: Sequence[PassPart], x: Any
-    ) -> Bundle:
-        """A forward pass of consecutive parts as one autograd graph."""
-        self._stopwatch.where.at(FORWARD)
-        entered, first = (None if parts[0].sections[0] == "embed" else entering(x)), 0
-        x = x if entered is None else entered
-        quick = not (self._paced or self._notes)
-        for place, (sections, passed) in enumerate(parts):
-            section = sections[0]
-            if section not in _SPECIAL and place > first and type(x) is Tensor and x.requires_grad and quick:
-                x = passed(x)
-                continue
-            if place > first and not self._border(x, section):
-                state.segments.append(GraphSegment(parts[first:place], entered, x))
-                entered, first = entering(x), place
-                x = entered
-            if section != "embed" and not isinstance(x, Tensor):
-                x = dict(x)  # a section may change its own mapping, and not the leaves that were entered
-            if section == "head":
-                self._telemetry.passed("forward")
-            communicated = self._stopwatch.inside if self._paced else 0.0
-            if self._notes and section.startswith("blocks."):
-                self.calls.note(self._modules[section].training, x)
-            x = passed(x)
-            if section == "embed":
-                self._telemetry.passed("embed")
-                self._worked(state, micro, chunk, x)
-                quick = not (self._paced or self._notes)
-            elif section != "head" and self._paced:
-                self._end_pace("forward", state, communicated)
-        state.segments.append(GraphSegment(parts[first:], entered, x))
-        return cast(Bundle, x)
-
-    def _border(self, x: Bundle, section: str) -> bool:
-        """Has a backward pass tell at an activation, which enters a section, what it computed until there.
-
-        Returns:
-            Whether the graph may go on: by one tensor that needs a gradient. Of several each has a gradient, if
-            only zeros, and where there is none (all is frozen up to here) torch's reentrant checkpoints would
-            lose the gradients of their parameters: the section gets leaves then.
-        """
-        if isinstance(x, Tensor):
-            needing = x if x.requires_grad else None
-        else:
-            several = [tensor for tensor in tensors(x) if tensor.requires_grad]
-            needing = several[0] if len(several) == 1 else None
-        if needing is not None and section in ("blocks.0", "head"):
-            kind = "head" if section == "head" else "backward"
-            needing.register_hook(lambda _: self._telemetry.passed(kind))
-        return needing is not None
+        state.segments, out = forth(graphs, x, self._watch)
+        return out
 
     def _loss_of(self, state: MicroBatchState, output: Bundle, batch: Any) -> float | Tensor:
         """Computes the loss of a micro-batch. Returns the count of its targets."""
         logits = self._precision.leaving(output) if self._precision else output
         self._stopwatch.where.at(LOSS)
-        watches = self._captured is not None and self._steps <= _FIRST
+        watches = self._captured is not None and self._watch.steps <= FIRST
         with self._drawing.keyed("loss"), watching() if watches else nullcontext(Draws()) as draws:
             state.loss, counted = sum_and_count(self.loss(logits, batch))  # on every member of the last stage
         self._loss_draws = self._loss_draws or draws.drew
@@ -737,12 +635,6 @@ class StageRunner:
         if _none(counted):  # a loss that was made of a mean is NaN here
             state.loss = torch.zeros_like(state.loss)
         return counted
-
-    def _sequences(self, micro: MicroBatch, samples: int, length: int) -> list[SequenceHere]:
-        """What telemetry counts of a micro-batch: its pieces, or its samples padded to a length."""
-        if self._rows:
-            return [SequenceHere(piece.tokens, piece.length, not piece.start) for piece in micro]
-        return [SequenceHere(length, length, True)] * samples if length else []
 
     def _cut(self, x: Bundle) -> Bundle:
         """This device's part of what came from another stage."""
@@ -767,34 +659,20 @@ class StageRunner:
             return
         if self._slices is not None:
             self._slices.length = state.length
-        grads: Gradients = None
+        grads: Gradients
         if state.loss is None:
             assert chunk.after is not None
             grads = chunk.after.gradient(act.micro_batch)
+        else:
+            grads = self._gradient_of_loss(state)
         telemetry.mark()
         if self._slices is not None and not chunk.ends_with_head:
             grads = self._slices.cut(single(grads))
         state.start = time.perf_counter()
-        while state.segments:
-            segment = state.segments.pop()
-            section = segment.parts[0].sections[0]
-            self._stopwatch.where.at(BACKWARD)
-            if section in self._recomputed:
-                segment = self._recompute(state, section, segment)
-            communicated = self._stopwatch.inside if self._paced else 0.0
-            self._backward_of(state, segment, grads)
-            if self._captured is not None and not state.segments and state.loss is not None:
-                self._captured.passed(state.batch, state.loss, (state.samples, state.length))
-            if self._paced and section.startswith("blocks."):
-                self._end_pace("backward", state, communicated)
-            grads = None if segment.entered is None else gradients(segment.entered)
-            telemetry.passed(section if section in ("embed", "head") else "backward")
-            if last:
-                for part in reversed(segment.parts):
-                    for left in reversed(part.sections):
-                        self._on_section_done(left)
-                state.start = time.perf_counter()
-                telemetry.mark()
+        self._watch.state, self._watch.last = state, last
+        grads = back_through(state.segments, grads, self._watch)
+        if self._captured is not None and state.loss is not None:
+            self._captured.passed(state.batch, state.loss, (state.samples, state.length))
         self._begun.add(act.chunk)
         self._step.taken.update(state.items)
         if state.received is not None:
@@ -804,32 +682,16 @@ class StageRunner:
                 out, grads = self._like(out, state), self._slices.join(grad)
             self._made[act] = gradient_messages(out, grads)
 
-    def _recompute(self, state: MicroBatchState, section: str, segment: GraphSegment) -> GraphSegment:
-        """The segment of a block that recomputes its activations, with its autograd graph."""
-        entered = segment.entered
-        assert entered is not None
-        communicated = self._stopwatch.inside
-        out = self._recomputed[section].recompute(entered)
-        if self._paced:
-            self._end_pace("forward", state, communicated)
-        self._telemetry.passed("recompute")
-        return segment._replace(out=out)
-
-    def _backward_of(self, state: MicroBatchState, segment: GraphSegment, grads: Gradients) -> None:
-        """The backward pass of a segment; `grads`: of its output, which a loss has none of."""
-        watches = self._steps <= _FIRST or self._steps % _SELDOM == 0
-        draws, last = watching() if watches else nullcontext(Draws()), segment.parts[-1].sections[-1]
-        with self._drawing.keyed(f"{last}, backward"), draws as drawn:
-            if last != "head" or state.loss is None:
-                if segment.entered is not None or any(x.requires_grad for x in tensors(segment.out)):
-                    backward(segment.out, grads)
-            elif _none(state.targets):  # no sample of it has a target: nothing is added to any gradient
-                backward(segment.out, nothing(segment.out))
-            elif self._trains or state.loss.requires_grad:  # a frozen module without an item has no gradient
-                torch.autograd.backward(state.loss, torch.full_like(state.loss, self._scale))
-        self._draws = self._draws or drawn.drew
-
-    def _end_pace(self, kind: str, state: MicroBatchState, communicated: float) -> None:
-        """Slows a pass of a block, which began at `state.start`, down to an emulated speed."""
-        spent = self._stopwatch.inside - communicated
-        state.start = self._pace(kind, state.tokens, self._share, state.start, spent, state.squares)
+    def _gradient_of_loss(self, state: MicroBatchState) -> Gradients:
+        """Has a backward pass begin at the loss, with the gradient that is returned."""
+        assert state.loss is not None
+        segment = state.segments[-1]
+        if _none(state.targets):  # no sample of it has a target: nothing is added to any gradient
+            return nothing(segment.out)
+        if self._trains and not state.loss.requires_grad:
+            raise ModelError(
+                "the loss has no gradient, and parameters are trained: compute it from the model's output "
+                "without detach(), .item() and no_grad()"
+            )
+        state.segments[-1] = segment._replace(out=state.loss)
+        return torch.full_like(state.loss, self._scale)

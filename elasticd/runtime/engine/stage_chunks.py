@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from elasticd_planner.layout.flows import Border, borders
 from elasticd_planner.spec.plan import Plan
@@ -24,15 +24,9 @@ from elasticd.runtime.engine.p2p import NextStage, PrevStage
 from elasticd.runtime.engine.recipe import Recipe
 from elasticd.runtime.model.bundle import Bundle
 from elasticd.runtime.model.model import Model
+from elasticd.runtime.model.section_passes import PassPart, separate
 
 _Stage = TypeVar("_Stage", PrevStage, NextStage)
-
-
-class PassPart(NamedTuple):
-    """The sections that one call passes: one, or a run of blocks."""
-
-    sections: tuple[str, ...]
-    passed: Callable[..., Any]
 
 
 @dataclass(kw_only=True)
@@ -55,7 +49,7 @@ class StageChunk:
     @cached_property
     def separate(self) -> list[list[PassPart]]:
         """Each section by itself."""
-        return [[PassPart((section,), passed)] for section, passed in self.passes.items()]
+        return separate(self.passes)
 
     @property
     def name(self) -> str:

@@ -4,23 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from elasticd_planner.layout.pass_order import Act
 from elasticd_planner.spec.item_batch import GroupId
 from torch import Tensor
 
 from elasticd.runtime.data.prefetch import SampleError
-from elasticd.runtime.engine.stage_chunks import PassPart
 from elasticd.runtime.model.bundle import Bundle
-
-
-class GraphSegment(NamedTuple):
-    """Consecutive parts of a pass that are one autograd graph."""
-
-    parts: Sequence[PassPart]
-    entered: Bundle | None  #: what the first of them was called with, as leaves; None: a batch
-    out: Bundle
+from elasticd.runtime.model.section_passes import GraphSegment
 
 
 @dataclass

@@ -21,16 +21,10 @@ from torch.utils.checkpoint import checkpoint
 from elasticd.runtime.accelerator import Accelerator
 from elasticd.runtime.comm.groups import Group
 from elasticd.runtime.comm.running_group import Alone
-from elasticd.runtime.model.bundle import (
-    Bundle,
-    Gradients,
-    backward,
-    entering,
-    gradients,
-    tensors,
-)
+from elasticd.runtime.model.bundle import Bundle, Gradients, backward, entering, tensors
 from elasticd.runtime.model.local_model import LocalModel, local_model
 from elasticd.runtime.model.model import Loss, Model
+from elasticd.runtime.model.section_passes import SectionWatch, back_through, forth, separate
 from elasticd.runtime.parallel import tp_hooks
 from elasticd.runtime.reference.live_bytes import LiveBytes, storage_of
 
@@ -187,23 +181,13 @@ def both_passes(
         batch: as the loss takes it.
         loss: of the head's output; None: some gradient is given.
     """
-    first, *rest = sections.values()
-    embedded: Bundle = first(entered)
-    x = embedded
-    segments = []
-    for passed in rest:
-        entered = entering(x)
-        x = passed(entered)
-        segments.append((entered, x))
-    grads: Gradients = None
+    segments, x = forth(separate(sections), entered, SectionWatch())
     if loss is None:
         grads = _some(x, torch.ones_like)
     else:
-        segments[-1] = (segments[-1][0], loss(x, batch)[0])
-    for entered, out in reversed(segments):
-        _back(out, grads)
-        grads = gradients(entered)
-    backward(embedded, grads)
+        total = loss(x, batch)[0]
+        segments[-1], grads = segments[-1]._replace(out=total), torch.ones_like(total)
+    back_through(segments, grads, SectionWatch())
 
 
 def part_of(

@@ -31,7 +31,7 @@ from elasticd.runtime.comm.device_communicators import DeviceCommunicators
 from elasticd.runtime.comm.groups import Group, PlanGroups
 from elasticd.runtime.engine.compiled_blocks import compile_ahead, compile_now
 from elasticd.runtime.engine.engine import Engine, first_state
-from elasticd.runtime.engine.pipeline_stage import PassPacer
+from elasticd.runtime.engine.pass_watch import PassPacer
 from elasticd.runtime.engine.recipe import Recipe
 from elasticd.runtime.engine.set_aside import NoHostMemory
 from elasticd.runtime.snapshot.restore import stood_in

@@ -1,0 +1,220 @@
+"""`PassWatch`: what a job does around the sections of its passes, beside computing them.
+
+It times them for telemetry, says where the main thread is, counts the tokens that go through, slows blocks
+down to the speed of an emulated device, notes with what compiled blocks are called, recomputes blocks, keys the
+draws of backward passes, and says which sections have all their gradients. It is called around each section
+where one of these asks for it, and else at the borders of embedding, blocks and head alone.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from typing import Protocol
+
+from elasticd_planner.spec.batch import MicroBatch
+from torch import Tensor, nn
+
+from elasticd.runtime.engine.activation_checkpoint import Recomputed
+from elasticd.runtime.engine.compiled_blocks import BlockCalls
+from elasticd.runtime.engine.step_state import MicroBatchState
+from elasticd.runtime.model.bundle import Bundle, Gradients, sizes, tensors
+from elasticd.runtime.model.rng import Drawing, Draws, watching
+from elasticd.runtime.model.section_passes import GraphSegment, SectionWatch, back
+from elasticd.runtime.parallel.sequence_parallel import TokenSlices
+from elasticd.runtime.telemetry.comm_timer import Stopwatch
+from elasticd.runtime.telemetry.step_times import SequenceHere, Telemetry
+from elasticd.wire.main_thread import BACKWARD, FORWARD
+
+#: Steps of a plan whose backward passes are all watched for draws, and how often later ones are.
+FIRST, _SELDOM = 3, 100
+
+
+class PassPacer(Protocol):
+    """Slows passes of blocks down to the speed of an emulated device."""
+
+    @property
+    def emulates(self) -> bool:
+        """False on a device with its own speed: passes are not paced, and blocks need no graph of their own."""
+
+    def __call__(
+        self, kind: str, tokens: int, share: float, start: float, communicated: float, squares: float, /
+    ) -> float:
+        """Sleeps at the end of a pass of a block.
+
+        Args:
+            kind: "forward" or "backward".
+            tokens: of the micro-batch.
+            share: of the TP group.
+            start: when the pass began, by perf_counter.
+            communicated: seconds of communication in it.
+            squares: the sum over tokens of the length of their sequence.
+
+        Returns:
+            When it ended, by perf_counter.
+        """
+
+
+class PassWatch(SectionWatch):
+    """Called around the sections of the passes of one device. Before a pass the runner says which it is."""
+
+    everywhere: bool
+    steps: int  #: of the plan, this one included
+    draws: bool  #: a backward pass draws random numbers
+    paced: bool  #: an emulated device paces the blocks of this step
+    state: MicroBatchState  #: of the pass
+    micro: MicroBatch  #: of the pass
+    first: bool  #: it is a pass of the first chunk
+    training: bool  #: the sections of its chunk train
+    last: bool  #: no other backward pass of the step goes through its chunk, and sums may begin
+    packed: bool  #: micro-batches are packed rows
+
+    def __init__(
+        self,
+        *,
+        telemetry: Telemetry,
+        stopwatch: Stopwatch,
+        pace: PassPacer,
+        drawing: Drawing,
+        modules: Mapping[str, nn.Module],
+        recomputed: Mapping[str, Recomputed],
+        share: float,
+        layers: int,
+        slices: TokenSlices | None,
+        calls: BlockCalls | None,
+        on_section_done: Callable[[str], None],
+    ) -> None:
+        """
+        Args:
+            telemetry: measures passes.
+            stopwatch: measures waits, and publishes where the main thread is.
+            pace: called after every pass of a block.
+            drawing: keys draws.
+            modules: by section.
+            recomputed: the blocks that recompute, by section.
+            share: of its TP group that this device has.
+            layers: of its stage.
+            slices: of the tokens that blocks are on; None: they are on all.
+            calls: with what compiled blocks were called; None: none is compiled.
+            on_section_done: called with a section when all gradients that this device adds to it are there.
+        """
+        self._telemetry, self._stopwatch, self._pace = telemetry, stopwatch, pace
+        self._drawing, self._modules, self._recomputed = drawing, modules, recomputed
+        self._share, self._layers, self._slices, self._calls = share, layers, slices, calls
+        self._on_section_done = on_section_done
+        self.steps, self.draws, self.paced, self.packed, self.last = 0, False, True, False, False
+        self._notes, self._communicated = False, 0.0
+        self.everywhere = True
+
+    def begin_step(self, *, trains: bool) -> None:
+        """Begins a step.
+
+        Args:
+            trains: it has backward passes.
+        """
+        self.steps += trains
+        self.paced = self._pace.emulates
+        self.everywhere = self.paced or self._notes
+
+    def entered(self, x: Bundle) -> None:
+        """The activation that blocks begin with is here."""
+        self._notes = self._calls is not None and self._calls.wants(self.training, x)
+        self.everywhere = self.paced or self._notes
+        self.count(*sizes(x))
+
+    def count(self, samples: int, length: int) -> None:
+        """Counts the tokens of a micro-batch for telemetry and for a pace."""
+        state = self.state
+        state.samples, state.length = samples, length
+        if self._slices is not None:
+            state.length = self._slices.length
+        sequences = self._sequences(samples, state.length)
+        state.tokens = samples * state.length
+        state.squares = sum(here.tokens * here.length for here in sequences)
+        if self.first and not state.start:  # else the pass is repeated
+            self._telemetry.worked(state.tokens, self._layers, self._share, sequences)
+        state.start = time.perf_counter()
+
+    def _sequences(self, samples: int, length: int) -> list[SequenceHere]:
+        """What telemetry counts of a micro-batch: its pieces, or its samples padded to a length."""
+        if self.packed:
+            return [SequenceHere(piece.tokens, piece.length, not piece.start) for piece in self.micro]
+        return [SequenceHere(length, length, True)] * samples if length else []
+
+    def border(self, entered: Bundle, section: str) -> bool:
+        """Has a backward pass tell at an activation, which enters a section, what it computed until there.
+
+        Returns:
+            Whether the graph may go on: by one tensor that needs a gradient. Of several each has a gradient, if
+            only zeros, and where there is none (all is frozen up to here) torch's reentrant checkpoints would
+            lose the gradients of their parameters: the section gets leaves then.
+        """
+        if isinstance(entered, Tensor):
+            needing = entered if entered.requires_grad else None
+        else:
+            several = [tensor for tensor in tensors(entered) if tensor.requires_grad]
+            needing = several[0] if len(several) == 1 else None
+        if needing is not None and section in ("blocks.0", "head"):
+            kind = "head" if section == "head" else "backward"
+            needing.register_hook(lambda _: self._telemetry.passed(kind))
+        return needing is not None
+
+    def before(self, section: str, entered: Bundle) -> None:
+        """See `SectionWatch`."""
+        self._stopwatch.where.at(FORWARD)
+        if section == "head":
+            self._telemetry.passed("forward")
+        if self.everywhere:
+            self._communicated = self._stopwatch.inside
+            if self._notes and self._calls is not None and section.startswith("blocks."):
+                self._calls.note(self._modules[section].training, entered)
+
+    def after(self, section: str, output: Bundle) -> None:
+        """See `SectionWatch`."""
+        if section == "embed":
+            self._telemetry.passed("embed")
+            self.entered(output)
+        elif self.paced and section != "head":
+            self._end_pace("forward")
+
+    def goes_back(self, segment: GraphSegment) -> GraphSegment:
+        """See `SectionWatch`. A block that recomputes its activations gets its autograd graph."""
+        self._stopwatch.where.at(BACKWARD)
+        recomputed = self._recomputed.get(segment.parts[0].sections[0])
+        if recomputed is not None:
+            assert segment.entered is not None
+            self._communicated = self._stopwatch.inside
+            segment = segment._replace(out=recomputed.recompute(segment.entered))
+            if self.paced:
+                self._end_pace("forward")
+            self._telemetry.passed("recompute")
+        if self.paced:
+            self._communicated = self._stopwatch.inside
+        return segment
+
+    def backward(self, segment: GraphSegment, given: Gradients) -> None:
+        """See `SectionWatch`."""
+        watches = self.steps <= FIRST or self.steps % _SELDOM == 0
+        draws, last = watching() if watches else nullcontext(Draws()), segment.parts[-1].sections[-1]
+        with self._drawing.keyed(f"{last}, backward"), draws as drawn:
+            back(segment, given)
+        self.draws = self.draws or drawn.drew
+
+    def went_back(self, segment: GraphSegment) -> None:
+        """See `SectionWatch`."""
+        section = segment.parts[0].sections[0]
+        if self.paced and section.startswith("blocks."):
+            self._end_pace("backward")
+        self._telemetry.passed(section if section in ("embed", "head") else "backward")
+        if self.last:
+            for part in reversed(segment.parts):
+                for left in reversed(part.sections):
+                    self._on_section_done(left)
+            self.state.start = time.perf_counter()
+            self._telemetry.mark()
+
+    def _end_pace(self, kind: str) -> None:
+        """Slows a pass of a block, which began at `state.start`, down to an emulated speed."""
+        state, spent = self.state, self._stopwatch.inside - self._communicated
+        state.start = self._pace(kind, state.tokens, self._share, state.start, spent, state.squares)
