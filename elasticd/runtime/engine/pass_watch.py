@@ -162,10 +162,10 @@ class PassWatch(SectionWatch):
 
     def before(self, section: str, entered: Bundle) -> None:
         """See `SectionWatch`."""
-        self._stopwatch.where.at(FORWARD)
         if section == "head":
             self._telemetry.passed("forward")
         if self.everywhere:
+            self._stopwatch.where.at(FORWARD)
             self._communicated = self._stopwatch.inside
             if self._notes and self._calls is not None and section.startswith("blocks."):
                 self._calls.note(self._modules[section].training, entered)
@@ -180,7 +180,8 @@ class PassWatch(SectionWatch):
 
     def goes_back(self, segment: GraphSegment) -> GraphSegment:
         """See `SectionWatch`. A block that recomputes its activations gets its autograd graph."""
-        self._stopwatch.where.at(BACKWARD)
+        if self.last or self.everywhere:
+            self._stopwatch.where.at(BACKWARD)
         recomputed = self._recomputed.get(segment.parts[0].sections[0])
         if recomputed is not None:
             assert segment.entered is not None

@@ -608,6 +608,7 @@ class StageRunner:
         self, state: MicroBatchState, chunk: StageChunk, graphs: list[list[PassPart]], x: Any
     ) -> Bundle:
         """The sections of a forward pass. Where none draws random numbers, none has a seed."""
+        self._stopwatch.where.at(FORWARD)
         unseeded = chunk.unseeded(graphs) if self._drawing.may_leave_seeds_out else None
         if unseeded is not None:
             passes = UnseededPasses(chunk.name, x)

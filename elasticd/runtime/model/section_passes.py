@@ -133,5 +133,9 @@ def back_through(segments: list[GraphSegment], given: Gradients, watch: SectionW
 
 def back(segment: GraphSegment, given: Gradients) -> None:
     """The backward pass of a segment, if it has one: all before a batch may be frozen."""
-    if segment.entered is not None or any(x.requires_grad for x in tensors(segment.out)):
-        backward(segment.out, given)
+    out = segment.out
+    if segment.entered is None:
+        needed = out.requires_grad if type(out) is Tensor else any(x.requires_grad for x in tensors(out))
+        if not needed:
+            return
+    backward(out, given)
