@@ -16,6 +16,7 @@ messages are what limits: a micro-batch goes there and back while the stages run
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
@@ -30,6 +31,8 @@ Times = Sequence[float] | Sequence[Sequence[float]] | Floats
 
 #: Rounds count as alike if their times moved by amounts that differ less than this, relative to the time.
 ALIKE = 1e-13
+#: Up to so many pipelines a running maximum is numpy's own; of more, maxima over twice the distance each time.
+_FEW = 16
 #: The longest period that is looked for, in rounds for each stage.
 _LONGEST = 4
 
@@ -81,87 +84,92 @@ def one_f_one_b_curve(forward: Times, backward: Times, boundary: Times, most: in
     drain together."""
     if most < 1:
         refuse(f"timeline: micro_batches must be at least 1, not {most}")
-    return _Rounds(forward, backward, boundary).every(most).drained()
+    rounds = _Rounds(forward, backward, boundary)
+    rounds.every(most)
+    return rounds.drained()
 
 
 class _Rounds:
-    """The recurrence's state after a round. `free` is when each stage ends its last pass, `ahead` and `back`
-    when each boundary ends its last transfer, forward and backward. `round` counts the rounds so far, one
-    number for each leading index in a curve."""
+    """The recurrence's state after a round, in arrays that each round changes; the first index is the stage, so
+    that pipelines lie next to each other. `_chain` is when each stage ends its last pass (`free`) and, between
+    stages, each boundary its last transfer forward; `back` when each boundary ends its last transfer backward.
+    `round` counts the rounds so far, one number for each pipeline in a curve."""
 
     def __init__(self, forward: Times, backward: Times, boundary: Times) -> None:
-        self.forward = np.asarray(forward, dtype=np.float64)
-        self.backward = np.asarray(backward, dtype=np.float64)
-        self.stages = self.forward.shape[-1]
-        shape = self.forward.shape
-        between = (*shape[:-1], self.stages - 1)
+        ahead = np.asarray(forward, dtype=np.float64)
+        back = np.asarray(backward, dtype=np.float64)
+        self.stages = ahead.shape[-1]
+        between = (*ahead.shape[:-1], self.stages - 1)
         given = np.asarray(boundary, dtype=np.float64)
-        self.boundary = np.broadcast_to(given, between) if given.size else np.zeros(between)
-        if self.backward.shape != shape or not self.stages:
-            refuse(f"timeline: forward {shape} and backward {self.backward.shape} must be alike")
-        self.behind = np.arange(self.stages - 1, -1, -1)  # stages after each one
-        weights = np.empty((*shape[:-1], 2 * self.stages - 1))
-        weights[..., 0::2], weights[..., 1::2] = self.forward, self.boundary
-        self._until = np.cumsum(weights, axis=-1)
+        given = np.broadcast_to(given, between) if given.size else np.zeros(between)
+        if back.shape != ahead.shape or not self.stages:
+            refuse(f"timeline: forward {ahead.shape} and backward {back.shape} must be alike")
+        weights = np.empty((2 * self.stages - 1, *ahead.shape[:-1]))
+        weights[0::2], weights[1::2] = np.moveaxis(ahead, -1, 0), np.moveaxis(given, -1, 0)
+        self.backward = np.ascontiguousarray(np.moveaxis(back, -1, 0))
+        self.boundary = weights[1::2].copy()
+        self._until = np.cumsum(weights, axis=0)
         self._before = self._until - weights
-        self.free = np.zeros(shape)
-        self.ahead = np.zeros(between)
-        self.back = np.zeros(between)
+        self._set(np.zeros(weights.shape), np.zeros(self.boundary.shape))
         self.round: Ints | int = 0
+
+    def _set(self, chain: Floats, back: Floats) -> None:
+        self._chain, self.free, self.back = chain, chain[0::2], back
 
     def fill(self, micro_batches: int) -> None:
         """All rounds with a forward pass; those that only repeat are added at once."""
-        states, done, steady = [self._state()], 0, False
+        longest = _LONGEST * self.stages
+        states, done, steady = deque[Floats](maxlen=longest + 1), 0, False
         while done < micro_batches:
             self._forward()
             self._backward(done, micro_batches)
             done += 1
-            if steady:
-                continue
-            states = [*states[-_LONGEST * self.stages :], self._state()]
-            if period := self._period(states, done):
+            if steady or (micro_batches < 2 * longest and 0 < done % self.stages < self.stages - 1):
+                continue  # its state would not be looked at
+            states.append(self._state())
+            if done % self.stages == 0 and (period := self._period(states, done, micro_batches)):
                 steady = True
-                moved = (states[-1] - states[-1 - period]).mean(-1)
+                moved = (states[-1] - states[-1 - period]).mean(0)
                 repeats = (micro_batches - done) // period
-                self._add(moved * repeats)
+                self._chain += moved * repeats
+                self.back += moved * repeats
                 done += repeats * period
         self.round = micro_batches
 
-    def every(self, most: int) -> _Rounds:
-        """The states after 1 to `most` rounds, stacked in front."""
+    def every(self, most: int) -> None:
+        """The states after 1 to `most` rounds: [stage, most, ...] each."""
         states = [self._state()]
         for index in range(most):
             self._forward()
             self._backward(index, most)
             states.append(self._state())
-            if period := self._period(states, index + 1):
-                moved = (states[-1] - states[-1 - period]).mean(-1)[..., None]
+            if period := self._period(states, index + 1, most):
+                moved = (states[-1] - states[-1 - period]).mean(0)
                 for _ in range(index + 1, most):
                     states.append(states[-period] + moved)
                 break
-        stacked = _Rounds(
-            *(np.broadcast_to(t, (most, *t.shape)) for t in (self.forward, self.backward, self.boundary))
-        )
-        ends = np.cumsum((self.stages, self.stages - 1))
-        stacked.free, stacked.ahead, stacked.back = np.split(np.stack(states[1:]), ends, axis=-1)
-        shape = (most,) + (1,) * self.forward.ndim
-        stacked.round = np.arange(1, most + 1).reshape(shape)
-        return stacked
+        chain, back = np.split(np.stack(states[1:], axis=1), (2 * self.stages - 1,))
+        self._set(chain, back)
+        self.backward, self.boundary = self.backward[:, None], self.boundary[:, None]
+        self.round = np.arange(1, most + 1).reshape((most,) + (1,) * (chain.ndim - 2))
 
-    def _period(self, states: Sequence[Floats], done: int) -> int:
+    def _period(self, states: Sequence[Floats], done: int, micro_batches: int) -> int:
         """The least number of rounds that moved all times by one amount, 0 where there is none yet. Longer ones
-        than a round are looked for now and then. `states`: the last of so many rounds, and that before them."""
+        than a round are looked for now and then, as long as many rounds are left. `states`: the last of so many
+        rounds, and that before them."""
         longest = _LONGEST * self.stages
         # Before that not every stage has run backward in each of these rounds.
-        most = min(done - self.stages, longest if done % longest == 0 else 1)
+        often = done % longest == 0 and micro_batches - done >= longest
+        most = min(done - self.stages, longest if often else 1)
         if most < 1:
             return 0
         last = states[-1]
         if most == 1:
             moved = last - states[-2]
-            return int((moved.max(-1) - moved.min(-1)).max() <= ALIKE * last.max())
-        moved = last - np.stack(states[-1 - most : -1])  # [periods, ..., times], the longest first
-        differ = (moved.max(-1) - moved.min(-1)).reshape(most, -1).max(-1)
+            return int((moved.max(0) - moved.min(0)).max() <= ALIKE * last.max())
+        before = [states[at] for at in range(len(states) - 1 - most, len(states) - 1)]
+        moved = last - np.stack(before)  # [periods, times, ...], the longest first
+        differ = (moved.max(1) - moved.min(1)).reshape(most, -1).max(-1)
         found = np.flatnonzero(differ[::-1] <= ALIKE * float(last.max()))
         return int(found[0]) + 1 if len(found) else 0
 
@@ -169,36 +177,50 @@ class _Rounds:
         """The end of the last pass, after the rounds that only run backward."""
         micro_batches = self.round
         for more in range(self.stages - 1):
-            self._backward(micro_batches + more, micro_batches)
-        end: Floats = self.free.max(-1)
+            if isinstance(micro_batches, int):
+                self._backward(micro_batches + more, micro_batches)
+            else:
+                self._some_backward(micro_batches + more, micro_batches)
+        end: Floats = self.free.max(0)
         return end
 
     def _forward(self) -> None:
         """One micro-batch through all stages and boundaries: a running maximum along the chain."""
-        ends = np.empty(self._until.shape)
-        ends[..., 0::2], ends[..., 1::2] = self.free, self.ahead
-        ends -= self._before
-        np.maximum.accumulate(ends, axis=-1, out=ends)
-        ends += self._until
-        self.free, self.ahead = ends[..., 0::2], ends[..., 1::2]
+        chain = self._chain
+        np.subtract(chain, self._before, out=chain)
+        if chain.size <= _FEW * len(chain):
+            np.maximum.accumulate(chain, axis=0, out=chain)
+        else:
+            step = 1
+            while step < len(chain):
+                np.maximum(chain[step:], chain[:-step], out=chain[step:])
+                step *= 2
+        np.add(chain, self._until, out=chain)
 
-    def _backward(self, index: Ints | int, micro_batches: Ints | int) -> None:
-        """Round `index`: on each stage the backward pass that is due, if there is one."""
-        ready = self.free.copy()
-        np.maximum(ready[..., :-1], self.back, out=ready[..., :-1])
-        ready += self.backward
-        if isinstance(index, int) and self.stages - 1 <= index < micro_batches:  # each stage has one
-            self.free, self.back = ready, np.maximum(ready[..., 1:], self.back) + self.boundary
+    def _backward(self, index: int, micro_batches: int) -> None:
+        """Round `index`: the backward pass that is due on each stage from `first` to `stop`."""
+        first, stop = max(0, self.stages - 1 - index), min(self.stages, self.stages + micro_batches - 1 - index)
+        if first >= stop:
             return
-        micro = index - self.behind
+        free, back, last = self.free, self.back, min(stop, self.stages - 1)
+        np.maximum(free[first:last], back[first:last], out=free[first:last])
+        np.add(free[first:stop], self.backward[first:stop], out=free[first:stop])
+        start = max(first, 1)
+        sent = back[start - 1 : stop - 1]
+        np.maximum(free[start:stop], sent, out=sent)
+        np.add(sent, self.boundary[start - 1 : stop - 1], out=sent)
+
+    def _some_backward(self, index: Ints, micro_batches: Ints) -> None:
+        """The same in a curve, whose numbers of rounds differ."""
+        ready = self.free.copy()
+        np.maximum(ready[:-1], self.back, out=ready[:-1])
+        ready += self.backward
+        behind = np.arange(self.stages - 1, -1, -1)  # stages after each one
+        micro = index - behind.reshape((-1,) + (1,) * index.ndim)
         due = (micro >= 0) & (micro < micro_batches)
-        self.free = np.where(due, ready, self.free)
-        sent = np.maximum(self.free[..., 1:], self.back) + self.boundary
-        self.back = np.where(due[..., 1:], sent, self.back)
+        np.copyto(self.free, ready, where=due)
+        sent = np.maximum(self.free[1:], self.back) + self.boundary
+        np.copyto(self.back, sent, where=due[1:])
 
     def _state(self) -> Floats:
-        return np.concatenate((self.free, self.ahead, self.back), axis=-1)
-
-    def _add(self, seconds: Floats) -> None:
-        amount = np.asarray(seconds)[..., None]
-        self.free, self.ahead, self.back = self.free + amount, self.ahead + amount, self.back + amount
+        return np.concatenate((self._chain, self.back))

@@ -121,6 +121,15 @@ def module_pass_times(
     return tuple(ModulePassTime(_act(one, "pass"), one.begin, one.end) for one in order)
 
 
+def step_microseconds(
+    plan: Plan, batches: Mapping[str, BatchPlan | ItemBatch], schedule: Schedule, delay: Delay
+) -> int:
+    """The end of the last pass of that order [us]. Arguments as for `module_pass_times`."""
+    order = _ModuleRun(ModulePasses(plan, batches, schedule, backward=True)).order
+    _delayed(order, len(plan.members), delay)
+    return max(one.end for one in order)
+
+
 def _delayed(order: Sequence[ModulePass], devices: int, delay: Delay) -> None:
     """Sets the times of passes to those with messages that take time, beside the passes."""
     free = [0] * devices

@@ -19,7 +19,7 @@ from elasticd_planner.cost.model import KnownCosts, after_seconds, stage_times, 
 from elasticd_planner.cost.model_profile import ModelProfile
 from elasticd_planner.cost.profile_cost import ProfileCost
 from elasticd_planner.cost.schedule import passes
-from elasticd_planner.layout.module_order import Delay, ModulePassTime, module_pass_times
+from elasticd_planner.layout.module_order import Delay, ModulePassTime, module_pass_times, step_microseconds
 from elasticd_planner.layout.module_passes import ROWS, ModulePass
 from elasticd_planner.numeric import Floats
 from elasticd_planner.problem import ModuleProblem, Problem
@@ -120,8 +120,8 @@ class ModuleCosts:
         """Seconds of a mean step of a plan with times. Of a large job a part is played, see `_part`."""
         part, share = self._part(plan)
         batches = self.batches(part, share)
-        times = module_pass_times(part, batches, passes, delay=self._delay(part, batches))
-        return max(each.stop for each in times) / 1e6 + self.after_seconds(plan)
+        end = step_microseconds(part, batches, passes, self._delay(part, batches))
+        return end / 1e6 + self.after_seconds(plan)
 
     def pass_times(self, plan: Plan) -> tuple[dict[str, BatchPlan | ItemBatch], tuple[ModulePassTime, ...]]:
         """A mean step of a plan with times: the batch of each module, and when its passes run."""

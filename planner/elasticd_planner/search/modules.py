@@ -29,7 +29,7 @@ from elasticd_planner.readable import readable
 from elasticd_planner.search import given_plan
 from elasticd_planner.search.item_flow import serving
 from elasticd_planner.search.item_lanes import ItemLane, filled, weights
-from elasticd_planner.search.module_bound import ModuleBound
+from elasticd_planner.search.module_bound import ROUNDED, ModuleBound
 from elasticd_planner.search.module_cost import ModuleCosts, item_profile
 from elasticd_planner.search.options import Form, form
 from elasticd_planner.search.task import EXACT_DEVICES, UnitProblem, alive
@@ -112,21 +112,34 @@ class ModulePlanner:
         count = sum(each.candidates for each in self.tried) + len(candidates)
         if not candidates:
             return Answer(plan=None, refusal=self._refusal(), current_seconds=now, candidates=count)
-        sharing = [each for each in candidates if _shares_devices(each.plan)]
-        apart = [each for each in candidates if not _shares_devices(each.plan)]
-        shown = [*sharing[:PLAYED], *apart[:PLAYED]]
-        played = [self.played(each.plan) for each in shown]
-        best = min(played, key=_seconds)
-        played += map(self.played, self._again(shown[played.index(best)]))
-        best = min(played, key=_seconds)
-        played += [near for each in played for near in self._near(each)]
-        best = min(played, key=_seconds)
-        options = [*played, *self._pairs(best), *([] if current is None else [current])]
         slack = self.tolerance if self.problem.current is not None else 0.0
+        options = [*self._options(candidates, slack), *([] if current is None else [current])]
         limit = _seconds(min(options, key=_seconds)) * (1 + slack) * (1 + EQUAL)
         near = [option for option in options if _seconds(option) <= limit]
         chosen = min(near, key=lambda option: (self._moved(option), _seconds(option)))
         return Answer(plan=self._finished(chosen), current_seconds=now, candidates=count)
+
+    def _options(self, candidates: Sequence[Candidate], slack: float) -> list[Plan]:
+        """Plans to choose from: the most promising candidates, and variants of them. Those are left out whose
+        estimate, which no order of their passes beats, is above the best so far and the slack."""
+        sharing = [each for each in candidates if _shares_devices(each.plan)]
+        apart = [each for each in candidates if not _shares_devices(each.plan)]
+        played: list[tuple[Candidate, Plan]] = []
+        least = math.inf
+
+        def hopeless(candidate: Candidate) -> bool:
+            return self._estimate(candidate) * (1 - ROUNDED) > least * (1 + slack)
+
+        for candidate in sorted((*sharing[:PLAYED], *apart[:PLAYED]), key=self._estimate):
+            if not hopeless(candidate):
+                played.append((candidate, self.played(candidate.plan)))
+                least = min(least, _seconds(played[-1][1]))
+        best = min(played, key=lambda pair: _seconds(pair[1]))[0]
+        options = [self.played(plan) for plan in self._again(best)]
+        least = min([least, *map(_seconds, options)])
+        options += [plan for candidate, plan in played if not hopeless(candidate)]
+        options += [near for plan in options for near in self._near(plan)]
+        return [*options, *self._pairs(min(options, key=_seconds))]
 
     def as_given(self, given: Plan) -> Answer:
         """The answer where the job gives a plan: that plan, or one near to it where devices cannot run it."""
@@ -431,16 +444,24 @@ class ModulePlanner:
         return [ahead for ahead in listed if fits(self.costs.memory(with_pair(plan, ahead, 0)), memory)] or [1]
 
     def _pairs(self, plan: Plan) -> Iterator[Plan]:
-        """The same plan with other pairs of `ahead` and `lead`."""
+        """The same plan with each `lead`, and with other `ahead` under the best of these."""
         aheads = self._aheads(plan)
         leads: tuple[int, ...] = LEADS
         count = plan.global_batch * (1 + sum(module.items_a_sample for module in self.problem.modules))
         if count > MANY:
             aheads, leads = aheads[:1], LEADS[:2]
-        for ahead in aheads[:3]:
-            for lead in leads:
-                if lead <= ahead and (ahead, lead) != (aheads[0], LEADS[0]):
-                    yield self._predicted(with_pair(plan, ahead, lead))
+        alone = self.costs.passes_seconds(plan.loss_view) + self.costs.after_seconds(plan)
+        if _seconds(plan) <= alone * (1 + ROUNDED):
+            return  # modules of items take no time of the step
+        best, most = plan, aheads[0]
+        for lead in leads[1:]:
+            if lead <= most:
+                other = self._predicted(with_pair(plan, most, lead))
+                best = other if _seconds(other) < _seconds(best) * (1 - EQUAL) else best
+                yield other
+        lead = _items_of(best)[0].lead
+        for ahead in aheads[1:3]:
+            yield self._predicted(with_pair(plan, ahead, min(lead, ahead)))
 
     def _predicted(self, plan: Plan) -> Plan:
         seconds, memory = self.costs.seconds(plan), self.costs.memory(plan)

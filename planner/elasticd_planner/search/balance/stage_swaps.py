@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 
@@ -83,6 +84,7 @@ def improved(
     return Placed(order=tuple(map(int, order)), layers=tuple(map(int, now)))
 
 
+@cache
 def _neighbours(stages: int, *, swap: bool) -> tuple[Ints, Ints, Ints]:
     """Stages that groups, and that layers, are taken from, and layers added: [neighbour, stage] each."""
     same, unit = np.arange(stages), np.eye(stages, dtype=np.int64)
