@@ -20,6 +20,8 @@ from elasticd.testing.waiting import until
 from elasticd.wire import unix_socket
 from elasticd.wire.main_thread import Whereabouts
 from elasticd.wire.worker import (
+    Closed,
+    Finished,
     FromWorker,
     Goodbye,
     Hello,
@@ -277,6 +279,30 @@ def test_a_worker_comes_back_to_another_agent_as_itself_and_says_what_it_had_sai
         assert second.hello.incarnation == WELCOME.incarnation
         assert second.receive() == StayedOnPlan(number=4, step=5)
         control.close(Goodbye())
+    finally:
+        second.close()
+
+
+def test_the_last_step_is_said_to_each_agent_until_the_end_is_written(tmp_path: Path) -> None:
+    """An agent that heard of it and died has written nothing."""
+    path, last = str(tmp_path / "s"), Finished(step=9)
+    first = Agent(path, WELCOME)
+    control = AgentClient(path, hello())
+    first.ready()
+    control.start(lambda message: None)
+    control.send(last)
+    assert first.receive() == last
+    leaves = threading.Thread(target=control.close, args=(Goodbye(),), daemon=True)
+    leaves.start()
+    first.close()
+    second = Agent(path, WELCOME).ready()
+    try:
+        assert second.receive() == last
+        assert leaves.is_alive()
+        second.send(Closed(reason="it finished after 9 steps"))
+        assert second.receive() == Goodbye()
+        leaves.join(60)
+        assert not leaves.is_alive()
     finally:
         second.close()
 

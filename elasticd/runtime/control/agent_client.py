@@ -29,7 +29,20 @@ from elasticd.runtime.control.outbox import Outbox, PlanMemory
 from elasticd.system import process_mark
 from elasticd.wire import unix_socket
 from elasticd.wire.snapshots import Fetch, Fetched, Held
-from elasticd.wire.worker import Hello, Ping, Pong, Report, StoreAnswer, StoreCall, ToWorker, Welcome, to_worker
+from elasticd.wire.worker import (
+    Closed,
+    Finished,
+    Hello,
+    Ping,
+    Pong,
+    Report,
+    Shutdown,
+    StoreAnswer,
+    StoreCall,
+    ToWorker,
+    Welcome,
+    to_worker,
+)
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +52,8 @@ _GRACE = 5.0
 _CONNECT_SECONDS, _RETURN_SECONDS = 10.0, 120.0
 #: Seconds until an agent is called again that hung up.
 _AGAIN_SECONDS = 0.1
+#: Seconds that a worker which made the last step waits for the end of its job to be written, from a connected agent.
+_END_SECONDS = 5.0
 
 
 class RejectedByAgent(RuntimeError):
@@ -72,7 +87,8 @@ class AgentClient:
         self._next_call = 0
         self.lost = False
         self.dropped = 0
-        self._closing = False
+        self._closing, self._away = False, False
+        self._over = threading.Event()  # the job's end is written, or no agent will say so
         self._thread = threading.Thread(target=self._run, name="elasticd-control", daemon=True)
         self._handler: Callable[[ToWorker], None] = lambda message: None
 
@@ -164,11 +180,21 @@ class AgentClient:
         done.wait(_RETURN_SECONDS)
 
     def close(self, farewell: Message) -> None:
-        """Says goodbye and waits a moment until all is sent."""
+        """Says goodbye and waits a moment until all is sent. A worker that made the last step waits before it
+        until the end of the job is written: an agent that dies first has told nobody, and is told again."""
+        if Finished in self._said:
+            self._await_end()
         self.send(farewell)
         self._closing = True
         os.eventfd_write(self._wake, 1)
         self._thread.join(5.0)
+
+    def _await_end(self) -> None:
+        """Waits while the agent is away, and some seconds for each that comes."""
+        while True:
+            connection = self._socket
+            if self._over.wait(_END_SECONDS) or (not self._away and self._socket is connection):
+                return
 
     def _run(self) -> None:
         poller = select.poll()
@@ -195,6 +221,7 @@ class AgentClient:
         if self._renewing is None:
             log.warning("the agent is gone; training goes on under the plan in force until it returns")
         with self._lock:
+            self._away = True
             self._socket.close()
         self._fail("the connection to the agent broke")
         deadline = time.monotonic() + _RETURN_SECONDS
@@ -229,7 +256,7 @@ class AgentClient:
         with self._lock:
             if self._renewing is not renewing:
                 return False
-            self._socket, self.welcome, self._renewing = opened, welcome, None
+            self._socket, self.welcome, self._renewing, self._away = opened, welcome, None, False
             waiting = {data for data, _ in self._outbox}
             again = [(data, None) for data in self._said if data not in waiting]
             self._outbox.extendleft(reversed(again))
@@ -288,6 +315,8 @@ class AgentClient:
         """A defect costs the message. It must not end this thread, without which the worker is deaf."""
         with self._lock:
             self._running.heard(message)
+        if isinstance(message, Closed | Shutdown):
+            self._over.set()
         try:
             self._handler(message)
         except Exception:
@@ -321,6 +350,7 @@ class AgentClient:
                 with contextlib.suppress(OSError):
                     self._socket.shutdown(socket.SHUT_RDWR)
             self._socket.close()
+        self._over.set()
         self._fail("the agent is gone, and with it the way to the bootstrap store")
         if renewing is not None:
             renewing.set()

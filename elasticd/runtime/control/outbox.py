@@ -63,6 +63,9 @@ class Outbox:
         """As they were encoded, the oldest first."""
         return iter([data for _, data in self._said.values()])
 
+    def __contains__(self, kind: type[Message]) -> bool:
+        return kind in self._said
+
     def add(self, message: Message, data: bytes) -> None:
         """Keeps `message`, encoded as `data`, if it is of a kind that lasts."""
         if type(message) not in LASTING:
