@@ -159,7 +159,10 @@ def test_a_keyword_that_job_never_had_is_named(made: list[Job]) -> None:
         ("grade", "did you mean grace=...?"),
         ("reader", "did you mean data=elasticd.DataOptions(readers=...)?"),
         ("global_token", "did you mean data=elasticd.DataOptions(global_tokens=...)?"),
-        ("learning_rate", ""),
+        ("max_steps", "the number of steps is an argument of job.steps(...)"),
+        ("batch_size", "did you mean global_batch=..., the samples of a step over all devices?"),
+        ("collate_fn", "did you mean data=elasticd.DataOptions(collate=...)?"),
+        ("color", ""),
     ],
 )
 def test_a_keyword_that_is_spelled_like_one_of_todays_names_it(

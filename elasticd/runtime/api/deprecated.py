@@ -83,8 +83,26 @@ def _as_then(old: Mapping[str, Any]) -> dict[str, Any]:
     return kept
 
 
+_STEPS = "the number of steps is an argument of job.steps(...)"
+#: Where a job takes what trainers of other libraries take by these keywords.
+_ELSEWHERE = {
+    "steps": _STEPS,
+    "max_steps": _STEPS,
+    "total_steps": _STEPS,
+    "epochs": f"{_STEPS}: epochs * len(dataset) // global_batch",
+    "num_epochs": f"{_STEPS}: epochs * len(dataset) // global_batch",
+    "batch_size": "did you mean global_batch=..., the samples of a step over all devices?",
+    "lr": "optimizer=... makes an optimizer of named parameters, with its learning rate",
+    "learning_rate": "optimizer=... makes an optimizer of named parameters, with its learning rate",
+    "collate_fn": "did you mean data=elasticd.DataOptions(collate=...)?",
+}
+
+
 def _meant(keyword: str, keywords: Iterable[str]) -> str:
-    """The keyword, or the field of a group, that is spelled like one which a Job does not have."""
+    """The keyword, or the field of a group, that is spelled like one which a Job does not have, or has its
+    meaning."""
+    if keyword in _ELSEWHERE:
+        return f": {_ELSEWHERE[keyword]}"
     places = {name: f"{name}=..." for name in keywords}
     for name, group in _GROUP_OF.items():
         places[name] = f"{group}=elasticd.{type(getattr(DEFAULTS, group)).__name__}({name}=...)"
