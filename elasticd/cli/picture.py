@@ -34,7 +34,14 @@ def picture(plan: Plan, rates: Mapping[str, float], times: StageTimes | None = N
     takes for its micro-batches."""
     if len(plan.modules) > 1:
         return _modules(plan, rates, times)
-    parts: list[RenderableType] = [_Pipelines(plan, rates, _loads(plan, times))]
+    return _module(plan, rates, times)
+
+
+def _module(
+    plan: Plan, rates: Mapping[str, float], times: StageTimes | None = None, items: str = ""
+) -> RenderableType:
+    """One module. items: that it takes; its lanes have weights, by which items are dealt, not micro-batches."""
+    parts: list[RenderableType] = [_Pipelines(plan, rates, _loads(plan, times), items)]
     more = len(plan.by_lane) - SHOWN
     if more > 0:
         parts.append(Text(f"and {more} more {'lanes' if plan.by_lane != plan.pipelines else 'pipelines'}"))
@@ -63,7 +70,7 @@ def _modules(plan: Plan, rates: Mapping[str, float], times: StageTimes | None) -
             head.append(
                 f"   takes {module.items}, at most {module.ahead} micro-batches ahead, lead {module.lead}"
             )
-        parts += [head, picture(view, rates, None if module.items else times)]
+        parts += [head, _module(view, rates, None if module.items else times, module.items)]
     parts.append(Text("devices", style="dim"))
     shown = [device for device in plan.members if device not in plan.carriers][:SHOWN]
     for device in shown:
@@ -113,7 +120,8 @@ def lane_names(plan: Plan) -> list[str]:
 class _Pipelines:
     """Stages beside each other where the terminal is wide enough, else below each other."""
 
-    def __init__(self, plan: Plan, rates: Mapping[str, float], loads: Loads) -> None:
+    def __init__(self, plan: Plan, rates: Mapping[str, float], loads: Loads, items: str = "") -> None:
+        self._items = items
         self._shown = list(zip(lane_names(plan), plan.by_lane, strict=True))[:SHOWN]
         self._rates, self._loads = rates, loads
 
@@ -124,8 +132,9 @@ class _Pipelines:
 
     def _across(self) -> Table:
         table = Table(box=SIMPLE_HEAD, show_lines=True, padding=(0, 2, 0, 0), header_style="dim")
-        table.add_column("pipeline", no_wrap=True)
-        table.add_column("micro-\nbatches", justify="right", no_wrap=True)
+        table.add_column("lane" if self._items else "pipeline", no_wrap=True)
+        counts = f"weight\nin {self._items}" if self._items else "micro-\nbatches"
+        table.add_column(counts, justify="right", no_wrap=True)
         for index in range(max(len(lane.stages) for _, lane in self._shown)):
             table.add_column(f"stage {index}", no_wrap=True)
         for (name, lane), row in zip(self._shown, self._loads, strict=False):
@@ -141,8 +150,11 @@ class _Pipelines:
         widest = max(layers(stage).cell_len for stage in stages)
         parts: list[RenderableType] = []
         for (name, lane), row in zip(self._shown, self._loads, strict=False):
-            count = f"{lane.micro_batches} micro-batch{'es' if lane.micro_batches > 1 else ''}"
-            parts.append(Text.assemble(("pipeline ", "dim"), (name, "bold"), (f", {count}", "dim")))
+            kind = "lane" if self._items else "pipeline"
+            counts = f"{lane.micro_batches} micro-batch{'es' if lane.micro_batches > 1 else ''}"
+            if self._items:
+                counts = f"weight {lane.micro_batches} in {self._items}"
+            parts.append(Text.assemble((f"{kind} ", "dim"), (name, "bold"), (f", {counts}", "dim")))
             table = Table.grid(padding=(0, 2, 0, 0))
             table.add_column(justify="right", width=4, no_wrap=True, style="dim")
             table.add_column(width=widest, no_wrap=True)

@@ -328,6 +328,7 @@ def test_modules_are_planned_and_shown_one_by_one_and_devices_with_all_their_pla
     result = run(problem)
     assert result.exit_code == 0, result.output
     assert "module vision   takes images, at most" in result.output
+    assert "in images" in result.output, "lanes of images have weights, not micro-batches"
     assert "module language" in result.output
     places = result.output.partition("devices\n")[2]
     assert {line.split()[0] for line in places.splitlines() if line.startswith("n0/")} == {

@@ -52,7 +52,7 @@ _GRACE = 5.0
 _CONNECT_SECONDS, _RETURN_SECONDS = 10.0, 120.0
 #: Seconds until an agent is called again that hung up.
 _AGAIN_SECONDS = 0.1
-#: Seconds that a worker which made the last step waits for the end of its job to be written, from a connected agent.
+#: Seconds that a worker which made the last step waits, while there is an agent, for the end of its job.
 _END_SECONDS = 5.0
 
 
