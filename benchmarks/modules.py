@@ -2,6 +2,7 @@
 
 make bench NAME=modules                              # the drawn plans take most of it
 make bench NAME=modules ARGS='--only order played'   # parts; the results keep the others as they are
+make bench NAME=modules ARGS='--only plans --problems 0 20'  # some problems; those enumerated before count, too
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-from _frame import PLANNER, TRAINING, Part, run
+from _frame import PLANNER, TRAINING, Part, parser, run
 from _module_parity import parity_rows
 from _module_plans import plan_rows, planning_rows
 from _results import Row, row
@@ -167,10 +168,18 @@ PARTS = {
     "order": Part(order_rows, PLANNER, {"times": 1}),
     "played": Part(played_rows, PLANNER, {"shapes": 1}),
     "uneven": Part(uneven_rows, PLANNER, {"draws": 2}),
-    "plans": Part(plan_rows, PLANNER, {"problems": 1}),
+    "plans": Part(plan_rows, PLANNER, {"stop": 1, "path": None}),
     "planning": Part(planning_rows, PLANNER, {"sizes": 1}),
     "parity": Part(parity_rows, TRAINING, {"models": 1, "placements": 2}),
 }
 
 if __name__ == "__main__":
-    sys.exit(run("modules", __doc__, PARTS))
+    options = parser(__doc__, PARTS)
+    problems = "of the part `plans` these problems are enumerated anew (default: all); 0 0: none"
+    options.add_argument("--problems", nargs=2, type=int, metavar=("FIRST", "STOP"), help=problems)
+    arguments = options.parse_args()
+    if arguments.problems:
+        first, stop = arguments.problems
+        some = partial(plan_rows, first=first, stop=stop)
+        PARTS["plans"] = Part(some, PLANNER, PARTS["plans"].smallest)
+    sys.exit(run("modules", __doc__, PARTS, arguments))
