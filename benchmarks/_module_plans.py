@@ -21,6 +21,7 @@ from elasticd_planner.search.modules import Candidate, ModulePlanner, left_devic
 from elasticd_planner.search.options import Form
 from elasticd_planner.search.planner import plan
 from elasticd_planner.spec.cluster import Cluster, Device, Link, Node
+from elasticd_planner.spec.plan import Pipeline
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -98,7 +99,7 @@ def compared(line: Enumerated) -> tuple[float, float]:
     assert found is not None
     assert found.prediction is not None
     seconds = found.prediction.step_seconds
-    again = [each for where, each in _tried(problem, at.tp, at.dp, at.left) if where == at]
+    again = [each for where, each in _tried(problem, at.tp, at.dp, at.left, set()) if where == at]
     best = min([seconds, *again])
     if seconds > best * (1 + EQUAL):
         over = 100 * (seconds / best - 1)
@@ -108,24 +109,32 @@ def compared(line: Enumerated) -> tuple[float, float]:
 
 def best_setting(seed: int) -> Enumerated:
     """The best of all TP sizes, numbers of pipelines, devices left to items, and pairs."""
-    problem, tried = drawn_problem(seed), list[tuple[Setting, float]]()
+    problem, tried, seen = (
+        drawn_problem(seed),
+        list[tuple[Setting, float]](),
+        set[tuple[int, tuple[Pipeline, ...]]](),
+    )
     for tp in SIZES:
         for dp in SIZES:
             for count in LEFT:
-                tried += _tried(problem, tp, dp, count)
+                tried += _tried(problem, tp, dp, count, seen)
     setting, seconds = min(tried, key=lambda each: each[1])
     return Enumerated(seed=seed, setting=setting, seconds=seconds, tried=len(tried))
 
 
-def _tried(problem: Problem, tp: int | None, dp: int | None, count: int) -> Iterator[tuple[Setting, float]]:
-    """Settings of the module with the loss in this form, without so many devices, and seconds of a step."""
+def _tried(
+    problem: Problem, tp: int | None, dp: int | None, count: int, seen: set[tuple[int, tuple[Pipeline, ...]]]
+) -> Iterator[tuple[Setting, float]]:
+    """Settings of the module with the loss in this form, without so many devices, and seconds of a step; none
+    where its pipelines were seen before."""
     space = SearchSpace(fixed_tp=tp, fixed_dp=dp)
     pinned = msgspec.structs.replace(problem, search_space=space)
     planner = ModulePlanner(problem=pinned, search=_alone, number=0, tolerance=0.0)
     left = left_devices(problem, count)
     loss = planner.loss_plan(left, {}, None)
-    if loss is None:
+    if loss is None or (count, loss.pipelines) in seen:
         return
+    seen.add((count, loss.pipelines))
     usable = [device.name for device in problem.cluster.devices]
     for devices in (usable, left) if count else (usable,):
         for each in planner.placed(loss, devices):

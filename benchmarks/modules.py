@@ -1,4 +1,5 @@
-"""Models of several modules: their orders without deadlock, the time to make one, and the time that one takes.
+"""Models of several modules: their orders without deadlock, the time to make one, and the time that one takes;
+their plans beside the best of an enumeration, and beside published layouts.
 
 make bench NAME=modules                              # the drawn plans take most of it
 make bench NAME=modules ARGS='--only order played'   # parts; the results keep the others as they are
@@ -20,6 +21,7 @@ from pathlib import Path
 from _frame import PLANNER, TRAINING, Part, parser, run
 from _module_parity import parity_rows
 from _module_plans import plan_rows, planning_rows
+from _module_published import published_rows
 from _results import Row, row
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -168,7 +170,8 @@ PARTS = {
     "order": Part(order_rows, PLANNER, {"times": 1}),
     "played": Part(played_rows, PLANNER, {"shapes": 1}),
     "uneven": Part(uneven_rows, PLANNER, {"draws": 2}),
-    "plans": Part(plan_rows, PLANNER, {"stop": 1, "path": None}),
+    "plans": Part(plan_rows, PLANNER, {"first": 2, "stop": 3, "path": None}),
+    "published": Part(published_rows, PLANNER, {"rows": 1}),
     "planning": Part(planning_rows, PLANNER, {"sizes": 1}),
     "parity": Part(parity_rows, TRAINING, {"models": 1, "placements": 2}),
 }

@@ -50,7 +50,11 @@ ZERO = (StatePolicy(), StatePolicy(zero=1, replicas=1), StatePolicy(zero=2, repl
 
 def spec_of(name: str) -> ModelSpec:
     """The model's parameters in bfloat16, cut as tensor parallelism cuts them."""
-    sizes = REAL[name]
+    return decoder(name, REAL[name])
+
+
+def decoder(name: str, sizes: Sizes) -> ModelSpec:
+    """The parameters of a decoder of these sizes."""
     width, rows = sizes.width, sizes.vocabulary
     queries, keys = sizes.heads * sizes.head_width, sizes.kv_heads * sizes.head_width
 

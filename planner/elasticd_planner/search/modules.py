@@ -191,8 +191,9 @@ class ModulePlanner:
             for each in shared:
                 yield replace(each, left=count if brief else None)
             if all(each.squeezed for each in shared):
-                tight = self.loss_plan(left, self._item_bytes(usable), None)
-                yield from [] if tight is None else self.placed(tight, usable)
+                for recompute in self._recomputes:
+                    tight = self.loss_plan(left, self._item_bytes(usable, recompute=recompute), None)
+                    yield from [] if tight is None else self.placed(tight, usable)
 
     def _again(self, found: Candidate) -> Iterator[Plan]:
         """A candidate of a brief search with the plan that a thorough one finds of the module with the loss."""
@@ -225,12 +226,18 @@ class ModulePlanner:
         self.tried.append(found)
         return found.plan
 
-    def _item_bytes(self, devices: Sequence[str]) -> dict[str, int]:
+    @property
+    def _recomputes(self) -> tuple[bool, ...]:
+        """Whether modules of items recompute: what may be tried, the quicker one first."""
+        asked = self.problem.search_space.recompute
+        return (True,) if asked == "always" else (False, True) if asked else (False,)
+
+    def _item_bytes(self, devices: Sequence[str], *, recompute: bool) -> dict[str, int]:
         """Bytes that modules of items need on each device where all have a lane with two items; of a module
         that fits no device its part of what it needs in all."""
         used = 0
         for module in self.problem.modules:
-            lanes = [self._whole(module, device) for device in devices]
+            lanes = [self._whole(module, device, recompute=recompute) for device in devices]
             plan = self._plan(
                 [ModulePlan(module=module.name, pipelines=tuple(lanes), items=module.items)], None
             )
@@ -241,8 +248,7 @@ class ModulePlanner:
 
     def placed(self, loss: Plan, devices: Sequence[str]) -> Iterator[Candidate]:
         """The plan with modules of items on these devices beside the module with the loss, if they fit."""
-        asked = self.problem.search_space.recompute
-        for recompute in (True,) if asked == "always" else (False, True) if asked else (False,):
+        for recompute in self._recomputes:
             found = self._beside(loss, devices, recompute=recompute)
             if found is not None:
                 yield found
@@ -366,7 +372,7 @@ class ModulePlanner:
                 break
             made = self._filled(before, loss, module, found.plan.by_lane, left)
             if made is not None:
-                return made
+                return replace(made, squeezed=True)
             refusal = "what it keeps of the items that are needed ahead does not fit"
         self.refused.append(f"module {module.name} beside {self.problem.module}: {refusal}")
         return None
