@@ -22,7 +22,10 @@ TESTS = "tests/accelerators/test_gpu.py"
 #: Seconds of a test over NCCL, at most.
 TEST_SECONDS = 45.0
 #: Tests that run on the emulated device where there is no GPU: what they start is the same.
-EMULATED = "test_an_abort_frees_the_device_and_another_communicator_works and vgpu"
+EMULATED = (
+    "(test_an_abort_frees_the_device_and_another_communicator_works or "
+    "test_captured_passes_train_as_compiled_ones) and vgpu"
+)
 
 
 @contextmanager

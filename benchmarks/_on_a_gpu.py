@@ -11,8 +11,9 @@ figures as one JSON object.
 
 What has run where: all parts run on the CPU, by a test, and there `shares` has emulated devices. Nothing has
 run on a GPU since the parts have been one program. Never tried on a GPU: master weights in float32, captured
-passes of plain torch and of ours (`floor`), the shares of a GPU's multiprocessors (`shares`). Earlier versions
-of `eager`, `compiled`, `paid` and of the NCCL tests have run on one H100 (docs/status.md).
+passes of plain torch and of ours (`floor`), those in a pipeline's slots beside sums over NCCL (a test in
+`nccl`), the shares of a GPU's multiprocessors (`shares`). Earlier versions of `eager`, `compiled`, `paid` and
+of the NCCL tests have run on one H100 (docs/status.md).
 """
 
 from __future__ import annotations

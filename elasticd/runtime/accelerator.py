@@ -14,7 +14,8 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, Protocol, TypeVar
@@ -87,11 +88,13 @@ _Value = TypeVar("_Value")
 class Graphs(Protocol):
     """Launches on a device, captured, so that one call repeats them."""
 
-    def capture(self, launch: Callable[[], _Value], /) -> tuple[Callable[[], None], _Value]:
+    def capture(self, launch: Callable[[], _Value], place: Hashable, /) -> tuple[Callable[[], None], _Value]:
         """Captures all that a function launches. The device does nothing of it meanwhile.
 
         Args:
             launch: asks the device. It waits for it nowhere.
+            place: of the memory that is allocated inside. Captures of one place share it: what one of them
+                leaves there is gone with the replay of another one, unless a tensor of it is still held.
 
         Returns:
             A function that asks for all of it again, and what `launch` returned: tensors in it get their values
@@ -100,6 +103,12 @@ class Graphs(Protocol):
         Raises:
             RuntimeError: something in it cannot be captured.
         """
+
+    def event(self) -> Event:
+        """An event that is recorded inside a capture, and by each replay anew."""
+
+    def release(self) -> None:
+        """Forgets all places. Their memory is free once nothing that was captured is held any more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -332,6 +341,23 @@ class Accelerator:
 
         return undo
 
+    @contextmanager
+    def beside(self, after: Event) -> Iterator[None]:
+        """Inside, this thread asks the device on a stream of its own, beside what it has asked for before.
+
+        Args:
+            after: what is asked for inside waits for it.
+        """
+        if self.immediate:
+            yield
+            return
+        stream: torch.Stream | None = getattr(self._threads, "beside", None)
+        if stream is None:
+            stream = self._threads.beside = torch.Stream(self.device)
+        stream.wait_event(after)  # type: ignore[arg-type]  # not the host's
+        with stream:
+            yield
+
     def _poll(self, event: Event, check: Callable[[], None] = lambda: None) -> None:
         start = time.perf_counter()
         check()  # first: to ask a device that an abort is freeing may block
@@ -417,17 +443,26 @@ def _register_nothing(memory: Tensor) -> Callable[[], object]:
 
 
 class _CudaGraphs:
-    """CUDA graphs, which share one pool of memory: they are replayed one after the other."""
+    """CUDA graphs, with a pool of memory for each place."""
 
     def __init__(self) -> None:
-        self._pool = torch.cuda.graph_pool_handle()
+        self._pools: dict[Hashable, Any] = {}
 
-    def capture(self, launch: Callable[[], _Value]) -> tuple[Callable[[], None], _Value]:
+    def capture(self, launch: Callable[[], _Value], place: Hashable) -> tuple[Callable[[], None], _Value]:
+        if place not in self._pools:
+            self._pools[place] = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         # Other threads read samples and pin memory meanwhile.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=self._pools[place], capture_error_mode="thread_local"):
             values = launch()
         return graph.replay, values
+
+    def event(self) -> Event:
+        made: Event = torch.cuda.Event(external=True)
+        return made
+
+    def release(self) -> None:
+        self._pools.clear()
 
 
 _OTHER = Kind(

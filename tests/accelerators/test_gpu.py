@@ -10,6 +10,7 @@ import os
 import signal
 import threading
 import time
+from collections import Counter
 from contextlib import suppress
 from typing import Any, cast
 
@@ -26,8 +27,10 @@ from elasticd.runtime.comm.device_communicators import DeviceCommunicators
 from elasticd.runtime.comm.groups import Cancelled, PeerLost, PlanGroups
 from elasticd.runtime.comm.in_memory import MemoryPlanGroups, MemoryWorld
 from elasticd.runtime.comm.nccl import NcclLibrary, nccl_communicators
+from elasticd.runtime.engine import captured_passes, pipeline_stage
 from elasticd.runtime.engine.engine import DRAIN, Engine, first_state
 from elasticd.runtime.engine.parallelism import ParallelismOptions
+from elasticd.runtime.engine.pass_watch import FIRST
 from tests.accelerators import shared_gpu, test_drills, test_training, vgpu
 from tests.accelerators.strict_process_group import StrictGroups, connected
 from tests.accelerators.test_training import PLANS
@@ -121,44 +124,72 @@ def test_a_step_on_a_gpu_has_no_synchronization() -> None:
     assert loss == pytest.approx(test_parity.reference(3)[0][2], rel=1e-9)
 
 
-def captured(device: str, store: Any, kind: str) -> tuple[int, list[float], list[float], float]:
-    """Steps with captured passes after those of an eager engine. Returns the shapes that were captured, the
-    losses of both, and the largest difference of a weight."""
-    accelerator = of_kind(kind, 0)
+def captured(device: str, store: Any, kind: str, plan: Plan) -> dict[str, Any]:
+    """Steps with captured passes of one member of a plan, after those of another engine without. Returns the
+    losses of both, the largest difference of a weight, by chunk the shapes that were captured, and whether all
+    passes of the last step were replays."""
+    accelerator = of_kind(kind, plan.rank(device))
+    connect = connected([]) if kind == "vgpu" else nccl_communicators
     with pytest.MonkeyPatch.context() as patch:
         recorder = None
         if kind == "vgpu":
-            recorder, accelerator = test_captured_passes.recording(patch, "vgpu:0")
+            recorder, accelerator = test_captured_passes.recording(patch, str(accelerator.device))
+        elif len(plan.members) > 1:
+            patch.setattr(pipeline_stage, "compile_blocks", lambda modules: None)  # `ALONE` has it
+        patch.setattr(captured_passes, "_AT_ONCE", 100)
         losses: list[list[float]] = []
         weights: list[dict[str, torch.Tensor]] = []
-        for compiled in (True, "graphs"):
+        for number, compiled in enumerate((True, "graphs")):
             options = ParallelismOptions(compile=cast(Any, compiled))
-            recipe = test_captured_passes.recipe_of(accelerator, parallelism=options)
-            layouts = Layouts(recipe.model.spec, ALONE)
-            engine = Engine(recipe, layouts, cast(PlanGroups, MemoryPlanGroups(MemoryWorld(), device)), unpaced)
+            recipe = test_captured_passes.recipe_of(accelerator, connect=connect, parallelism=options)
+            layouts = Layouts(recipe.model.spec, plan)
+            groups = PlanGroups(f"plan/{number}", device, "127.0.0.1", store)
+            engine = Engine(recipe, layouts, groups, unpaced)
             engine.adopt(first_state(recipe.model, layouts, device, SEED, accelerator=accelerator))
             held = {name: parameter for name, (_, parameter) in engine.module.local.parameters.items()}
             if recorder is not None:
                 recorder.parameters = list(held.values())
             losses.append([engine.step(step, lambda: 0).outcome.vote.loss for step in range(7)])
+            engine.settle()
             weights.append({name: parameter.detach().cpu() for name, parameter in held.items()})
         runner = engine.module.runner
         assert runner is not None
         assert runner._captured is not None
-        shapes = sum(shape.replay is not None for shape in runner._captured._shapes.values())
+        shapes = Counter(chunk for (chunk, _), shape in runner._captured._shapes.items() if shape.slots)
     apart = max(float((weights[1][name] - value).abs().max()) for name, value in weights[0].items())
-    return shapes, losses[0], losses[1], apart
+    replays = None if recorder is None else recorder.replays
+    return {"losses": losses, "apart": apart, "shapes": dict(shapes), "replays": replays}
 
 
-@pytest.mark.parametrize("kind", [KINDS[0], pytest.param("cuda", marks=gpu)])
-def test_captured_passes_train_as_compiled_ones(kind: str) -> None:
-    """On vgpu a recorder stands in for the graphs. No GPU has run it yet."""
+#: Two stages, whose devices sum gradients with the one that has all of the model.
+PIPES = plan_of(
+    (5, [stage(0, 4, ("a/0", 1)), stage(4, 6, ("b/0", 1))]),
+    (3, [stage(0, 6, ("c/0", 1))]),
+)
+
+
+@pytest.mark.parametrize(
+    ("kind", "plan"),
+    [
+        pytest.param("vgpu", PIPES, marks=pytest.mark.slow),
+        pytest.param("cuda", ALONE, marks=gpu),
+        pytest.param("cuda", PIPES, marks=with_nccl),
+    ],
+)
+def test_captured_passes_train_as_compiled_ones(kind: str, plan: Plan) -> None:
+    """On vgpu a recorder stands in for the graphs, and blocks are not compiled. No GPU has run it yet: there it
+    proves that the kernels of a pass can be captured, that slots have memory of their own, and that sums wait
+    for the events of a graph."""
     if kind == "vgpu":
         vgpu.needed()
-    ((shapes, compiled, mine, apart),) = gang.run(__file__, "captured", ["a/0"], kind).values()
-    assert shapes == 3
-    assert mine == pytest.approx(compiled, rel=1e-9)
-    assert apart <= 1e-10
+    for device, made in gang.run(__file__, "captured", plan.members, kind, plan).items():
+        compiled, mine = made["losses"]
+        assert set(made["shapes"].values()) == {3}
+        assert mine == (compiled if kind == "vgpu" else pytest.approx(compiled, rel=1e-9))
+        assert made["apart"] <= (0.0 if kind == "vgpu" else 1e-10)
+        if kind == "vgpu":
+            passes = 3 if device == "c/0" else 5
+            assert made["replays"] == (7 - FIRST) * 2 * passes, "all passes of later steps"
 
 
 # -- NCCL ----------------------------------------------------------------------------------------------------

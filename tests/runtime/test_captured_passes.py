@@ -6,7 +6,8 @@ where the capture did. `tests/accelerators/test_gpu.py` has that for a GPU.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -19,10 +20,10 @@ from torch import Tensor, nn
 from elasticd.models import next_token_loss
 from elasticd.models.decoder import Block
 from elasticd.runtime import accelerator
-from elasticd.runtime.accelerator import CPU, Accelerator
+from elasticd.runtime.accelerator import CPU, Accelerator, Event
 from elasticd.runtime.comm.groups import PlanGroups
 from elasticd.runtime.comm.in_memory import MemoryPlanGroups, MemoryWorld
-from elasticd.runtime.engine import pipeline_stage
+from elasticd.runtime.engine import captured_passes, pipeline_stage
 from elasticd.runtime.engine.engine import Engine
 from elasticd.runtime.engine.parallelism import ParallelismOptions
 from elasticd.runtime.engine.pass_watch import FIRST
@@ -34,33 +35,59 @@ from tests.runtime.test_engine import engine_on
 from tests.runtime.test_parity import Text, make_recipe, plan_of, stage
 
 ALONE = plan_of((8, [stage(0, 6, ("a/0", 1))]))
-TWO = plan_of((5, [stage(0, 6, ("a/0", 1))]), (3, [stage(0, 6, ("b/0", 1))]))
+#: An interleaved pipeline, whose devices sum gradients with the one that has all of the model.
+PIPES = plan_of(
+    (
+        5,
+        [stage(0, 1, ("a/0", 1), later=((3, 4),)), stage(1, 3, ("b/0", 1), later=((4, 6),))],
+    ),
+    (3, [stage(0, 6, ("c/0", 1))]),
+)
 STEPS = 7
 
 
 class Recorder:
-    """In the place of CUDA graphs. A capture changes no gradient, and a replay writes where the capture did."""
+    """In the place of CUDA graphs. A capture changes no gradient, and a replay writes where the capture did.
 
-    def __init__(self) -> None:
+    Forward and backward passes of a place follow each other in turns, since they share its memory.
+    """
+
+    def __init__(self, device: Accelerator = CPU) -> None:
         self.parameters: list[nn.Parameter] = []
         self.captures = self.replays = 0
+        self.places: Counter[Hashable] = Counter()  # captures by place
+        self.under_way: set[Hashable] = set()  # places whose backward pass has still to come
+        self.most = 0  # of them at once
+        self._device = device
 
-    def capture(self, launch: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+    def capture(self, launch: Callable[[], Any], place: Hashable) -> tuple[Callable[[], None], Any]:
         self.captures += 1
+        self.places[place] += 1
+        forward = self.places[place] % 2 == 1
         before = [None if p.grad is None else p.grad.clone() for p in self.parameters]
         made = launch()
         for parameter, gradient in zip(self.parameters, before, strict=True):
             if parameter.grad is not None and gradient is not None:
                 parameter.grad.copy_(gradient)
-        for each in made:
-            each.fill_(-1)
+        held = [each for each in made if isinstance(each, Tensor)]
+        for each in held:
+            each.data.fill_(-1)
 
         def replay() -> None:
             self.replays += 1
-            for to, value in zip(made, launch(), strict=True):
-                to.copy_(value)
+            assert (place in self.under_way) != forward
+            self.under_way ^= {place}
+            self.most = max(self.most, len(self.under_way))
+            for to, value in zip(held, (x for x in launch() if isinstance(x, Tensor)), strict=True):
+                to.data.copy_(value)
 
         return replay, made
+
+    def event(self) -> Event:
+        return self._device.event()
+
+    def release(self) -> None:
+        self.places.clear()
 
 
 def counting_loss(logits: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
@@ -81,8 +108,9 @@ class ThreeLengths(Text):
 
 
 def recording(patch: pytest.MonkeyPatch, device: str = "cpu") -> tuple[Recorder, Accelerator]:
-    recorder, kind = Recorder(), device.partition(":")[0]
-    patch.setitem(accelerator.KINDS, kind, replace(accelerator.KINDS[kind], graphs=lambda: recorder))
+    kind = device.partition(":")[0]
+    recorder, known = Recorder(Accelerator(device)), accelerator.KINDS.get(kind, accelerator._OTHER)
+    patch.setitem(accelerator.KINDS, kind, replace(known, graphs=lambda: recorder))
     patch.setattr(pipeline_stage, "compile_blocks", lambda modules: None)  # it is another matter
     return recorder, Accelerator(device)
 
@@ -119,14 +147,15 @@ def compared(
 
 def test_captured_passes_train_as_eager_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = compared(monkeypatch, recipe_of())
-    assert recorder.captures == 3, "one for each length"
-    assert recorder.replays == (STEPS - FIRST) * 8, "all passes of later steps"
+    assert recorder.captures == 2 * 3, "of each length a forward and a backward pass"
+    assert recorder.replays == (STEPS - FIRST) * 2 * 8, "all passes of later steps"
+    assert recorder.most == 1
 
 
 def test_passes_of_more_shapes_than_are_captured_are_eager(monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = compared(monkeypatch, recipe_of(dataset=Text()))
-    assert recorder.captures == 4
-    assert 0 < recorder.replays < (STEPS - FIRST) * 8
+    assert recorder.captures == 2 * 4
+    assert 0 < recorder.replays < (STEPS - FIRST) * 2 * 8
 
 
 def test_a_frozen_parameter_and_lost_memory_have_passes_captured_anew(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,7 +167,7 @@ def test_a_frozen_parameter_and_lost_memory_have_passes_captured_anew(monkeypatc
             engine.module.runner.release()
 
     recorder = compared(monkeypatch, recipe_of(), between)
-    assert recorder.captures > 3
+    assert recorder.captures > 2 * 3
 
 
 def noisy_loss(logits: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
@@ -162,7 +191,7 @@ def test_passes_go_on_eagerly_where_a_capture_fails(
 ) -> None:
     """In the midst of it: some parameters have other gradients then."""
 
-    def failing(self: Recorder, launch: Callable[[], Any]) -> Any:
+    def failing(self: Recorder, launch: Callable[[], Any], place: Hashable) -> Any:
         for parameter in self.parameters:
             parameter.grad = torch.full_like(parameter, torch.nan)
         raise RuntimeError("operation not permitted when stream is capturing")
@@ -189,7 +218,7 @@ def test_the_scale_of_a_loss_is_that_of_each_pass(monkeypatch: pytest.MonkeyPatc
         gradients[step] = [parameter.grad.clone() for parameter in parameters if parameter.grad is not None]
         for parameter in parameters:
             parameter.grad = None
-    assert recorder.replays == 3 * 8
+    assert recorder.replays == 3 * 2 * 8
     for step, scale in ((FIRST, 1.0), (FIRST + 1, 4.0), (FIRST + 2, 0.5)):
         assert all(map(torch.equal, gradients[step], [first * scale for first in gradients[0]]))
 
@@ -197,6 +226,7 @@ def test_the_scale_of_a_loss_is_that_of_each_pass(monkeypatch: pytest.MonkeyPatc
 def member(device: str, store: Any, plan: Plan, captures: bool) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
         recorder, here = recording(patch)
+        patch.setattr(captured_passes, "_AT_ONCE", 100)
         options = ParallelismOptions(compile="graphs" if captures else False)
         recipe = recipe_of(here, parallelism=options)
         engine = engine_on(PlanGroups("plan/1", device, "127.0.0.1", store), recipe, plan)
@@ -204,24 +234,35 @@ def member(device: str, store: Any, plan: Plan, captures: bool) -> dict[str, Any
         losses = [engine.step(step, lambda: 0).outcome.vote.loss for step in range(STEPS)]
         engine.settle()
     weights = {name: p.detach().numpy() for name, (_, p) in engine.module.local.parameters.items()}
-    return {"losses": losses, "weights": weights, "replays": recorder.replays}
+    assert engine.module.runner is not None
+    most = engine.module.runner.most_alive
+    return {
+        "losses": losses,
+        "weights": weights,
+        "replays": recorder.replays,
+        "most": (recorder.most, most),
+        "under way": len(recorder.under_way),
+    }
 
 
 @pytest.mark.slow
-def test_the_last_pass_of_a_step_is_eager_where_gradients_are_summed_with_others() -> None:
-    mine = gang.run(str(Path(__file__)), "member", TWO.members, TWO, True)
-    expected = gang.run(str(Path(__file__)), "member", TWO.members, TWO, False)
-    for device, passes in (("a/0", 5), ("b/0", 3)):
+def test_pipelines_train_from_captured_passes_as_from_eager_ones() -> None:
+    mine = gang.run(str(Path(__file__)), "member", PIPES.members, PIPES, True)
+    expected = gang.run(str(Path(__file__)), "member", PIPES.members, PIPES, False)
+    for device, passes in (("a/0", 2 * 5), ("b/0", 2 * 5), ("c/0", 3)):
         assert mine[device]["losses"] == expected[device]["losses"]
         weights = expected[device]["weights"]
         assert all((mine[device]["weights"][name] == weights[name]).all() for name in weights)
-        assert mine[device]["replays"] == (STEPS - FIRST) * (passes - 1)
+        assert mine[device]["replays"] == (STEPS - FIRST) * 2 * passes, "all passes of later steps"
+        most, alive = mine[device]["most"]
+        assert most == alive, "a slot for each micro-batch that is under way"
+        assert mine[device]["under way"] == 0
+    assert mine["a/0"]["most"] > mine["c/0"]["most"]
 
 
 @pytest.mark.parametrize(
     ("plan", "options", "reason"),
     [
-        (plan_of((8, [stage(0, 3, ("a/0", 1)), stage(3, 6, ("b/0", 1))])), {}, "it has a stage of the model"),
         (plan_of((8, [stage(0, 6, ("a/0", 1), ("b/0", 1))])), {}, "members of its TP group or lanes"),
         (ALONE, {"recompute": lambda layer: layer == 2}, "its blocks recompute"),
     ],

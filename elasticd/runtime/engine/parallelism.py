@@ -42,8 +42,8 @@ class ParallelismOptions:
     sequence_parallel: bool | Literal["plan"] = False
     #: Whether blocks are compiled by `torch.compile`, as each device holds them, each width once in a process.
     #: Not in stages with sequence parallelism. "chunks": the consecutive blocks of a device are one graph, too,
-    #: where they can be; the others are compiled one by one. "graphs", on CUDA alone: compiled blocks, and the
-    #: passes of a micro-batch are launched together, as a CUDA graph, on devices that have all of the model.
+    #: where they can be; the others are compiled one by one. "graphs", on CUDA alone: compiled blocks, and each
+    #: pass of a micro-batch is launched by one call, as a CUDA graph, on devices that share no layer.
     compile: bool | Literal["chunks", "graphs"] = False
     #: The first plan: `elasticd.annotations.plan_of` makes one. None: the planner makes it. The planner puts
     #: another in its place once that is better, or one of its devices is lost.

@@ -9,7 +9,7 @@ where one of these asks for it, and else at the borders of embedding, blocks and
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext
 from typing import Protocol
 
@@ -69,6 +69,8 @@ class PassWatch(SectionWatch):
     training: bool  #: the sections of its chunk train
     last: bool  #: no other backward pass of the step goes through its chunk, and sums may begin
     packed: bool  #: micro-batches are packed rows
+    #: Called with the sections of a backward pass as their gradients are there; None: nobody asks.
+    reached: Callable[[Collection[str]], None] | None
 
     def __init__(
         self,
@@ -104,7 +106,7 @@ class PassWatch(SectionWatch):
         self._share, self._layers, self._slices, self._calls = share, layers, slices, calls
         self._on_section_done = on_section_done
         self.steps, self.draws, self.paced, self.packed, self.last = 0, False, True, False, False
-        self._notes, self._communicated = False, 0.0
+        self._notes, self._communicated, self.reached = False, 0.0, None
         self.everywhere = True
 
     def begin_step(self, *, trains: bool) -> None:
@@ -208,6 +210,8 @@ class PassWatch(SectionWatch):
         if self.paced and section.startswith("blocks."):
             self._end_pace("backward")
         self._telemetry.passed(section if section in ("embed", "head") else "backward")
+        if self.reached is not None:
+            self.reached([section for part in segment.parts for section in part.sections])
         if self.last:
             for part in reversed(segment.parts):
                 for left in reversed(part.sections):

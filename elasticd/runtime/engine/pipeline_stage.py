@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -43,7 +44,7 @@ from elasticd.runtime.data.sample_ledger import (
     without_marks,
 )
 from elasticd.runtime.engine.activation_checkpoint import recomputed_blocks
-from elasticd.runtime.engine.captured_passes import CapturedPasses, WholePass
+from elasticd.runtime.engine.captured_passes import CapturedPasses, ChunkPasses, Entered, PassSlot
 from elasticd.runtime.engine.compiled_blocks import (
     BlockCalls,
     CompiledRun,
@@ -95,6 +96,16 @@ def _total(values: Sequence[float | Tensor]) -> float | Tensor:
 def _none(counted: float | Tensor) -> bool:
     """Whether a micro-batch has no target, as far as the host knows: it does not wait for a device's count."""
     return not isinstance(counted, Tensor) and not counted
+
+
+def under_way(acts: Iterable[Act]) -> dict[int, int]:
+    """By chunk the micro-batches at most whose backward pass has still to come, as a step's acts have it."""
+    now, most = Counter[int](), dict[int, int]()
+    for act in acts:
+        if act.what == "pass":
+            now[act.chunk] += 1 if act.kind == "forward" else -1
+            most[act.chunk] = max(most.get(act.chunk, 0), now[act.chunk])
+    return most
 
 
 def all_forward(stages: int, stage: int, micro_batches: int, chunks: int) -> Iterator[Pass]:
@@ -151,6 +162,7 @@ class StageRunner:
         self._slices, self._takes, self._of_items = slices, takes or {}, gives is not None
         self._rows: list[PackedRow] = []  # of the micro-batches of the step; empty: they are padded
         self._one_queue = peers.communicators.one_queue
+        self._flights: tuple[object, dict[int, int]] = (None, {})  # the acts of a step, and what they hold
         self._ordered: tuple[object, tuple[Act, ...]] = (None, ())  # what a step does, by what it follows from
         self._made: dict[Act, list[Tensor]] = {}  # by pass what it has made for an adjacent stage
         self._own: tuple[Sequence[int], int] = ((), 0)  # which of how many rows of the pipeline they are
@@ -197,6 +209,8 @@ class StageRunner:
         self._context = _context(model, plan, peers)
         alone = len(stage.devices) == 1
         self._captured = self._captured_passes(recipe, local, alone=alone and self._context is None)
+        if self._captured is not None:
+            self._watch.reached = self._captured.reached
         channel = Channel("tensor", stage.devices)
         self._group = OneDevice(*stage.devices) if alone else peers.communicators.team(channel)
         self._drawing.repeats = alone and self._context is None
@@ -207,19 +221,42 @@ class StageRunner:
         """Captures the passes of a micro-batch; None: they are eager under this plan."""
         if recipe.parallelism.compile != "graphs":
             return None
-        (first, *more), reason = self._chunks, ""
+        reason = ""
         if recipe.model.graph is not None:
             reason = "the model has several modules"
         elif not alone:
             reason = "members of its TP group or lanes communicate in them"
-        elif more or first.before is not None or first.after is not None:
-            reason = "it has a stage of the model"
         elif self._recomputed:
             reason = "its blocks recompute"
         if reason:
             log.info("passes of this device are no CUDA graphs: %s", reason)
             return None
-        return CapturedPasses(self._accelerator.graphs(), [p for _, p in local.parameters.values()])
+        return CapturedPasses(self._accelerator.graphs(), local.modules, sums_begin=self._sums_begin)
+
+    def _begin_captured(self, captured: CapturedPasses, acts: Sequence[Act]) -> None:
+        """Begins a step whose passes may be graphs."""
+        if acts is not self._flights[0]:
+            self._flights = acts, under_way(acts)
+        modes = tuple(module.training for module in self._modules.values())
+        captured.begin_step(modes, self._flights[1], self._to_capture)
+
+    def _to_capture(self, number: int) -> ChunkPasses | None:
+        """The passes of a chunk as they are captured; None: they cannot be, now or ever."""
+        chunk = self._chunks[number]
+        if not self._may_replay():
+            return None
+        graphs = chunk.unseeded(chunk.separate)
+        if graphs is None or (chunk.after is None and self._loss_draws):
+            return None
+        return ChunkPasses(
+            graphs=graphs, loss=self.loss if chunk.after is None else None, precision=self._precision
+        )
+
+    def _may_replay(self) -> bool:
+        """Returns True if passes of this step may be graphs of the device."""
+        if self._watch.steps <= FIRST or self._rows or not self._drawing.may_leave_seeds_out:
+            return False
+        return torch.is_grad_enabled() and not (self._watch.paced or self._watch.draws)
 
     def release(self) -> None:
         """Drops the graphs that were captured, and their memory. Passes are captured anew later."""
@@ -288,7 +325,7 @@ class StageRunner:
         self._scale = scale
         self._watch.begin_step(trains=torch.is_grad_enabled())
         if self._captured is not None and torch.is_grad_enabled():
-            self._captured.begin_step(tuple(module.training for module in self._modules.values()))
+            self._begin_captured(self._captured, acts)
         self._made.clear()
         self._loader.take()
         for chunk in self._chunks:
@@ -550,8 +587,13 @@ class StageRunner:
             if self._of_items and index in self._step.stood_in:
                 state.ids = stand_in(expected)
             telemetry.mark()
-            if self._captured is not None and graphs is chunk.graphs and self._replay(state, chunk, batch):
+        if self._captured is not None:
+            state.entered = Entered(
+                () if batch is None else batch, () if state.received is None else state.received
+            )
+            if self._replay(state, act, chunk):
                 return state, state.targets
+        if chunk.before is None:
             x = self._precision.entering(x) if self._precision else x
         x = self._sections(state, chunk, graphs, x)
         counted: float | Tensor = 0
@@ -561,8 +603,7 @@ class StageRunner:
         else:
             telemetry.passed("head" if chunk.ends_with_head else "forward")
             x = x if chunk.ends_with_head else self._joined(x)
-            chunk.after.announce(index, x, state.ids)
-            self._made[act] = [tensor.detach() for tensor in tensors(x)]
+            self._leaves(act, chunk, x, state.ids)
         return state, counted
 
     def _refuse_stand_in(self, error: Exception, index: int) -> None:
@@ -576,27 +617,32 @@ class StageRunner:
                 f"{what}; what stands in for it does not go through the model: {described(error)}"
             ) from (failure or error)
 
-    def _replay(self, state: MicroBatchState, chunk: StageChunk, batch: Any) -> bool:
-        """All passes of a micro-batch as one graph of the device. Returns False where they are to be eager."""
+    def _replay(self, state: MicroBatchState, act: Act, chunk: StageChunk) -> bool:
+        """A forward pass as one graph of the device. Returns False where it is to be eager."""
         assert self._captured is not None
-        if self._watch.steps <= FIRST or self._rows or not self._drawing.may_leave_seeds_out:
+        if not self._may_replay():
             return False
-
-        def whole() -> WholePass | None:
-            graphs = chunk.unseeded(chunk.graphs)
-            if graphs is None or self._loss_draws:
-                return None
-            return WholePass(graphs=graphs, loss=self.loss, precision=self._precision)
-
         self._stopwatch.where.at(FORWARD)
-        values = self._captured.replay(batch, self._scale, whole)
-        if values is None:
+        replayed = self._captured.forward(act.chunk, state.entered)
+        if replayed is None:
             return False
-        state.loss, state.targets, worked = values
-        state.replayed = True
+        slot, worked = replayed
+        state.slot = slot
         self._telemetry.passed(CAPTURED)
-        self._watch.count(*worked)
+        if state.received is None:
+            self._watch.count(*worked)
+        if chunk.after is None:
+            state.loss = slot.output.clone()
+            state.targets = slot.count.clone() if isinstance(slot.count, Tensor) else slot.count
+        else:
+            self._leaves(act, chunk, slot.output.clone(), state.ids)
         return True
+
+    def _leaves(self, act: Act, chunk: StageChunk, x: Bundle, ids: Sequence[int]) -> None:
+        """The output of a chunk goes to the next stage."""
+        assert chunk.after is not None
+        chunk.after.announce(act.micro_batch, x, ids)
+        self._made[act] = [tensor.detach() for tensor in tensors(x)]
 
     def _watched(self, state: MicroBatchState, micro: MicroBatch, chunk: StageChunk) -> None:
         """What passes from here on are those of."""
@@ -628,8 +674,6 @@ class StageRunner:
         with self._drawing.keyed("loss"), watching() if watches else nullcontext(Draws()) as draws:
             state.loss, counted = sum_and_count(self.loss(logits, batch))  # on every member of the last stage
         self._loss_draws = self._loss_draws or draws.drew
-        if self._captured is not None:
-            state.batch = batch
         if isinstance(counted, Tensor) and counted.device.type == "cpu":
             counted = counted.item()
         state.targets = counted
@@ -653,27 +697,27 @@ class StageRunner:
         """One backward pass. `last`: no other one of the step goes through the chunk, and sums may begin."""
         telemetry = self._telemetry
         self._stopwatch.where.at(BACKWARD)
-        if state.replayed:
-            if last:
-                for section in reversed(chunk.passes):
-                    self._on_section_done(section)
-            return
         if self._slices is not None:
             self._slices.length = state.length
         grads: Gradients
         if state.loss is None:
             assert chunk.after is not None
             grads = chunk.after.gradient(act.micro_batch)
-        else:
+        elif state.slot is None:
             grads = self._gradient_of_loss(state)
+        else:
+            grads = None
         telemetry.mark()
         if self._slices is not None and not chunk.ends_with_head:
             grads = self._slices.cut(single(grads))
-        state.start = time.perf_counter()
-        self._watch.state, self._watch.last = state, last
-        grads = back_through(state.segments, grads, self._watch)
-        if self._captured is not None and state.loss is not None:
-            self._captured.passed(state.batch, state.loss, (state.samples, state.length))
+        if state.slot is not None:
+            grads = self._replay_backward(state.slot, grads, chunk, last=last)
+        else:
+            state.start = time.perf_counter()
+            self._watch.state, self._watch.last = state, last
+            grads = back_through(state.segments, grads, self._watch)
+            if self._captured is not None:
+                self._captured.passed(act.chunk, state.entered, (state.samples, state.length))
         self._begun.add(act.chunk)
         self._step.taken.update(state.items)
         if state.received is not None:
@@ -682,6 +726,18 @@ class StageRunner:
                 grad = torch.zeros_like(single(out)) if grads is None else single(grads)
                 out, grads = self._like(out, state), self._slices.join(grad)
             self._made[act] = gradient_messages(out, grads)
+
+    def _replay_backward(self, slot: PassSlot, grads: Gradients, chunk: StageChunk, *, last: bool) -> Gradients:
+        """The backward pass of a micro-batch whose forward pass was a graph. Sums wait for their sections
+        alone, beside the rest of it."""
+        assert self._captured is not None
+        assert not isinstance(grads, Mapping)
+        received = self._captured.backward(slot, self._scale if grads is None else grads)
+        self._telemetry.passed(CAPTURED)
+        for section in reversed(chunk.passes) if last else ():
+            with self._accelerator.beside(slot.ends[section]) if slot.ends else nullcontext():
+                self._on_section_done(section)
+        return received
 
     def _gradient_of_loss(self, state: MicroBatchState) -> Gradients:
         """Has a backward pass begin at the loss, with the gradient that is returned."""

@@ -11,6 +11,7 @@ from elasticd_planner.spec.item_batch import GroupId
 from torch import Tensor
 
 from elasticd.runtime.data.prefetch import SampleError
+from elasticd.runtime.engine.captured_passes import PassSlot
 from elasticd.runtime.model.bundle import Bundle
 from elasticd.runtime.model.section_passes import GraphSegment
 
@@ -31,13 +32,13 @@ class MicroBatchState:
     items: dict[GroupId, Bundle] = field(default_factory=dict)
     loss: Tensor | None = None  #: sum over targets; None: not the last stage
     targets: float | Tensor = 0
-    batch: Any = None  #: where passes may be captured, what the loss was computed of
-    replayed: bool = False  #: a graph had the backward pass with the forward one
+    entered: Any = None  #: where passes may be captured: with what the forward pass was called
+    slot: PassSlot | None = None  #: whose graphs its passes are; None: they are eager
 
     @property
     def output(self) -> Bundle:
         """The output of the last section."""
-        return self.segments[-1].out
+        return self.segments[-1].out if self.slot is None else self.slot.output
 
 
 @dataclass
