@@ -24,11 +24,10 @@ from elasticd_planner.layout.explained_plan import (
 from elasticd_planner.layout.layouts import Layouts
 from elasticd_planner.layout.link_traffic import Level, levels_of
 from elasticd_planner.layout.surviving_layouts import Remains
-from elasticd_planner.problem_files.convert import cluster_of, problem_of
+from elasticd_planner.problem_files.convert import cluster_of
 from elasticd_planner.problem_files.file_format import TableProblem
 from elasticd_planner.problem_files.shapes import Shapes, shapes_of, sizes_of
 from elasticd_planner.readable import readable
-from elasticd_planner.search.module_cost import ModuleCosts
 from elasticd_planner.spec.batch import BatchPlan
 from elasticd_planner.spec.cluster import Cluster
 from elasticd_planner.spec.item_batch import ItemBatch
@@ -121,7 +120,7 @@ def explained(
         current: the plan that runs.
         model: its own parameters, by module; None: those of the problem's bytes.
         batch: the sequences of a step, which lanes may share; None: not known.
-        items: the items of a step, of each module of items; None: those of a mean step.
+        items: those of a step, of each module of items.
 
     Raises:
         Invalid: the problem does not say enough, or the model cannot be cut so.
@@ -171,7 +170,7 @@ def _step(
             )
             for name, each in shapes.items()
         }
-        return explain_modules(layouts, cluster, sizes, items or mean_items(problem, plan))
+        return explain_modules(layouts, cluster, sizes, items or {})
     step = explain_step(
         layouts,
         cluster,
@@ -181,12 +180,6 @@ def _step(
         keys=key_flows(layouts, batch) if batch is not None and own.exact else (),
     )
     return {problem.module: step}
-
-
-def mean_items(problem: TableProblem, plan: Plan) -> dict[str, ItemBatch]:
-    """The items of a mean step, of each module of items."""
-    batches = ModuleCosts(problem_of(problem)).batches(plan)
-    return {name: batch for name, batch in batches.items() if isinstance(batch, ItemBatch)}
 
 
 def _has_lanes(plan: Plan) -> bool:

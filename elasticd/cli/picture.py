@@ -6,6 +6,7 @@ line.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 
@@ -30,18 +31,14 @@ Loads = Sequence[Sequence[float | None]]
 
 def picture(plan: Plan, rates: Mapping[str, float], times: StageTimes | None = None) -> RenderableType:
     """The plan's pipelines and what stands idle; of several modules those of each, and where each device is.
-    With `times`, each stage of the module with the loss shows how busy it is of the time that the busiest one
-    takes for its micro-batches."""
-    if len(plan.modules) > 1:
-        return _modules(plan, rates, times)
-    return _module(plan, rates, times)
+    With `times`, each stage of a plan of one module shows how busy it is of the time that the busiest one takes
+    for its micro-batches."""
+    return module_picture(plan, rates) if len(plan.modules) > 1 else _picture(plan, rates, _loads(plan, times))
 
 
-def _module(
-    plan: Plan, rates: Mapping[str, float], times: StageTimes | None = None, items: str = ""
-) -> RenderableType:
-    """One module. items: that it takes; its lanes have weights, by which items are dealt, not micro-batches."""
-    parts: list[RenderableType] = [_Pipelines(plan, rates, _loads(plan, times), items)]
+def _picture(plan: Plan, rates: Mapping[str, float], loads: Loads) -> RenderableType:
+    """That of a plan of one module, or of a view."""
+    parts: list[RenderableType] = [_Pipelines(plan, rates, loads)]
     more = len(plan.by_lane) - SHOWN
     if more > 0:
         parts.append(Text(f"and {more} more {'lanes' if plan.by_lane != plan.pipelines else 'pipelines'}"))
@@ -60,9 +57,20 @@ def _module(
     return Group(*parts)
 
 
-def _modules(plan: Plan, rates: Mapping[str, float], times: StageTimes | None) -> RenderableType:
-    """The modules of a plan below each other, then the places of each device together."""
+def module_picture(
+    plan: Plan, rates: Mapping[str, float], busy: Mapping[str, Sequence[Sequence[float]]] | None = None
+) -> RenderableType:
+    """The modules of a plan below each other, then the places of each device together.
+
+    Args:
+        plan: of several modules.
+        rates: slowdown of each device that has one.
+        busy: seconds that each stage computes in a step, by module and lane; with it stages and devices show
+            how busy they are of the time that the busiest device computes.
+    """
     parts: list[RenderableType] = []
+    by_device = _by_device(plan, busy)
+    most = max(by_device.values(), default=0.0)
     for module in plan.modules:
         view = plan.view(module.module)
         head = Text.assemble(("module ", "dim"), (module.module, "bold"))
@@ -70,16 +78,31 @@ def _modules(plan: Plan, rates: Mapping[str, float], times: StageTimes | None) -
             head.append(
                 f"   takes {module.items}, at most {module.ahead} micro-batches ahead, lead {module.lead}"
             )
-        parts += [head, _module(view, rates, None if module.items else times, module.items)]
+        loads: Loads = _loads(view, None)
+        if busy is not None and most:
+            loads = [[seconds / most for seconds in row] for row in busy[module.module]]
+        parts += [head, _picture(view, rates, loads)]
     parts.append(Text("devices", style="dim"))
     shown = [device for device in plan.members if device not in plan.carriers][:SHOWN]
     for device in shown:
-        parts.append(Text.assemble(f"{named([device], rates)}  ", "; ".join(_places(plan, device))))
+        line = Text.assemble(f"{named([device], rates)}  ", "; ".join(_places(plan, device)))
+        parts.append(Text.assemble(line, "  ", bar(by_device[device] / most)) if most else line)
     if (more := len(plan.members) - len(plan.carriers) - len(shown)) > 0:
         parts.append(Text(f"and {more} more devices"))
     if plan.idle:
         parts.append(Text.assemble(("idle ", "dim"), named(plan.idle, rates)))
     return Group(*parts)
+
+
+def _by_device(plan: Plan, busy: Mapping[str, Sequence[Sequence[float]]] | None) -> dict[str, float]:
+    """Seconds of each device, over all modules."""
+    found: dict[str, float] = defaultdict(float)
+    for module in plan.modules if busy is not None else ():
+        for lane, row in zip(module.by_lane, (busy or {})[module.module], strict=True):
+            for stage, seconds in zip(lane.stages, row, strict=True):
+                for device in stage.devices:
+                    found[device] += seconds
+    return found
 
 
 def _places(plan: Plan, device: str) -> Iterator[str]:
@@ -120,8 +143,8 @@ def lane_names(plan: Plan) -> list[str]:
 class _Pipelines:
     """Stages beside each other where the terminal is wide enough, else below each other."""
 
-    def __init__(self, plan: Plan, rates: Mapping[str, float], loads: Loads, items: str = "") -> None:
-        self._items = items
+    def __init__(self, plan: Plan, rates: Mapping[str, float], loads: Loads) -> None:
+        self._items = plan.module.items  # whose lanes have weights
         self._shown = list(zip(lane_names(plan), plan.by_lane, strict=True))[:SHOWN]
         self._rates, self._loads = rates, loads
 

@@ -19,13 +19,15 @@ from rich.text import Text
 
 from elasticd.cli.batch import batch_lines, batch_of, dealt, step_lengths
 from elasticd.cli.console import command_console
+from elasticd.cli.module_step import ModuleStep, step_items
 from elasticd.cli.moves import answered, moves_of, shown
 from elasticd.cli.options import cluster_options, json_option, write_json
-from elasticd.cli.picture import StageTimes, busy, lane_names, named, picture
+from elasticd.cli.picture import StageTimes, busy, lane_names, module_picture, named, picture
 from elasticd.cli.status import rates_of
 from elasticd.client import reach
 
 if TYPE_CHECKING:
+    from elasticd_planner.problem_files.file_format import Planned, TableProblem
     from elasticd_planner.search.options import SearchProgress
 
 #: Seconds of a search before standard error is told of it, and between two words: on a terminal, and off it.
@@ -71,8 +73,9 @@ QUIET_SECONDS, TERMINAL_SECONDS, LINE_SECONDS = 2.0, 0.5, 10.0
 )
 @click.option(
     "--batch",
-    metavar="LENGTHS.json",
-    help="How a step's sequences of these lengths are packed in rows of the lanes, [512, 60, 4096].",
+    metavar="STEP.json",
+    help="How a step's sequences of these lengths are packed in rows of the lanes, [512, 60, 4096]; of several "
+    'modules how its items are dealt, {"images": [2, 0, 1, ...]}.',
 )
 @click.option("--diff", nargs=2, metavar="OLD NEW", help="What moves between two answers written with --json.")
 @cluster_options
@@ -133,7 +136,6 @@ def _solve(
     batch: str | None,
     console: Console,
 ) -> None:
-    from elasticd_planner.cost.model import stage_seconds
     from elasticd_planner.problem_files import convert, file_format, solve
     from elasticd_planner.problem_files.shapes import shapes_of
 
@@ -142,14 +144,16 @@ def _solve(
     if asked:
         given = msgspec.structs.replace(given, pins=msgspec.structs.replace(given.pins, **asked))
     listing, model = explain
-    if given.modules and batch is not None:
-        raise click.UsageError("--batch is of problems of one module")
     if listing:
         from elasticd.cli import explanation  # loads the migration
 
         spec = explanation.model_of(model) if model is not None else None
         shapes_of(given, spec)  # refuses what cannot be listed, before the search
-    lengths = step_lengths(_text(batch), batch) if batch is not None else None
+    problem, lengths, items = convert.problem_of(given), None, None
+    if batch is not None and given.modules:
+        items = step_items(_text(batch), batch, problem)
+    elif batch is not None:
+        lengths = step_lengths(_text(batch), batch)
     start = time.perf_counter()
     near = None
     running = answered(_text(current), current).plan if current is not None else None
@@ -162,7 +166,11 @@ def _solve(
     if planned.plan is None or planned.figures is None:
         raise click.ClickException(planned.refusal)
     rows = dealt(planned.plan, lengths) if lengths is not None else None
-    explained = explanation.explained(given, planned.plan, running, spec, rows) if listing else None
+    step = ModuleStep(problem, planned.plan, items) if given.modules else None
+    explained = None
+    if listing:
+        dealt_items = step.items if step is not None else None
+        explained = explanation.explained(given, planned.plan, running, spec, rows, dealt_items)
     if as_json:
         found = file_format.answer(planned, seconds)
         found["state_bytes"] = msgspec.to_builtins(convert.state_bytes(given))
@@ -174,24 +182,43 @@ def _solve(
             found["explanation"] = explanation.explanation_of(explained)
         if rows is not None and lengths is not None:
             found["batch"] = batch_of(planned.plan, rows, lengths.linear)
+        if step is not None and items is not None:
+            found["batch"] = step.as_json()
         write_json(found)
         return
-    task = convert.task_of(given, objective, planned.plan)
-    lines = planned.plan.loss_view.by_lane
-    times = [stage_seconds(line, task.cluster, task.rates, task.cost) for line in lines]
-    console.print(picture(planned.plan, task.rates, times))
+    limited = _picture(given, planned, step, objective, console)
     for line in _figures(planned.figures, objective, planned.unit, seconds):
         console.print(line)
     if near is not None:
         console.print(_nearness(near, planned.unit))
-    if not given.modules:
-        console.print(Text.assemble(("limited by ", "dim"), _limit(planned.plan, times, task.rates)))
+    console.print(Text.assemble(("limited by ", "dim"), limited))
+    if step is not None:
+        console.print()
+        for line in (*(step.lanes() if items is not None else ()), *step.order()):
+            console.print(line, soft_wrap=True)
     if explained is not None:
         console.print(explanation.shown(explained))
     if rows is not None and lengths is not None:
         console.print()
         for line in batch_lines(planned.plan, rows, lengths.linear):
             console.print(line, soft_wrap=True)
+
+
+def _picture(
+    given: TableProblem, planned: Planned, step: ModuleStep | None, objective: Any, console: Console
+) -> str:
+    """Prints the plan; what limits it."""
+    from elasticd_planner.cost.model import stage_seconds
+    from elasticd_planner.problem_files import convert
+
+    assert planned.plan is not None
+    if step is not None:
+        console.print(module_picture(planned.plan, convert.rates_of(given), step.busy))
+        return step.limit()
+    task = convert.task_of(given, objective, planned.plan)
+    times = [stage_seconds(line, task.cluster, task.rates, task.cost) for line in planned.plan.by_lane]
+    console.print(picture(planned.plan, task.rates, times))
+    return _limit(planned.plan, times, task.rates)
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from elasticd_planner.layout.explained_plan import (
 from elasticd_planner.layout.layouts import Layouts
 from elasticd_planner.placement.state_movement import Held, bytes_by_member, holders
 from elasticd_planner.problem import Problem
-from elasticd_planner.search.module_cost import ModuleCosts
+from elasticd_planner.search.module_cost import MOST_PLAYED, ModuleCosts
 from elasticd_planner.spec.item_batch import ItemBatch
 from elasticd_planner.spec.plan import Pipeline, Plan, spanned
 from elasticd_planner.value import Invalid
@@ -42,8 +42,6 @@ MOST_MICRO_BATCHES, MOST_LANES, MOST_MOVING = 32, 16, 512
 #: Devices beyond which what goes over links is not listed: it takes long, and `elasticd plan --explain` does
 #: it.
 MOST_EXPLAINED = 1024
-#: Devices times samples of a plan of several modules beyond which its order is not played, and not drawn.
-MOST_PLAYED = 1 << 16
 #: Rows of what goes over links, for each purpose.
 MOST_ROWS = 12
 
@@ -130,7 +128,8 @@ def _order(record: HistoryRecord) -> tuple[views.TimelineLane, ...]:
     if len(plan.members) * plan.global_batch > MOST_PLAYED:
         return ()
     costs = ModuleCosts(record.problem)
-    batches, played = costs.pass_times(plan)
+    batches = costs.batches(plan)
+    played = costs.pass_times(plan, batches)
     passes: dict[tuple[str, int, int], dict[int, list[views.TimelinePass]]] = {}
     cut, last = set[tuple[str, int, int]](), 0.0
     for one in played:

@@ -345,6 +345,63 @@ def test_modules_are_planned_and_shown_one_by_one_and_devices_with_all_their_pla
     assert moved["current"]["value"] == pytest.approx(answer["figures"]["step"])
 
 
+MODULES = Path(__file__).parents[2] / "examples/problems/vision_language.json"
+
+
+def test_the_order_of_all_modules_is_drawn_on_one_axis_a_row_for_each_device() -> None:
+    result = run(str(MODULES))
+    assert result.exit_code == 0, result.output
+    _, _, order = result.output.partition("order of a mean step")
+    head, *rows = order.strip().splitlines()
+    assert "v vision, l language" in head
+    assert [row.split()[0] for row in rows] == ["n0/0", "n0/1", "n1/0", "n1/1"]
+    for row in rows:
+        passes = row.split(maxsplit=1)[1]
+        assert set(passes) <= set("vVlL·")
+        assert {"l", "L"} <= set(passes)
+    assert rows[2].split()[1] == rows[3].split()[1], "a TP group passes together"
+    assert "limited by n" in result.output
+    assert "language" in result.output.partition("limited by")[2].splitlines()[0]
+    loads = [float(load) for load in re.findall(r"weight .* (\d+)%", result.output)]
+    assert len(loads) == 4
+    assert max(loads) == 100
+
+
+def test_a_steps_items_are_dealt_and_played(tmp_path: Path) -> None:
+    path = tmp_path / "items.json"
+    path.write_text(json.dumps({"images": [[2048, 256]] * 8 + [2] * 4 + [0] * 4}))
+    shown = run(str(MODULES), "--batch", str(path)).output
+    assert "images 24   rows 26,624   lanes 4   busiest lane over the mean" in shown
+    assert len(re.findall(r"^vision lane \d n\d/\d +[█▓]+$", shown, re.MULTILINE)) == 4
+    assert "order of this step" in shown
+    answer = json.loads(run(str(MODULES), "--batch", str(path), "--json").output)
+    groups = [group for lanes in answer["batch"]["modules"]["vision"] for lane in lanes for group in lane]
+    assert sorted(group[4] for group in groups) == sorted([2048, 256] * 8 + [1024] * 8)
+    path.write_text(json.dumps({"images": [0] * 16}))
+    without = json.loads(run(str(MODULES), "--batch", str(path), "--json").output)["batch"]
+    assert without["seconds"] < answer["batch"]["seconds"]
+    assert all(device["vision"] == 0 for device in without["devices"].values() if "vision" in device)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            "[2, 0]",
+            'It must have the items of each sample of a step, their number or the rows of each, as {"images"',
+        ),
+        ('{"images": [1, 2]}', "it has the images of 2 samples, and a step 16: give one entry for each"),
+        ('{"clips": [1]}', "no module takes 'clips'; there are: images"),
+        (json.dumps({"images": [-1] * 16}), "images are counted from 0, and have at least one row each"),
+    ],
+)
+def test_a_file_of_items_that_is_none_of_the_problem_is_refused(tmp_path: Path, text: str, said: str) -> None:
+    (tmp_path / "items.json").write_text(text)
+    result = run(str(MODULES), "--batch", str(tmp_path / "items.json"))
+    assert result.exit_code == 1
+    assert said in " ".join(result.output.split())
+
+
 def test_modules_are_of_problems_in_seconds(tmp_path: Path) -> None:
     seconds = json.loads(Path(modules_problem(tmp_path / "s.json")).read_text())
     result = run(written(tmp_path / "p.json", modules=seconds["modules"]))

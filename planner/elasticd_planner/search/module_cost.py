@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 
 import msgspec
 import numpy as np
@@ -32,6 +33,9 @@ MOST_ITEMS = 4096
 
 #: Of a step with more passes of the module with the loss than these a part is played.
 MOST_PASSES = 12_288
+
+#: Devices times samples of a step of which all passes are played.
+MOST_PLAYED = 1 << 16
 
 #: A lane keeps at most so many items more than its part of those that are needed: items are whole.
 UNEVEN_ITEMS = 1
@@ -123,10 +127,30 @@ class ModuleCosts:
         end = step_microseconds(part, batches, passes, self._delay(part, batches))
         return end / 1e6 + self.after_seconds(plan)
 
-    def pass_times(self, plan: Plan) -> tuple[dict[str, BatchPlan | ItemBatch], tuple[ModulePassTime, ...]]:
-        """A mean step of a plan with times: the batch of each module, and when its passes run."""
-        batches = self.batches(plan)
-        return batches, module_pass_times(plan, batches, passes, delay=self._delay(plan, batches))
+    def pass_times(
+        self, plan: Plan, batches: Mapping[str, BatchPlan | ItemBatch]
+    ) -> tuple[ModulePassTime, ...]:
+        """When the passes of a step of a plan with times run."""
+        return module_pass_times(plan, batches, passes, delay=self._delay(plan, batches))
+
+    def busy_seconds(
+        self, plan: Plan, batches: Mapping[str, BatchPlan | ItemBatch]
+    ) -> dict[str, list[list[float]]]:
+        """Seconds that each stage computes in a step, by module and lane."""
+        found = {}
+        for module in plan.modules:
+            batch, lanes = batches[module.module], module.by_lane
+            counts: list[float] = [lane.micro_batches for lane in lanes]
+            if isinstance(batch, ItemBatch):
+                mean = self.modules[module.module].rows_an_item
+                listed = [groups for pipeline in batch.pipelines for groups in pipeline]
+                counts = [sum(group.rows for group in groups) / mean for groups in listed]
+            times = self.lane_seconds(plan.view(module.module))
+            found[module.module] = [
+                ((forward + backward) * count).tolist()
+                for (forward, backward), count in zip(times, counts, strict=True)
+            ]
+        return found
 
     def _delay(self, plan: Plan, batches: Mapping[str, BatchPlan | ItemBatch]) -> Delay:
         """The time of messages [us]: between two stages of the module with the loss as its cost has it; of the
@@ -216,20 +240,41 @@ class ModuleCosts:
                     by_device[device] += seconds
         return max(by_device.values(), default=0.0)
 
-    def batches(self, plan: Plan, share: float = 1.0) -> dict[str, BatchPlan | ItemBatch]:
-        """A mean step: its samples, and so many times the items in each that there are in the mean."""
+    def batches(
+        self,
+        plan: Plan,
+        share: float = 1.0,
+        items: Mapping[str, Sequence[Sequence[int]]] | None = None,
+    ) -> dict[str, BatchPlan | ItemBatch]:
+        """The samples and items of a step.
+
+        Args:
+            plan: that deals them.
+            share: so many times the items in each sample that there are in the mean.
+            items: of a step that is known the rows of the items of each sample, by what they are called. Those
+                that are not there are of a mean step.
+        """
         batch = batch_plan(plan.view(self.problem.module), 0, range(plan.global_batch))
         found: dict[str, BatchPlan | ItemBatch] = {self.problem.module: batch}
         for module in self.problem.modules:
-            items = module.items_a_sample * share
-            together = max(1, math.ceil(items * plan.global_batch / MOST_ITEMS))
-            each = items / together
-            ends = [math.floor(each * sample) for sample in range(plan.global_batch + 1)]
-            counts = {sample: ends[sample + 1] - ends[sample] for sample in range(plan.global_batch)}
-            size = max(1, round(module.rows_an_item * together))
-            rows = {SampleItem(sample, n): size for sample, count in counts.items() for n in range(count)}
-            found[module.name] = item_batch(plan, module.name, batch, counts, rows)
+            known = (items or {}).get(module.items)
+            rows = self._mean_rows(plan, module, share) if known is None else known
+            counts = {sample: len(each) for sample, each in enumerate(rows)}
+            costs = {
+                SampleItem(sample, n): row for sample, each in enumerate(rows) for n, row in enumerate(each)
+            }
+            found[module.name] = item_batch(plan, module.name, batch, counts, costs)
         return found
+
+    @staticmethod
+    def _mean_rows(plan: Plan, module: ModuleProblem, share: float) -> list[list[int]]:
+        """Of each sample of a mean step the rows of its items. Where there are many some go together."""
+        items = module.items_a_sample * share
+        together = max(1, math.ceil(items * plan.global_batch / MOST_ITEMS))
+        each = items / together
+        ends = [math.floor(each * sample) for sample in range(plan.global_batch + 1)]
+        size = max(1, round(module.rows_an_item * together))
+        return [[size] * (stop - start) for start, stop in pairwise(ends)]
 
     def kept_items(self, plan: Plan, module: ModulePlan) -> list[int]:
         """The most items that each lane of a module keeps, over all its pipelines: its part of the items of
