@@ -27,6 +27,7 @@ from elasticd.coordinator.api_types import (
     ExceptionStatus,
     JobStatus,
     MemberStatus,
+    ModuleDeviceStatus,
     ModuleStatus,
     NodeStatus,
     RestartStatus,
@@ -37,6 +38,8 @@ from elasticd.dashboard.why import differs
 FEW_DEVICES = 32
 #: Without --all: lines of nodes, jobs in full, jobs that are over, and pipelines and workers of a job.
 MOST_NODES, MOST_JOBS, MOST_OVER, MOST_PIPELINES, MOST_WORKERS = 20, 4, 10, 6, 16
+#: A lane of items that takes so many times the planned time for a row is named; lines of such devices.
+SLOW_LANE, MOST_SLOW_LANES = 1.25, 4
 #: A device in a node's line: at normal speed, slower and slower, and one of a node that cannot be reached.
 _GLYPHS, _GONE = "▁▃▅▇█", "×"
 
@@ -362,11 +365,7 @@ def _job(
             ("  wall time a step ", "dim"), readable_seconds(job.wall_seconds),
             ("   the step itself ", "dim"), readable_seconds(job.step_seconds),
         )  # fmt: skip
-    for module in job.modules:
-        yield Text.assemble(
-            ("  module ", "dim"), module.module, f"  {readable_seconds(module.seconds)} of computation on ",
-            f"{module.busiest}, the busiest of {counted(module.devices, 'device')}", _items(module),
-        )  # fmt: skip
+    yield from module_lines(job)
     if job.plan is not None:
         expected = predicted(job)
         proposed = f", plan {job.proposal} is proposed" if job.proposal is not None else ""
@@ -387,6 +386,31 @@ def _job(
         yield Text.assemble(("  workers ", "dim"), ", ".join(map(worker, job.members)))
     elif job.members:
         yield Text.assemble(("  workers ", "dim"), f"{len(job.members):,} processes; --all lists them")
+
+
+def module_lines(job: JobStatus) -> Iterator[Text]:
+    """The modules of a job in its newest step, and below each the devices whose lanes take longer than planned
+    for an item."""
+    for module in job.modules:
+        yield Text.assemble(
+            ("  module ", "dim"), module.module, f"  {readable_seconds(module.seconds)} of computation on ",
+            f"{module.busiest}, the busiest of {counted(module.devices, 'device')}", _items(module),
+        )  # fmt: skip
+        slow = [each for each in module.by_device if each.slowdown >= SLOW_LANE]
+        for each in sorted(slow, key=lambda each: -each.slowdown)[:MOST_SLOW_LANES]:
+            yield Text.assemble("    ", (each.device, "red"), "  ", item_share(module, each))
+        if (more := len(slow) - MOST_SLOW_LANES) > 0:
+            yield Text(f"    and {counted(more, 'more device')} with slow lanes")
+
+
+def item_share(module: ModuleStatus, device: ModuleDeviceStatus) -> str:
+    """What a device's lane took of a module's items in the newest step, and how long it takes for them."""
+    text = (
+        f"{device.items} {module.items}, {device.share:.0%} of all rows; {device.planned_share:.0%} as planned"
+    )
+    if device.slowdown >= SLOW_LANE:
+        text += f"; a row takes {device.slowdown:.2f} times the planned time"
+    return text
 
 
 def _items(module: ModuleStatus) -> str:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 
 import click
+from elasticd_planner.readable import counted, readable_seconds
 from elasticd_planner.spec.batch import BatchSummary
 from rich.console import Group, RenderableType
 from rich.live import Live
@@ -16,15 +17,24 @@ from rich.text import Text
 from elasticd.cli.console import command_console
 from elasticd.cli.options import cluster_options, json_option, plain_table, write_json
 from elasticd.cli.picture import picture
-from elasticd.cli.status import jobs_over, paused, rates_of, restart_mode_job
+from elasticd.cli.status import SLOW_LANE, jobs_over, module_lines, paused, rates_of, restart_mode_job
 from elasticd.client import Api, CannotReach, reach
-from elasticd.coordinator.api_types import ClusterStatus, JobStatus, NodeStatus, RestartStatus
+from elasticd.coordinator.api_types import (
+    ClusterStatus,
+    JobStatus,
+    ModuleDeviceStatus,
+    ModuleStatus,
+    NodeStatus,
+    RestartStatus,
+)
 from elasticd.coordinator.events.event_log import EventRecord, line
 from elasticd.coordinator.events.switch_gain import StepRecord
 
 #: Characters of a rate's bar, and the rate at which it is full.
 WIDTH, FULL = 24, 4.0
 EVENTS = 8
+#: Devices of a job of several modules that have a line of their own, those that compute longest.
+MODULE_DEVICES = 16
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 
 
@@ -137,5 +147,40 @@ def _job(job: JobStatus, steps: Sequence[StepRecord], rates: Mapping[str, float]
         yield Text(f"  {packed(job.batch)}")
     if seconds:
         yield Text.assemble(("  seconds of the steps themselves, the last 60  ", "dim"), spark(seconds))
+    yield from module_lines(job)
+    if len(job.modules) > 1:
+        yield _module_table(job)
     if job.plan is not None:
         yield picture(job.plan, rates)
+
+
+def _module_table(job: JobStatus) -> RenderableType:
+    """What each device computed for each of its modules in the newest step; its modules beside each other."""
+    table = plain_table("device", *(head for module in job.modules for head in _heads(module)), ">in all")
+    by_device: dict[str, dict[str, ModuleDeviceStatus]] = {}
+    for module in job.modules:
+        for each in module.by_device:
+            by_device.setdefault(each.device, {})[module.module] = each
+    slowest = sorted(by_device, key=lambda device: -sum(each.seconds for each in by_device[device].values()))
+    for device in slowest[:MODULE_DEVICES]:
+        cells, own = list[RenderableType](), by_device[device]
+        for module in job.modules:
+            known = own.get(module.module)
+            cells.append(readable_seconds(known.seconds) if known is not None else "")
+            if module.items:
+                cells.append(_part(known) if known is not None else "")
+        table.add_row(device, *cells, readable_seconds(sum(each.seconds for each in own.values())))
+    more = len(slowest) - MODULE_DEVICES
+    return Group(table, Text(f"and {counted(more, 'more device')}")) if more > 0 else table
+
+
+def _heads(module: ModuleStatus) -> Iterator[str]:
+    yield f">{module.module}"
+    if module.items:
+        yield f">{module.items}"
+
+
+def _part(device: ModuleDeviceStatus) -> Text:
+    """Items and their part of all; red where the lane takes longer than planned."""
+    style = "red" if device.slowdown >= SLOW_LANE else ""
+    return Text(f"{device.items} ({device.share:.0%})", style=style)

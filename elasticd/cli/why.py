@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from statistics import median
 
 import click
+from elasticd_planner.readable import readable_seconds
 from rich.console import Group, RenderableType
 from rich.text import Text
 
@@ -13,7 +14,7 @@ from elasticd.cli.console import command_console
 from elasticd.cli.job_argument import in_restart_mode, job_with_plans, named_job
 from elasticd.cli.options import asking, json_option, write_json
 from elasticd.cli.picture import picture
-from elasticd.cli.status import exception
+from elasticd.cli.status import exception, item_share
 from elasticd.client import Api, CannotReach
 from elasticd.coordinator.api_types import ClusterStatus, DeviceStatus, JobStatus, NodeStatus
 from elasticd.coordinator.events.event_log import EventRecord
@@ -25,7 +26,9 @@ from elasticd.dashboard.why import (
     event_lines,
     events_of,
     gained,
+    module_changes,
     prediction_of,
+    record_before,
     seconds_under,
     use,
 )
@@ -62,12 +65,14 @@ def why(api: Api, as_json: bool, option: str | None, words: tuple[str, ...]) -> 
         # A job that failed before its first plan has a reason all the same.
         ended_early = what is None and current is not None and current.over and not records
         record = None if ended_early else _meant(status, records, name, what)
+        before = record_before(record, records) if record is not None else None
         raised = current.exception if current is not None and what is None else None
         reason = current.reason if current is not None and what is None else ""
         answer = {"reason": reason, "exception": raised}
         shown = (*now(reason), *exception(raised))
         if record is not None:
-            answer, shown = answer | plan_told(record, told, steps), (*shown, *plan(record, told, steps))
+            answer |= plan_told(record, told, steps, before)
+            shown = (*shown, *plan(record, told, steps, before))
     _show(name, answer, shown, as_json)
 
 
@@ -134,12 +139,16 @@ def failure(text: str) -> Iterator[Text]:
 
 
 def plan_told(
-    record: HistoryRecord, told: Sequence[EventRecord], steps: Sequence[StepRecord]
+    record: HistoryRecord,
+    told: Sequence[EventRecord],
+    steps: Sequence[StepRecord],
+    before: HistoryRecord | None = None,
 ) -> dict[str, object]:
     """What `plan` shows, for programs."""
     seconds = seconds_under(record.plan, steps)
     return {
         "plan": record,
+        "changed": module_changes(before, record) if before is not None else {},
         "steps": len(seconds),
         "step_seconds": median(seconds) if seconds else None,
         "predicted_seconds": prediction_of(record, told).seconds,
@@ -149,10 +158,13 @@ def plan_told(
 
 
 def plan(
-    record: HistoryRecord, told: Sequence[EventRecord], steps: Sequence[StepRecord]
+    record: HistoryRecord,
+    told: Sequence[EventRecord],
+    steps: Sequence[StepRecord],
+    before: HistoryRecord | None = None,
 ) -> Iterator[RenderableType]:
-    """What led to a plan, the plan, and how it did."""
-    (about, text), *measured = decided(record)
+    """What led to a plan, the plan, and how it did; `before`: the plan before it."""
+    (about, text), *measured = decided(record, before)
     number, _, reason = text.partition("  ")
     yield Text.assemble((about, "dim"), (number, "bold"), f"  {reason}")
     yield from map(_shown_line, measured)
@@ -183,6 +195,12 @@ def device_told(
         "device": found,
         "connected": node.connected,
         "use": use(current.plan, name) if current is not None and current.plan is not None else None,
+        "modules": {
+            module.module: each
+            for module in (current.modules if current is not None else ())
+            for each in module.by_device
+            if each.device == name
+        },
         "reason": _reason(name, current),
         "plans": [
             {"number": r.number, "rate": r.problem.rates.get(name, 1.0), "use": use(r.plan, name)}
@@ -197,6 +215,15 @@ def _known(name: str, status: ClusterStatus) -> tuple[NodeStatus, DeviceStatus]:
     if name not in known:
         raise CannotReach(f"there is no device {name!r}; there are: {', '.join(sorted(known)) or 'none'}")
     return known[name]
+
+
+def in_modules(name: str, job: JobStatus) -> Iterator[str]:
+    """What a device did for each of its modules in the newest step."""
+    for module in job.modules:
+        for each in module.by_device:
+            if each.device == name:
+                share = f"; {item_share(module, each)}" if module.items else ""
+                yield f"{module.module}: {readable_seconds(each.seconds)} of computation{share}"
 
 
 def _reason(name: str, job: JobStatus | None) -> str:
@@ -224,6 +251,8 @@ def device(
     current = status.job(job)
     if current is not None and current.plan is not None:
         yield Text.assemble(("use       ", "dim"), use(current.plan, name))
+        for text in in_modules(name, current):
+            yield Text.assemble(("step      ", "dim"), text)
     yield from now(_reason(name, current))
     before = None
     for record in records:

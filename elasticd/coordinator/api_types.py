@@ -89,6 +89,17 @@ class CheckpointStatus(Value, frozen=True, kw_only=True):
     failure: str = ""  # why it was not made
 
 
+class ModuleDeviceStatus(Value, frozen=True, kw_only=True):
+    """A device in one module of a model of several, in the newest step that all have reported."""
+
+    device: str  # its name
+    seconds: float  # of its computation
+    items: int = 0  # that its lane took (0: the module runs on samples; and below)
+    share: float = 0.0  # that its lane had of the rows of all items
+    planned_share: float = 0.0  # that the plan says
+    slowdown: float = 0.0  # its lane's time for a row over the planned one (0: shares do not follow)
+
+
 class ModuleStatus(Value, frozen=True, kw_only=True):
     """One module of a model of several, in the newest step that all have reported."""
 
@@ -99,6 +110,7 @@ class ModuleStatus(Value, frozen=True, kw_only=True):
     items: str = ""  # the key of what it runs on, as "images" (empty: samples)
     items_a_sample: float = 0.0  # in the mean of the last steps
     rows_an_item: float = 0.0  # tokens, likewise
+    by_device: tuple[ModuleDeviceStatus, ...] = ()  # that compute with it, lane by lane
 
 
 class JobStatus(Value, frozen=True, kw_only=True):

@@ -17,6 +17,7 @@ from elasticd.coordinator.api_types import (
     LeaderStatus,
     LinkStatus,
     MemberStatus,
+    ModuleDeviceStatus,
     ModuleStatus,
     NodeStatus,
     Pace,
@@ -27,7 +28,7 @@ from elasticd.machines.coordinator.machine import CoordinatorState
 from elasticd.machines.coordinator.restart_jobs import RestartJob
 from elasticd.machines.job.faults.hangs import awaited
 from elasticd.machines.job.lifecycle import phase_time, stop_request
-from elasticd.machines.job.measurements.module_times import module_times
+from elasticd.machines.job.measurements.module_times import ModuleTimes, module_times
 from elasticd.machines.job.state.job_state import LIVE, JobState, NodeState
 from elasticd.machines.job.state.last_checkpoint import newest
 
@@ -176,8 +177,14 @@ def job_status(
         exception=_exception(job),
         batch=job.batch,
         members=() if brief else member_list(job),
-        modules=tuple(ModuleStatus(**each._asdict()) for each in module_times(job)),
+        modules=tuple(_module(each, brief=brief) for each in module_times(job)),
     )
+
+
+def _module(times: ModuleTimes, *, brief: bool) -> ModuleStatus:
+    """The times of a module; those of its devices are left out where a job's members are."""
+    by_device = () if brief else tuple(ModuleDeviceStatus(**each._asdict()) for each in times.by_device)
+    return ModuleStatus(**times._replace(by_device=())._asdict() | {"by_device": by_device})
 
 
 def _checkpoint(job: JobState, at: float) -> CheckpointStatus | None:

@@ -492,7 +492,7 @@ def plan_view(
         carriers=record.plan.carriers,
         timeline=lanes,
         timeline_seconds=max((lane.seconds for lane in lanes), default=None),
-        why="\n".join(why.about_plan(record, told, steps)),
+        why="\n".join(why.about_plan(record, told, steps, before)),
         policy=policy(record),
         diff=diff(before, record, row.bytes_sent),
         communications=listed,

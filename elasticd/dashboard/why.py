@@ -8,12 +8,14 @@ from typing import NamedTuple
 
 import msgspec
 from elasticd_planner.readable import readable_seconds
-from elasticd_planner.spec.plan import Plan
+from elasticd_planner.spec.plan import NO_TIMES, ModulePlan, Pipeline, Plan, Stage
 
 from elasticd.coordinator.events.event_log import EventRecord, line
 from elasticd.coordinator.events.switch_gain import Gain, StepRecord, gain_of
 from elasticd.records import HistoryRecord
 
+#: Devices of a change that are named; more are counted.
+MOST_NAMED = 4
 #: Steps of a plan until the median of their times is shown.
 LEAST_STEPS = 3
 
@@ -25,12 +27,58 @@ class WhyLine(NamedTuple):
     text: str
 
 
-def decided(record: HistoryRecord) -> Iterator[WhyLine]:
-    """What led to a plan."""
+def decided(record: HistoryRecord, before: HistoryRecord | None = None) -> Iterator[WhyLine]:
+    """What led to a plan, and which modules it changed of the plan `before`."""
     yield WhyLine("plan ", f"{record.number}  {record.reason}")
     slow = {device: rate for device, rate in record.problem.rates.items() if rate != 1.0}
     told = ", ".join(f"{device} takes {rate:.2f}x" for device, rate in sorted(slow.items()))
     yield WhyLine("measured  ", told or "every device at normal speed")
+    if before is not None and (changes := module_changes(before, record)):
+        yield WhyLine("modules   ", "; ".join(f"{module}: {change}" for module, change in changes.items()))
+
+
+def record_before(record: HistoryRecord, records: Sequence[HistoryRecord]) -> HistoryRecord | None:
+    """The record of the plan before this one; None: it is the first one, or that is not kept."""
+    return max(
+        (each for each in records if each.number < record.number), key=lambda each: each.number, default=None
+    )
+
+
+def module_changes(before: HistoryRecord, record: HistoryRecord) -> dict[str, str]:
+    """What a plan changed in each module of a model of several."""
+    was, now = before.plan, record.plan
+    known = {module.module: module for module in was.modules}
+    if len(now.modules) == 1 or {*known} != {module.module for module in now.modules}:
+        return {}
+    return {module.module: _change(known[module.module], module) for module in now.modules}
+
+
+def _change(was: ModulePlan, now: ModulePlan) -> str:
+    """What changed in one module, in a few words."""
+    layouts = [[_layout(pipeline) for pipeline in module.pipelines] for module in (was, now)]
+    if layouts[0] != layouts[1]:
+        before, after = (
+            {name for lane in module.by_lane for stage in lane.stages for name in stage.devices}
+            for module in (was, now)
+        )
+        parts = [
+            f"{len(names)} devices {word}" if len(names) > MOST_NAMED else f"{', '.join(sorted(names))} {word}"
+            for names, word in ((after - before, "added"), (before - after, "removed"))
+            if names
+        ]
+        return f"another layout ({', '.join(parts)})" if parts else "another layout"
+    if [pipeline.micro_batches_by_lane for pipeline in was.pipelines] != [
+        pipeline.micro_batches_by_lane for pipeline in now.pipelines
+    ]:
+        return f"other shares of {now.items}" if now.items else "other micro-batches"
+    if [pipeline.serves for pipeline in was.pipelines] != [pipeline.serves for pipeline in now.pipelines]:
+        return "its lanes serve other pipelines"
+    return "as before" if (was.ahead, was.lead) == (now.ahead, now.lead) else "another order of passes"
+
+
+def _layout(pipeline: Pipeline) -> tuple[Stage, ...]:
+    """The stages without their times."""
+    return tuple(msgspec.structs.replace(stage, microseconds=NO_TIMES) for stage in pipeline.stages)
 
 
 def did(record: HistoryRecord, told: Sequence[EventRecord], steps: Sequence[StepRecord]) -> Iterator[WhyLine]:
@@ -111,10 +159,13 @@ def event_lines(events: Sequence[EventRecord]) -> Iterator[str]:
 
 
 def about_plan(
-    record: HistoryRecord, told: Sequence[EventRecord], steps: Sequence[StepRecord]
+    record: HistoryRecord,
+    told: Sequence[EventRecord],
+    steps: Sequence[StepRecord],
+    before: HistoryRecord | None = None,
 ) -> Iterator[str]:
-    """All lines of `elasticd why NUMBER` but for its picture."""
-    for each in (*decided(record), *did(record, told, steps)):
+    """All lines of `elasticd why NUMBER` but for its picture; `before`: the plan before it."""
+    for each in (*decided(record, before), *did(record, told, steps)):
         yield each.about + each.text
     yield from event_lines([event for event in events_of(record.number, told) if event.kind != "gained"])
 

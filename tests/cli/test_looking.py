@@ -19,7 +19,7 @@ from rich.console import Console, RenderableType
 
 from elasticd.cli import history, jobs, logs, top, why
 from elasticd.cli.status import screen
-from elasticd.coordinator.api_types import ExceptionStatus
+from elasticd.coordinator.api_types import ExceptionStatus, ModuleDeviceStatus, ModuleStatus
 from elasticd.coordinator.events.event_log import EVENTS_OF_A_TERM as TERM
 from elasticd.coordinator.events.event_log import EventRecord
 from elasticd.coordinator.events.switch_gain import Gain, StepRecord
@@ -70,6 +70,60 @@ def shown(*parts: RenderableType) -> str:
     screened = io.StringIO()
     Console(width=160, file=screened).print(*parts, sep="\n")
     return screened.getvalue()
+
+
+#: A job of two modules, one of whose encoders is slow.
+MODULES = (
+    ModuleStatus(
+        module="vision",
+        devices=2,
+        busiest="a/1",
+        seconds=0.24,
+        items="images",
+        items_a_sample=1.5,
+        rows_an_item=576.0,
+        by_device=(
+            ModuleDeviceStatus(
+                device="a/0", seconds=0.12, items=12, share=0.75, planned_share=0.5, slowdown=1.0
+            ),
+            ModuleDeviceStatus(
+                device="a/1", seconds=0.24, items=4, share=0.25, planned_share=0.5, slowdown=3.0
+            ),
+        ),
+    ),
+    ModuleStatus(
+        module="language",
+        devices=2,
+        busiest="b/0",
+        seconds=0.9,
+        by_device=(
+            ModuleDeviceStatus(device="a/1", seconds=0.3),
+            ModuleDeviceStatus(device="b/0", seconds=0.9),
+        ),
+    ),
+)
+
+
+def test_top_has_the_modules_of_each_device_beside_each_other_and_names_slow_lanes() -> None:
+    (job,) = STATUS.jobs
+    status = msgspec.structs.replace(STATUS, jobs=(msgspec.structs.replace(job, modules=MODULES),))
+    text = shown(top.drawn(status, {"j": STEPS}, EVENTS))
+    rows = {line.split()[0]: line.split()[1:] for line in text.splitlines() if line.startswith(("a/", "b/"))}
+    assert rows["a/1"] == ["0.240", "s", "4", "(25%)", "0.300", "s", "0.540", "s"]
+    assert rows["b/0"] == ["0.900", "s", "0.900", "s"]
+    assert "a/1  4 images, 25% of all rows; 50% as planned; a row takes 3.00 times the planned time" in text
+    assert "a/0  12 images" not in text, "it takes the planned time"
+    assert "module vision  0.240 s of computation on a/1, the busiest of 2 devices" in text
+
+
+def test_why_says_what_a_device_did_for_each_module() -> None:
+    (job,) = STATUS.jobs
+    status = msgspec.structs.replace(STATUS, jobs=(msgspec.structs.replace(job, modules=MODULES),))
+    text = shown(*why.device("a/1", "j", status, EVENTS, ()))
+    assert "vision: 0.240 s of computation; 4 images, 25% of all rows; 50% as planned; a row takes 3.00" in text
+    assert "language: 0.300 s of computation" in text
+    told = why.device_told("a/1", "j", status, EVENTS, ())["modules"]
+    assert told == {"vision": MODULES[0].by_device[1], "language": MODULES[1].by_device[0]}
 
 
 def test_top_draws_devices_speed_plan_and_events() -> None:

@@ -91,6 +91,32 @@ def test_status_and_metrics_have_the_busiest_device_of_each_module() -> None:
     assert language.busiest in ("n1/0", "n1/1")
 
 
+def test_status_has_the_devices_of_each_module_with_their_shares_of_the_items() -> None:
+    """n1/0 takes twice the planned time for an image, and was dealt 4 of the 16."""
+    reports = {each.device: each for each in measured(BOTH, 3)}
+    dealt = {ENCODER: (12, 64), "n1/0": (4, 128)}
+    for device, (items, slowdown) in dealt.items():
+        vision = msgspec.structs.replace(
+            reports[device].modules["vision"], items=items, tokens=items * 32, slowdown=slowdown
+        )
+        reports[device] = msgspec.structs.replace(reports[device], modules={"vision": vision})
+    job = JobState(
+        job="j",
+        phase=JobPhase.RUNNING,
+        since=0.0,
+        plan=BOTH,
+        last_steps=(Step.of(reports.values()),),
+        modules=problem_of(BOTH, profiles(), cluster(1, 2)).modules,
+    )
+    vision, language = module_times(job)
+    assert [(each.device, each.items, each.share, each.planned_share) for each in vision.by_device] == [
+        (ENCODER, 12, 0.75, 0.5),
+        ("n1/0", 4, 0.25, 0.5),
+    ]
+    assert [each.slowdown for each in vision.by_device] == [1.0, 2.0]
+    assert [(each.device, each.items) for each in language.by_device] == [("n1/0", 0), ("n1/1", 0)]
+
+
 def test_what_goes_over_links_is_listed_by_module_and_between_modules() -> None:
     given = file_format.load(EXAMPLE.read_bytes())
     plan = solve(given).plan

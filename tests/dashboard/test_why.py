@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import msgspec
+from elasticd_planner.spec.plan import Strategy
+
 from elasticd.coordinator.events.event_log import EventRecord
 from elasticd.coordinator.events.switch_gain import StepRecord
-from elasticd.dashboard.why import earlier_starts, gained, use
+from elasticd.dashboard.why import decided, earlier_starts, gained, module_changes, record_before, use
+from elasticd.records import HistoryRecord
+from tests.planner.models import cluster
+from tests.planner.test_module_measurements import ALONE, BOTH, problem_of, profiles
 from tests.runtime import image_model
+
+PROBLEM = problem_of(BOTH, profiles(), cluster(1, 2))
 
 
 def step(index: int, plan: int, seconds: float) -> StepRecord:
@@ -40,3 +48,23 @@ def test_a_device_of_several_modules_is_told_each_of_its_places() -> None:
     assert "; language: pipeline 0, layers 0-1" in both
     assert one.startswith("language: pipeline 0, layers 2-4")
     assert use(plan, "b/0") == "no part of it"
+
+
+def test_a_plan_says_which_modules_it_changed() -> None:
+    """An encoder more, whose device was there: language stays as it is."""
+    alone, both = (
+        HistoryRecord(number=n, problem=PROBLEM, plan=p, reason="") for n, p in ((1, ALONE), (2, BOTH))
+    )
+    assert record_before(both, [both, alone]) is alone
+    assert record_before(alone, [both, alone]) is None
+    changes = module_changes(alone, both)
+    assert changes == {"vision": "another layout (n1/0 added)", "language": "as before"}
+    lines = [each.text for each in decided(both, alone)]
+    assert "vision: another layout (n1/0 added); language: as before" in lines
+    (vision, language), edges = BOTH.modules, BOTH.strategies[0].edges
+    weighed = msgspec.structs.replace(
+        vision, pipelines=(msgspec.structs.replace(vision.pipelines[0], micro_batches=3), *vision.pipelines[1:])
+    )
+    plan = BOTH.replace(strategies=(Strategy(modules=(weighed, language), edges=edges),))
+    after = HistoryRecord(number=3, problem=PROBLEM, plan=plan, reason="")
+    assert module_changes(both, after) == {"vision": "other shares of images", "language": "as before"}

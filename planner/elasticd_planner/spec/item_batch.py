@@ -28,7 +28,7 @@ from elasticd_planner.spec.plan import ModulePlan, Place, Plan
 from elasticd_planner.value import Value, refuse
 
 #: The slowdown of a normal lane [64ths].
-_NORMAL = 64
+NORMAL = 64
 
 
 class SampleItem(NamedTuple):
@@ -185,7 +185,7 @@ class _Lanes:
         # (load, lane).
         self._alike: dict[tuple[int, tuple[int, ...]], list[tuple[int, int]]] = defaultdict(list)
         for lane, ((weight, serves), slow) in enumerate(
-            zip(listed, slowdown or [_NORMAL] * len(listed), strict=True)
+            zip(listed, slowdown or [NORMAL] * len(listed), strict=True)
         ):
             self._alike[whole // weight * slow, serves].append((0, lane))
         self._serving: dict[int, list[tuple[int, list[tuple[int, int]]]]] = {}
