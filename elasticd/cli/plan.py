@@ -19,11 +19,11 @@ from rich.text import Text
 
 from elasticd.cli.batch import batch_lines, batch_of, dealt, step_lengths
 from elasticd.cli.console import command_console
-from elasticd.cli.module_step import ModuleStep, step_items
 from elasticd.cli.moves import answered, moves_of, shown
 from elasticd.cli.options import cluster_options, json_option, write_json
 from elasticd.cli.picture import StageTimes, busy, lane_names, module_picture, named, picture
 from elasticd.cli.status import rates_of
+from elasticd.cli.step_picture import StepPicture, step_items
 from elasticd.client import reach
 
 if TYPE_CHECKING:
@@ -166,7 +166,7 @@ def _solve(
     if planned.plan is None or planned.figures is None:
         raise click.ClickException(planned.refusal)
     rows = dealt(planned.plan, lengths) if lengths is not None else None
-    step = ModuleStep(problem, planned.plan, items) if given.modules else None
+    step = StepPicture(problem, planned.plan, items) if given.modules else None
     explained = None
     if listing:
         dealt_items = step.items if step is not None else None
@@ -205,7 +205,7 @@ def _solve(
 
 
 def _picture(
-    given: TableProblem, planned: Planned, step: ModuleStep | None, objective: Any, console: Console
+    given: TableProblem, planned: Planned, step: StepPicture | None, objective: Any, console: Console
 ) -> str:
     """Prints the plan; what limits it."""
     from elasticd_planner.cost.model import stage_seconds

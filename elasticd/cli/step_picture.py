@@ -68,7 +68,7 @@ def step_items(text: bytes, name: str, problem: Problem) -> ItemRows:
     return found
 
 
-class ModuleStep:
+class StepPicture:
     """A step of a plan: its items dealt, and the passes of all modules played."""
 
     def __init__(self, problem: Problem, plan: Plan, items: ItemRows | None = None) -> None:
