@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 
 from elasticd_planner.cost.model import CostModel, GroupCost
+from elasticd_planner.cost.table_cost import balanced
 from elasticd_planner.spec.cluster import Cluster, Link, Rates, rate_of
 
 #: How many devices of each class: of the whole cluster, of a group, of a pipeline.
@@ -46,6 +47,19 @@ class Group:
     def width(self) -> int:
         """Devices of the group."""
         return len(self.members)
+
+
+def at_best(group: Group, alike: Sequence[Alike]) -> Group:
+    """A group of equal shares that takes the time of the quickest shares, in whole units: no shares give it
+    less time, nor the most loaded of its members less to hold."""
+    rates = [alike[index].rate for index, _ in group.members]
+    least = balanced(rates, sum(group.shares))
+    if least is None or len({*rates}) == 1:
+        return group
+    now, best = (max(n * rate for n, rate in zip(part, rates, strict=True)) for part in (group.shares, least))
+    part, cost = min(1.0, best / now), group.cost
+    quick = replace(cost, block=part * cost.block, embed=part * cost.embed, head=part * cost.head)
+    return replace(group, cost=quick)
 
 
 def by_name(device: str) -> tuple[str, int]:

@@ -31,7 +31,17 @@ from elasticd_planner.cost.model import CostModel
 from elasticd_planner.cost.model_profile import ModelProfile
 from elasticd_planner.cost.pipeline_time import Timing
 from elasticd_planner.cost.profile_cost import to_units
-from elasticd_planner.grouping.tp_groups import Alike, Counts, Group, by_name, classes, groups, hop, span
+from elasticd_planner.grouping.tp_groups import (
+    Alike,
+    Counts,
+    Group,
+    at_best,
+    by_name,
+    classes,
+    groups,
+    hop,
+    span,
+)
 from elasticd_planner.numeric import EQUAL, Floats, Ints
 from elasticd_planner.placement.state_movement import Held, assign, estimate, holders
 from elasticd_planner.search.balance.layer_split import Terms, best_layers, curve, reached, split_layers
@@ -81,6 +91,7 @@ class Options:
 
     def __init__(self, *, layers: int, timing: Timing | None, steady: bool = False) -> None:
         self.layers, self.timing, self.steady = layers, timing, steady
+        self.proved = True  # no layers of a shape are quicker than those that it was given
         self._known: dict[tuple[Counts, int], tuple[int, list[Option]]] = {}
 
     def __call__(self, shapes: Sequence[Shape], part: Counts, micro_batches: int, limit: float) -> list[Option]:
@@ -103,6 +114,7 @@ class Options:
         for alike in by_depth.values():
             terms = [shape.terms for shape in alike]
             best = best_layers(terms, self.layers, micro_batches, limit, self.timing)
+            self.proved &= all(one is None or one.proved for one in best)
             options += [
                 Option(shape=shape, layers=one.layers, seconds=one.seconds)
                 for shape, one in zip(alike, best, strict=True)
@@ -172,7 +184,8 @@ class Exact:
     """One enumeration. `slack`: how much worse than the best (as a fraction) a plan may be and still count;
     `best`: seconds of a plan already known, inf for none. `budget`: shapes and combinations looked at before
     it ends without having looked at all (`complete` says so), a curve made counting as CURVE of them; `spent`
-    of it so far."""
+    of it so far. `relaxed`: for a bound, of a task with equal shares: groups take the time of the quickest
+    shares (`at_best`), and each member has the memory of the roomiest."""
 
     def __init__(
         self,
@@ -181,8 +194,9 @@ class Exact:
         slack: float = 0.0,
         best: float = math.inf,
         budget: float = math.inf,
+        relaxed: bool = False,
     ) -> None:
-        self.budget, self.complete = budget, True
+        self.budget, self.complete, self._relaxed = budget, True, relaxed
         cluster, cost, layers, micro_batches = task.cluster, task.cost, task.layers, task.micro_batches
         self.task, self.cluster, self.cost, self.layers = task, cluster, cost, layers
         self.micro_batches = micro_batches
@@ -192,7 +206,8 @@ class Exact:
         # Where a pipeline has as many micro-batches as stages at least, these are a resource like devices:
         # each pipeline takes its depth of them.
         self.full: Counts = (*devices, micro_batches) if self.task.deep else devices
-        self.groups = tuple(group for group in groups(self.alike, cluster, cost) if self._allowed(group))
+        allowed = filter(self._allowed, groups(self.alike, cluster, cost))
+        self.groups = tuple(at_best(group, self.alike) if relaxed else group for group in allowed)
         self.shapes: dict[Counts, list[Shape]] = {}
         self.curves: dict[Counts, Floats] = {}
         self.above: dict[Counts, Floats] = {}
@@ -363,6 +378,8 @@ class Exact:
         key = (order[position], between, position, len(order))
         if key not in self._terms:
             memory = [self.alike[index].memory for index, _ in group.members]
+            if self._relaxed:
+                memory = [max(memory)] * len(memory)
             edges = {"first": position == 0, "last": last}
             held = [
                 most_layers(self.cost, group.shares, memory, self.layers, **edges, in_flight=count + 1)
@@ -455,6 +472,11 @@ class Exact:
         return [option for option in found if option.seconds <= limit]
 
     # What prunes.
+
+    @property
+    def proved(self) -> bool:
+        """Whether no plan is better than the best: each was looked at, or excluded by a bound."""
+        return self.complete and self._options.proved and all(kept < ALIKE for kept in self._kept.values())
 
     @property
     def spent(self) -> int:

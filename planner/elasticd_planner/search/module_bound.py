@@ -8,8 +8,9 @@ A step takes no less than
 - all work of all modules over the speed of all devices;
 
 and what comes after the passes of the module with the loss. The least over the settings and the numbers of
-pipelines of the larger of the two is the bound. On few devices the passes of the module with the loss are
-bounded by its layers at each position of a pipeline (`position_bound`).
+pipelines of the larger of the two is the bound. On few devices all plans of the module with the loss alone are
+enumerated, with the quickest shares that there could be (`Exact`, relaxed): what the best of them takes is no
+more than that module takes beside others.
 """
 
 from __future__ import annotations
@@ -17,17 +18,20 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Sequence
+from dataclasses import replace
 
 import msgspec
 
 from elasticd_planner.cost.profile_cost import ProfileCost
+from elasticd_planner.numeric import EQUAL
 from elasticd_planner.problem import Problem
-from elasticd_planner.search.bounds.position_bound import PositionBound
+from elasticd_planner.search.exhaustive import Exact
 from elasticd_planner.search.large import LargeSearch
 from elasticd_planner.search.module_cost import ModuleCosts
 from elasticd_planner.search.options import Settings, roomy, task_of
 from elasticd_planner.search.task import EXACT_DEVICES, Task, alive
 from elasticd_planner.spec.cluster import rate_of
+from elasticd_planner.spec.plan import Prediction
 
 #: Times of played passes are whole microseconds: no bound is nearer to them than by this part.
 ROUNDED = 1e-3
@@ -36,14 +40,25 @@ ROUNDED = 1e-3
 #: quicker than the next larger one.
 NUMBERS = 16
 
+#: So many plans of the module with the loss are looked at, of all settings: one of 24 drawn problems of eight
+#: devices needed 520,000.
+LOOKED_AT = 600_000
+
 
 class ModuleBound:
     """The bound of one problem."""
 
-    def __init__(self, problem: Problem, costs: ModuleCosts) -> None:
-        self._problem, self._costs = problem, costs
+    def __init__(self, problem: Problem, costs: ModuleCosts, alone: Prediction | None = None) -> None:
+        """
+        Args:
+            problem: of several modules.
+            costs: of its plans.
+            alone: of the best plan of the module with the loss by itself on all devices, where there is one.
+        """
+        self._problem, self._costs, self._alone = problem, costs, alone
         self._rates = [rate_of(problem.rates, device.name) for device in alive(problem)]
         self._speed = sum(1 / rate for rate in self._rates)
+        self._left = LOOKED_AT
 
     def seconds(self, known: float) -> float:
         """Seconds that no plan beats; `known`: those of a plan."""
@@ -60,18 +75,27 @@ class ModuleBound:
         search = LargeSearch(task)
         numbers = numbers or search._numbers(every=True)
         work, around = task.work_bound + self._item_seconds, self._around(task)
-        position = None
-        if search.devices <= EXACT_DEVICES and self._problem.search_space.interleave == 1:
-            position = PositionBound(task, search.kinds)
-        passes = _Passes(search, numbers)
+        passes, alone = _Passes(search, numbers), self._least_alone(task, known - around)
         for number in numbers:
             after = search._least_after(number)
-            low = after + max(work, passes.of(number) + around)
-            if low < known and position is not None:
-                alone = position.least(number, passes.of(number) + after, known - around)
-                low = max(low, alone + around)
+            low = max(after + max(work, passes.of(number) + around), alone + around)
             known = min(known, low * (1 - ROUNDED))
         return known
+
+    def _least_alone(self, task: Task, known: float) -> float:
+        """Seconds of a step that no plan of the module with the loss by itself beats: `known` where none beats
+        these. On few devices by enumeration, if there are not too many plans to look at."""
+        low, space = 0.0, self._problem.search_space
+        if self._alone is not None:
+            low, known = self._alone.bound_seconds, min(known, self._alone.step_seconds)
+        few = len(self._rates) <= EXACT_DEVICES and space.interleave == 1 and not task.crosses_nodes
+        if low >= known * (1 - EQUAL) or not few or self._left <= 0:
+            return low
+        equal = replace(task, cost=task.cost.equal())
+        exact = Exact(equal, best=known, budget=self._left, relaxed=equal.cost is not task.cost)
+        exact.run()
+        self._left -= exact.spent
+        return max(low, exact.best) if exact.proved else low
 
     @property
     def _item_seconds(self) -> float:

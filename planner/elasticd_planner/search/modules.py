@@ -506,7 +506,9 @@ class ModulePlanner:
 
     def _finished(self, plan: Plan) -> Plan:
         assert plan.prediction is not None
-        bound = ModuleBound(self.problem, self.costs).seconds(plan.prediction.step_seconds)
+        first = self.tried[0].plan if self.tried else None
+        alone = first.prediction if first is not None else None
+        bound = ModuleBound(self.problem, self.costs, alone).seconds(plan.prediction.step_seconds)
         prediction = msgspec.structs.replace(plan.prediction, bound_seconds=bound)
         return plan.replace(number=self.number, prediction=prediction, reason=self._reason(plan))
 

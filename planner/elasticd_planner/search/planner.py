@@ -327,9 +327,19 @@ class Planner:
         if not exact.complete:
             searched = self.wide().plan
             found += [searched] if searched is not None else []
-        # A table's seconds are the formula's own, so that an enumeration of all plans proves its best.
-        proved = exact.best if exact.complete and isinstance(self.task.cost, TableCost) else None
+        proved = exact.best if exact.complete and self._proves(exact) else None
         return self._answered(found, exact.candidates + len(found), proved)
+
+    def _proves(self, exact: Exact) -> bool:
+        """Whether an enumeration proves that no plan is better than its best. A table's seconds are those of
+        the formula. In the schedule's time it must have looked at all layers and shares, and no stage may leave
+        out afterwards the recomputation or sequence parallelism that it counted with."""
+        space, cost = self.problem.search_space, self.task.cost
+        if isinstance(cost, TableCost):
+            return True
+        alike = len({rate_of(self.problem.rates, device.name) for device in alive(self.problem)}) == 1
+        selective = True in (space.recompute, space.sequence_parallel)
+        return exact.proved and (alike or cost.exact_shares) and not selective and not self.steady
 
     @cached_property
     def regular_plans(self) -> list[Plan]:

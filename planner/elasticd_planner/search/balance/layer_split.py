@@ -129,13 +129,14 @@ class Layered:
 
     seconds: float
     layers: tuple[int, ...]
+    proved: bool = True  # no other layers are quicker: all were listed
 
 
 def best_layers(
     pipelines: Sequence[Sequence[Terms]], layers: int, micro_batches: int, limit: float, timing: Timing
 ) -> list[Layered | None]:
-    """Of each of some pipelines with as many stages the layers with the least seconds, where these are within
-    `limit`, else None."""
+    """Of each of some pipelines with as many stages the layers with the least seconds, None where these are
+    above the `limit`. Where too many are possible, the best that single moves lead to, above the limit, too."""
     found: list[Layered | None] = [None] * len(pipelines)
     stages = _Stages(pipelines, micro_batches)
     caps = stages.caps(layers, limit)
@@ -143,7 +144,7 @@ def best_layers(
     size = 0
     for index in np.flatnonzero(caps.sum(axis=1) >= layers).tolist():
         if _count(caps[index], layers) > LISTED:
-            found[index] = _climbed(stages, index, pipelines[index], layers, limit, timing)
+            found[index] = _climbed(stages, index, pipelines[index], layers, timing)
             continue
         waiting.append((index, bounded(caps[index], layers)))
         size += len(waiting[-1][1])
@@ -222,7 +223,7 @@ def _cost(
 
 
 def _climbed(
-    stages: _Stages, index: int, terms: Sequence[Terms], layers: int, limit: float, timing: Timing
+    stages: _Stages, index: int, terms: Sequence[Terms], layers: int, timing: Timing
 ) -> Layered | None:
     """From the formula's best layers, moving one layer at a time while that helps."""
     caps, given = fill(terms, layers, stages.micro_batches)
@@ -243,7 +244,7 @@ def _climbed(
         if costs[least] >= seconds * (1 - EQUAL):
             break
         now, seconds = options[least], float(costs[least])
-    return Layered(seconds=seconds, layers=tuple(map(int, now))) if seconds <= limit * (1 + EQUAL) else None
+    return Layered(seconds=seconds, layers=tuple(map(int, now)), proved=False)
 
 
 def _count(caps: Ints, total: int) -> float:
