@@ -9,6 +9,7 @@ from functools import partial
 
 import msgspec
 import pytest
+from elasticd_planner.batching.item_dealing import ItemDealing
 from elasticd_planner.cost.model_profile import ModelProfile, SectionProfile
 from elasticd_planner.detection.item_shift import ItemShiftState
 from elasticd_planner.detection.module_work import as_one
@@ -22,7 +23,6 @@ from elasticd_planner.spec.measurement import Measurement, ModuleMeasurement
 from elasticd_planner.spec.plan import Edge, ModulePlan, Pipeline, Plan, Strategy
 from elasticd_planner.spec.step_measurements import NONE_REPORTED, Step
 
-from elasticd.runtime.engine.item_dealing import ItemDealing
 from tests.planner.models import cluster
 
 #: Seconds of a token in a block: of vision, of language.

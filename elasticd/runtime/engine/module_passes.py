@@ -6,6 +6,7 @@ The first act of it that is not over can always go on, whatever devices the modu
 
 from __future__ import annotations
 
+import logging
 import math
 import struct
 from collections import deque
@@ -17,6 +18,8 @@ from functools import partial
 from itertools import groupby
 
 import torch
+from elasticd_planner.batching.item_dealing import ItemDealing
+from elasticd_planner.batching.lane_tree import NORMAL
 from elasticd_planner.detection.lengths import item_rise
 from elasticd_planner.layout.channels import item_channel
 from elasticd_planner.layout.layouts import Layouts
@@ -28,7 +31,6 @@ from elasticd.runtime.data.loader import Loader, item_sizes
 from elasticd.runtime.data.prefetch import SampleError, SampleKey
 from elasticd.runtime.data.sample_ledger import NO_SAMPLES, expected_hash
 from elasticd.runtime.engine.item_border import ItemBorder
-from elasticd.runtime.engine.item_dealing import ItemDealing
 from elasticd.runtime.engine.module_engine import ModuleEngine
 from elasticd.runtime.engine.module_step import GradientSum, ModuleStep, StepMaker, together
 from elasticd.runtime.engine.p2p import HEADERS
@@ -37,6 +39,8 @@ from elasticd.runtime.engine.recipe import Recipe
 from elasticd.runtime.engine.step_state import Passed
 from elasticd.runtime.model.model import Loss, Module
 from elasticd.runtime.model.model_graph import ModelGraph
+
+log = logging.getLogger(__name__)
 
 
 def item_borders(recipe: Recipe, layouts: Layouts, peers: Peers) -> dict[str, ItemBorder]:
@@ -116,8 +120,17 @@ class ModulePasses:
             ratios: of each rank, as in its record.
         """
         by_module = zip(*map(self._ratios.unpack, ratios), strict=True)
-        for dealing, listed in zip(self._dealing.values(), by_module, strict=True):
-            dealing.voted(step, listed)
+        for (name, dealing), listed in zip(self._dealing.items(), by_module, strict=True):
+            for change in dealing.voted(step, listed):
+                log.info(
+                    "step %d: the lane of %s in %s takes %.2f times as long as planned (before: %.2f); its "
+                    "share of items follows",
+                    step,
+                    dealing.head(change.lane),
+                    name,
+                    change.after / NORMAL,
+                    change.before / NORMAL,
+                )
 
     def slowdowns(self) -> dict[str, int]:
         """Of this device's lanes, by module of items [64ths of what was planned]; 0: shares do not follow."""

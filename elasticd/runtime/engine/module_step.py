@@ -13,6 +13,7 @@ from functools import reduce
 from operator import attrgetter, xor
 from typing import NamedTuple
 
+from elasticd_planner.batching.item_dealing import LaneSpeeds
 from elasticd_planner.cost.schedule import Pass
 from elasticd_planner.layout.gradient_buckets import Bucket
 from elasticd_planner.layout.layouts import Layouts
@@ -22,7 +23,6 @@ from elasticd_planner.spec.batch import BatchPlan, MicroBatch
 from elasticd_planner.spec.item_batch import ItemBatch, SampleItem, item_batch
 
 from elasticd.runtime.data.loader import ItemSizes
-from elasticd.runtime.engine.item_dealing import LaneSpeeds
 
 #: By module what it takes in a step.
 Batches = Mapping[str, BatchPlan | ItemBatch]

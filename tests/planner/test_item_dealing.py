@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from elasticd_planner.batching.item_dealing import STARVED, ItemDealing, LaneSpeeds
 from elasticd_planner.spec.item_batch import item_batch
 from elasticd_planner.spec.plan import Plan
 
-from elasticd.runtime.engine.item_dealing import STARVED, ItemDealing, LaneSpeeds
 from tests.planner.test_item_batch import batch_of, loads, planned
 
 

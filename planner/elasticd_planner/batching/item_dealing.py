@@ -8,17 +8,14 @@ within a few steps, without a new plan, and what the plan knows of it already co
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from elasticd_planner.batching.lane_slowdown import SlowdownState
+from elasticd_planner.batching.lane_slowdown import SlowdownChange, SlowdownState
 from elasticd_planner.batching.lane_slowdown import step as slowdowns_after
 from elasticd_planner.batching.lane_tree import NORMAL
 from elasticd_planner.layout.module_passes import ROWS
 from elasticd_planner.spec.plan import NO_TIMES, Plan, Stage
-
-log = logging.getLogger(__name__)
 
 #: A slow lane that has had no item in so many steps gets one: else nobody would see that it has recovered.
 STARVED = 16
@@ -48,7 +45,6 @@ class ItemDealing:
         self._rise = rise
         view = plan.view(module)
         lanes = view.by_lane
-        self._module = module
         self._state = SlowdownState.begin((NORMAL,) * len(lanes))
         timed = all(stage.microseconds != NO_TIMES for _, _, stage in view.walk())
         self._planned: dict[str, float] = {}
@@ -91,16 +87,19 @@ class ItemDealing:
             return 0.0
         return seconds / (rows + self._rise * squares) / self._planned[device]
 
-    def voted(self, step: int, ratios: Sequence[float]) -> None:
+    def voted(self, step: int, ratios: Sequence[float]) -> tuple[SlowdownChange, ...]:
         """A step ends.
 
         Args:
             step: its index.
             ratios: of each rank, as `ratio` gives them.
+
+        Returns:
+            The lanes whose slowdown changes.
         """
         count = len(self._idle)
         if count == 1:  # there is nobody to deal to but it
-            return
+            return ()
         spent = [0.0] * count
         for lane, ratio in zip(self._lanes, ratios, strict=True):
             if lane is not None:
@@ -117,16 +116,11 @@ class ItemDealing:
             self._idle[lane] = 0
         speeds = LaneSpeeds(slowdown if any(each != NORMAL for each in slowdown) else (), first)
         self._before, self._agreed, self._since = self._agreed, speeds, step + _LAG
-        for change in changes:
-            log.info(
-                "step %d: the lane of %s in %s takes %.2f times as long as planned (before: %.2f); its share "
-                "of items follows",
-                step,
-                self._heads[change.lane],
-                self._module,
-                change.after / NORMAL,
-                change.before / NORMAL,
-            )
+        return changes
+
+    def head(self, lane: int) -> str:
+        """The first device of a lane, which names it."""
+        return self._heads[lane]
 
 
 def _planned_seconds(stage: Stage, *, timed: bool) -> float:
