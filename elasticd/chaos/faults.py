@@ -44,7 +44,8 @@ KINDS: dict[str, tuple[str, str]] = {
     #: the same between two steps, in the script's own code ("lock": with that lock, too), or in its loader
     "pause": ("device", "lasts"),
     "raise": ("device", ""),  # the user's code raises, once, in the loss or in the body of the loop
-    "shift": ("", "tokens"),  # simulated: a sample has `tokens` from now on, in the mean
+    #: simulated: a sample has `tokens` from now on, in the mean; or so many `items`, of a model of modules
+    "shift": ("", "tokens"),
     "takeover": ("", ""),  # the leader is gone, and another takes over
 }
 
@@ -76,6 +77,7 @@ class Fault(Value, frozen=True, kw_only=True):
     factor: float = 1.0  # of slow: how many times slower than normal
     lasts: float = 0.0  # seconds (0: until something ends it)
     tokens: int = 0  # of shift: tokens of a sample
+    items: float = 0.0  # or, of shift: items of a sample for each module of items
     step: int | None = None  # when: once so many steps are done
     seconds: float | None = None  # or when: seconds since the beginning
 
@@ -98,8 +100,9 @@ class Fault(Value, frozen=True, kw_only=True):
         self._check_own(own)
 
     def _check_own(self, own: str) -> None:
-        for name, default in (("factor", 1.0), ("lasts", 0.0), ("tokens", 0)):
-            if name != own and getattr(self, name) != default:
+        shift = self.kind == "shift"
+        for name, default in (("factor", 1.0), ("lasts", 0.0), ("tokens", 0), ("items", 0.0)):
+            if name != own and not (shift and name == "items") and getattr(self, name) != default:
                 refuse(f"kind = {self.kind!r} has no {name} (= {getattr(self, name)}): leave it out")
         if own == "factor" and not 1 < self.factor < 1000:
             refuse(f"factor = {self.factor} must be above 1 (how many times slower than normal) and finite")
@@ -114,8 +117,11 @@ class Fault(Value, frozen=True, kw_only=True):
             refuse(f"how = {self.how!r} is no way of kind = {self.kind!r}, which has: {ways}")
         if (self.kind == "sever") != bool(self.peer) or (self.peer and self.peer == self.node):
             refuse(f"peer = {self.peer!r} must be the other node of kind = 'sever', and of no other kind")
-        if own == "tokens" and self.tokens < 1:
-            refuse(f"tokens = {self.tokens} must be how many a sample has from then on, as 8192")
+        if shift and (self.tokens > 0) == (self.items > 0):
+            refuse(
+                f"tokens = {self.tokens} must be how many a sample has from then on, as 8192; or items = "
+                f"{self.items:g} how many items, as 2.5"
+            )
 
     @property
     def speed(self) -> bool:
@@ -148,7 +154,7 @@ class Fault(Value, frozen=True, kw_only=True):
             "hang": f"{where} hangs in the loss{way} for {self.lasts:g} s",
             "pause": f"{where} is between two steps{way} for {self.lasts:g} s",
             "raise": f"the user's code raises on {where}{way}",
-            "shift": f"samples of {self.tokens} tokens",
+            "shift": f"samples of {f'{self.items:g} items' if self.items else f'{self.tokens} tokens'}",
             "takeover": "the leader dies",
         }[self.kind]
         return f"{said}, for {self.lasts:g} s" if self.lasts and self.kind in ENDINGS else said
@@ -247,9 +253,9 @@ class Faults(Value, frozen=True, kw_only=True):
         """The user's code raises there: in the "loss", or in the "script", the body of its loop."""
         return self._name("raise", device, how=how)
 
-    def shift(self, tokens: int) -> Faults:
-        """Simulated: a sample has so many tokens from then on."""
-        return self._name("shift", "", tokens=tokens)
+    def shift(self, tokens: int = 0, items: float = 0.0) -> Faults:
+        """Simulated: a sample has so many tokens from then on; or so many items for each module of items."""
+        return self._name("shift", "", tokens=tokens, items=items)
 
     def takeover(self) -> Faults:
         """The leader dies, and another takes over."""

@@ -45,6 +45,7 @@ _TOLD = {
     "fenced",
     "waiting",
     *SLOWDOWN_KINDS,
+    "shifted",
     "kept_plan",
     "put_off",
     "refused",
@@ -308,7 +309,7 @@ class Simulation:
                 tokens=began.tokens,
                 start_number=self.worker_group.life,
                 plan=self.worker_group.plan.number,
-                bound=rounded(self.bounds.seconds(began.speeds, began.profile)),
+                bound=rounded(self.bounds.seconds(began.speeds, began.profile, began.modules)),
             )
         )
         self._quiet, self._told_at = self._quiet + 1, now

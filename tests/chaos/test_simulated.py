@@ -13,8 +13,8 @@ from elasticd.coordinator.leader import Leading
 from elasticd.simulator.planning import Planner
 from elasticd.simulator.run import Simulation
 from tests import sizes
-from tests.soak.random_faults import WEIGHTS, Soaking, draw
-from tests.soak.simulated import FAULTS, TAKEOVERS, TIMES, Play, cluster, play, plays, scenario
+from tests.soak.random_faults import Soaking, draw
+from tests.soak.simulated import TIMES, Play, cluster, play, plays, scenario
 
 SHAPE = cluster(3, 2)
 DEVICES = [device.name for device in SHAPE.cluster().devices]
@@ -70,10 +70,8 @@ def test_random_scripts_break_nothing() -> None:
 
 
 def _with_users(seeds: range) -> list[Play]:
-    """Random scripts, with a store that is late, loses and repeats, and users who ask for decisions."""
-    planner = Planner(TIMES)
-    soaking = Soaking(count=12, most=8, weights={**WEIGHTS, "takeover": TAKEOVERS})
-    return [play(scenario(draw(soaking, DEVICES, seed), SHAPE, seed), planner, FAULTS) for seed in seeds]
+    """Random jobs and scripts, with a store that is late, loses and repeats, and users who ask for decisions."""
+    return [*plays(seeds, 12)]
 
 
 @pytest.mark.parametrize("part", sizes.beside([0], range(2)))
@@ -118,5 +116,5 @@ def test_leader_that_answers_before_its_decision_is_in_the_store_is_found_out(
 
 def test_a_worker_that_is_cut_off_prepares_a_proposal_that_the_others_gave_up() -> None:
     """Seed 34354692 of the soak."""
-    (played,) = plays([34354692], 12)
+    (played,) = plays([34354692], 12, modules=False)
     assert not played.wrong

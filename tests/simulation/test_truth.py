@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from elasticd_planner.cost.schedule_timeline import played_seconds
 from elasticd_planner.placement.state_movement import bytes_to_move
-from elasticd_planner.spec.cluster import Level
+from elasticd_planner.spec.cluster import Cluster, Level
 from elasticd_planner.spec.plan import ModulePlan, Pipeline, Plan, Stage, Strategy
 
 from elasticd.simulator.devices.device_model import FORWARD, Truth
@@ -20,8 +20,8 @@ SCENARIO: Scenario = parse(SMALL, "small.toml")
 CLUSTER, PROFILE = SCENARIO.cluster.cluster(), SCENARIO.truth()
 
 
-def truth(noise: float = 0.0) -> Truth:
-    return Truth(CLUSTER, SCENARIO.truth, SCENARIO.model.tokens, seed=1, noise=noise, overhead=0.0)
+def truth(noise: float = 0.0, cluster: Cluster = CLUSTER) -> Truth:
+    return Truth(cluster, SCENARIO.truth, SCENARIO.model.tokens, seed=1, noise=noise, overhead=0.0)
 
 
 def plan(*pipelines: Pipeline, number: int = 1) -> Plan:
@@ -140,11 +140,11 @@ def test_a_device_that_comes_back_is_as_fast_as_any() -> None:
 
 
 def test_a_move_counts_the_bytes_that_the_planner_counts() -> None:
-    found = move(PROFILE, CLUSTER, EVEN, UNEVEN)
+    found = move(truth(), EVEN, UNEVEN)
     assert found.total == pytest.approx(bytes_to_move(PROFILE, EVEN, UNEVEN), abs=len(UNEVEN.members))
     assert found.seconds >= max(found.lacking.values()) / CLUSTER.inside.bandwidth
-    assert move(PROFILE, CLUSTER, EVEN, EVEN).total == 0
-    assert move(PROFILE, CLUSTER, None, EVEN).seconds == 0.0, "the first plan is filled from the seed"
+    assert move(truth(), EVEN, EVEN).total == 0
+    assert move(truth(), None, EVEN).seconds == 0.0, "the first plan is filled from the seed"
 
 
 def test_a_move_takes_what_each_level_of_links_takes() -> None:
@@ -158,9 +158,9 @@ levels = [{ name = "rack", link = { bandwidth = 1e12, latency = 0.0 }, groups = 
     here = parse(text, "racks.toml").cluster.cluster()
     assert here.reach(["n0/0", "n1/0"]) == here.between, "one node in each rack"
     # A node's link is quick; what racks exchange takes as long as before.
-    assert move(PROFILE, here, EVEN, UNEVEN).seconds == move(PROFILE, CLUSTER, EVEN, UNEVEN).seconds
+    assert move(truth(cluster=here), EVEN, UNEVEN).seconds == move(truth(), EVEN, UNEVEN).seconds
     together = msgspec.structs.replace(
         here, levels=(Level(name="rack", link=here.levels[0].link, groups=(("n0", "n1"),)),)
     )
-    found = move(PROFILE, together, EVEN, UNEVEN)
+    found = move(truth(cluster=together), EVEN, UNEVEN)
     assert found.seconds == max(found.lacking.values()) / here.inside.bandwidth, "nothing leaves the rack"

@@ -30,6 +30,8 @@ LIVE_WEIGHTS: dict[str, float] = {
     "sever": 1.5,
     "unmet": 1.5,
 }
+#: Of a modelled job of several modules: the same, and its samples come to have more items, or fewer.
+ITEM_WEIGHTS: dict[str, float] = {**WEIGHTS, "shift": 1.5}
 
 
 class Soaking(Value, frozen=True, kw_only=True):
@@ -53,9 +55,9 @@ class Soaking(Value, frozen=True, kw_only=True):
             refuse("count and first must be at least 1, and 0 <= least <= most")
         if min(self.freeze, self.cut, self.repair, self.hang, self.sever) < 1:
             refuse("freeze, cut, repair, hang and sever must be at least a second")
-        unknown = set(self.weights) - set(LIVE_WEIGHTS)
+        unknown = set(self.weights) - {*LIVE_WEIGHTS, *ITEM_WEIGHTS}
         if unknown or not any(weight > 0 for weight in self.weights.values()):
-            refuse(f"weights must be of {', '.join(LIVE_WEIGHTS)}, one of them positive")
+            refuse(f"weights must be of {', '.join(LIVE_WEIGHTS | ITEM_WEIGHTS)}, one of them positive")
 
 
 def draw(settings: Soaking, devices: Sequence[str], seed: int) -> Faults:
@@ -101,6 +103,8 @@ def _named(
             return script.throw(device, how)
         case "sever":
             return script.sever(node, str(nodes[1]), _seconds(share, settings.sever), how)
+        case "shift":
+            return script.shift(items=round(0.2 + 4 * share, 2))
         case "unmet":
             return script.unmet(node, _seconds(share, settings.cut))
         case _:

@@ -20,19 +20,21 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import pairwise
 
 import click
+import msgspec
+import numpy as np
 from elasticd_planner.value import Value
 
 from elasticd.chaos.faults import Faults
 from elasticd.simulator.planning import Planner
 from elasticd.simulator.run import KEYS, Simulation
 from elasticd.simulator.scenarios.model_shapes import Shapes
-from elasticd.simulator.scenarios.scenario import ClusterShape, Scenario, Times, Training
+from elasticd.simulator.scenarios.scenario import ClusterShape, ItemModule, Scenario, Times, Training
 from elasticd.store.memory import MemoryStore
 from elasticd.store.protocol import WatchEvent, WatchItem
 from tests.soak.deciding import Deciding
 from tests.soak.faulty_store import StoreFaults
 from tests.soak.history import History
-from tests.soak.random_faults import WEIGHTS, Soaking, draw
+from tests.soak.random_faults import ITEM_WEIGHTS, WEIGHTS, Soaking, draw
 
 #: What may cost workers their place; a node whose agent alone is cut off or gone trains on.
 HARMFUL = ("kill", "freeze", "partition")
@@ -62,10 +64,36 @@ def cluster(nodes: int, devices: int) -> ClusterShape:
     return ClusterShape(nodes=nodes, devices=devices, memory=2**30, flops=1e12, assumed=1.3e12)
 
 
-def scenario(script: Faults, shape: ClusterShape, seed: int) -> Scenario:
+def encoders(seed: int, modules: bool | None = None) -> tuple[ItemModule, ...]:
+    """The encoders of a seed's job beside its model: one or two, or none.
+
+    Args:
+        seed: draws them.
+        modules: True: every job has some; False: none has; None: one of three.
+    """
+    rng = np.random.default_rng([seed, 7])
+    own = rng.uniform() < 1 / 3 if modules is None else modules
+    return tuple(
+        ItemModule(
+            name=name,
+            items=items,
+            shapes=Shapes(
+                layers=int(rng.integers(1, 5)), width=128, heads=2, hidden=int(rng.choice([256, 2048]))
+            ),
+            items_a_sample=round(float(rng.uniform(0.2, 4)), 2),
+            rows=int(rng.choice([64, 512])),
+            trained=bool(rng.uniform() < 0.8),
+        )
+        for name, items in (("vision", "images"), ("audio", "clips"))[: int(rng.integers(1, 3)) if own else 0]
+    )
+
+
+def scenario(script: Faults, shape: ClusterShape, seed: int, modules: tuple[ItemModule, ...] = ()) -> Scenario:
     """The script on a small model, every step played."""
     shapes = Shapes(layers=4, width=256, heads=4, kv_heads=2, hidden=704)
-    model = Training(name="soak", shapes=shapes, tokens=512, global_batch=8)
+    model = Training(name="soak", shapes=shapes, tokens=512, global_batch=8, modules=modules)
+    if modules:  # that hold the items of any shift
+        shape = msgspec.structs.replace(shape, memory=2**33)
     faults = tuple(script)
     steps = max((fault.step or 0 for fault in faults), default=0) + REST_STEPS
     return Scenario(
@@ -126,6 +154,10 @@ def _steps(simulation: Simulation, history: History, given: Scenario) -> list[st
         if after.start_number == before.start_number and after.first_step != before.first_step + before.steps:
             wrong.append(f"step {after.first_step} follows on step {before.first_step + before.steps - 1}")
     for stretch in simulation.stretches:
+        if stretch.step_seconds < stretch.bound * (1 - 1e-4):
+            wrong.append(
+                f"step {stretch.first_step} took {stretch.step_seconds} s, and no plan beats {stretch.bound}"
+            )
         job = "job" if stretch.start_number == 1 else f"job-{stretch.start_number}"
         if not history.jobs[job].runs(stretch.plan, stretch.first_step):
             wrong.append(f"step {stretch.first_step} ran under plan {stretch.plan}: {history.jobs[job].plans}")
@@ -148,6 +180,7 @@ FAULTS, TAKEOVERS = StoreFaults(), 4.0
 @click.option("--faults", type=click.IntRange(min=1), default=12, show_default=True, help="Of each script.")
 @click.option("--nodes", type=click.IntRange(min=1), default=3, show_default=True)
 @click.option("--devices", type=click.IntRange(min=1), default=2, show_default=True, help="Of each node.")
+@click.option("--modules/--one-module", default=None, help="Jobs of several modules alone, or of one.")
 @click.option("--only", multiple=True, help="Draw these kinds alone.")
 def command(
     first: int | None,
@@ -157,6 +190,7 @@ def command(
     nodes: int,
     devices: int,
     only: tuple[str, ...],
+    modules: bool | None,
 ) -> None:
     """Plays random scripts of faults in the simulator, and checks what must hold."""
     if seed is not None:
@@ -166,7 +200,9 @@ def command(
     logging.disable(logging.WARNING)  # of a store that is away, by each leader
     began, done = time.monotonic(), list[Play]()
     shape = cluster(nodes, devices)
-    for play in plays(range(first, first + seeds), faults, shape, only, _tell if seed is not None else None):
+    for play in plays(
+        range(first, first + seeds), faults, shape, only, _tell if seed is not None else None, modules
+    ):
         done.append(play)
         for line in play.wrong[:3]:
             print(f"WRONG: seed {play.seed}: {line}", flush=True)
@@ -179,6 +215,7 @@ def plays(
     shape: ClusterShape | None = None,
     only: Collection[str] = (),
     told: Callable[[Deciding], None] | None = None,
+    modules: bool | None = None,
 ) -> Iterator[Play]:
     """Plays seeds, with users and faults of the store.
 
@@ -188,13 +225,17 @@ def plays(
         shape: of the cluster; None: three nodes of two devices.
         only: kinds of faults that are drawn; none: all.
         told: is handed each simulation once it has been played.
+        modules: whether jobs are of several modules; None: one of three is.
     """
     shape, planner = shape or cluster(3, 2), Planner(TIMES)
     names = [device.name for device in shape.cluster().devices]
     weights = {**WEIGHTS, "takeover": TAKEOVERS}
-    soaking = Soaking(count=faults, most=8, weights={kind: weights[kind] for kind in only or weights})
     for number in seeds:
-        simulation = Deciding(scenario(draw(soaking, names, number), shape, number), planner, FAULTS)
+        beside = encoders(number, modules)
+        own = {**weights, **({"shift": ITEM_WEIGHTS["shift"]} if beside else {})}
+        soaking = Soaking(count=faults, most=8, weights={kind: own[kind] for kind in only or own})
+        script = draw(soaking, names, number)
+        simulation = Deciding(scenario(script, shape, number, beside), planner, FAULTS)
         played = checked(simulation)
         if told is not None:
             told(simulation)

@@ -37,19 +37,21 @@ class Operator:
         self.needs_nodes = False
         self.harmed = False
         self._started = 0
+        self._items: dict[str, float] = {}  # of a sample, by module, in the dataset of the newest start
 
     def spec(self) -> JobSpec:
         """What the workers train, as they would tell the coordinator now."""
-        model = self._scenario.model
+        model, truth = self._scenario.model, self._worker_group.truth
         return JobSpec(
             job=self.job,
             model=model.spec(),
             global_batch=model.global_batch,
             micro_batch=model.micro_batch,
             samples=1 << 40,
-            sample_tokens=float(self._worker_group.truth.tokens),
+            sample_tokens=float(truth.tokens),
             seed=self._scenario.seed,
-            packed=self._scenario.packed(self._worker_group.truth.tokens),
+            packed=self._scenario.packed(truth.tokens),
+            modules=model.module_specs(self._items),
         )
 
     def whole(self) -> list[Node]:
@@ -59,10 +61,13 @@ class Operator:
 
     def start(self) -> None:
         """A torchrun on each node."""
-        nodes, spec = self.whole(), self.spec()
+        nodes = self.whole()
         if not nodes:
             self.needs_nodes = True
             return
+        modules = self._worker_group.truth.modules
+        self._items = {module.name: module.items_a_sample for module in modules}
+        spec = self.spec()
         for node in nodes:
             node.torchrun(spec, self._pid(), len(self._nodes))
 

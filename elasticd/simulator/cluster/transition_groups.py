@@ -127,7 +127,7 @@ class Transitions:
             return
         transition.began = self._engine.now()
         sources = recovery.sources if recovery is not None else None
-        found = move(self._truth.profile, self._truth.cluster, proposal.old, proposal.plan, sources)
+        found = move(self._truth, proposal.old, proposal.plan, sources)
         transition.found = found
         pause = self._times.pause if proposal.old is not None else 0.0
         members = self._members(transition)
@@ -163,14 +163,16 @@ class Transitions:
         transition = self.of(number)
         assert transition.found is not None
         lacking = transition.found.lacking.get(worker.device, 0)
-        profile = self._truth.profile
+        profiles = [self._truth.profile_of(module.module) for module in transition.proposal.plan.modules]
         return Switched(
             number=number,
             step=transition.step,
             pause_seconds=self._engine.now() - transition.began if transition.proposal.old is not None else 0.0,
             bytes_sent=lacking,
             bytes_lacking=lacking,
-            bytes_state=round(profile.parameter_bytes * (1 + profile.optimizer_factor)),
+            bytes_state=sum(
+                round(profile.parameter_bytes * (1 + profile.optimizer_factor)) for profile in profiles
+            ),
         )
 
     def _members(self, transition: Transition) -> list[SimulatedWorker]:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from elasticd_planner.cost.model_profile import ModelProfile
+from elasticd_planner.problem import ModuleProblem
 from elasticd_planner.spec.plan import Plan
 
 from elasticd.machines.worker import switch as sw
@@ -32,6 +33,7 @@ class Began:
     speeds: Mapping[str, float]  # by device
     profile: ModelProfile
     tokens: int  # of each step
+    modules: tuple[ModuleProblem, ...] = ()  # of items
 
 
 #: Called after a number of steps: what held as they began, and how many they were.
@@ -242,7 +244,13 @@ class WorkerGroup:
         if len(members) < len(plan.members):
             return
         tokens = truth.tokens * self._samples
-        began = Began(now=self.engine.now(), speeds=truth.speeds, profile=truth.profile, tokens=tokens)
+        began = Began(
+            now=self.engine.now(),
+            speeds=truth.speeds,
+            profile=truth.profile,
+            tokens=tokens,
+            modules=truth.modules,
+        )
         full = truth.overfull(plan)
         if full:
             self._starved(full)

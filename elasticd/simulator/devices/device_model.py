@@ -18,6 +18,7 @@ from elasticd_planner.cost.memory import memory_by_device
 from elasticd_planner.cost.model_profile import ModelProfile
 from elasticd_planner.cost.profile_cost import ProfileCost
 from elasticd_planner.cost.schedule_timeline import one_f_one_b_seconds
+from elasticd_planner.problem import ModuleProblem
 from elasticd_planner.spec.cluster import Cluster
 from elasticd_planner.spec.measurement import Measurement
 from elasticd_planner.spec.plan import Plan
@@ -54,7 +55,10 @@ MOST_KEPT = 64
 
 class Truth:
     """The cluster as it is. `factors` are how many times slower each living device runs now, in cluster order;
-    `dead` devices do nothing. `of` gives what a normal device takes for samples of so many tokens."""
+    `dead` devices do nothing. `of` gives what a normal device takes for samples of so many tokens. `modules`:
+    those of items, of a model of several."""
+
+    modules: tuple[ModuleProblem, ...] = ()
 
     def __init__(
         self,
@@ -74,9 +78,18 @@ class Truth:
         self.dead: frozenset[str] = frozenset()
         self._of = of
         self._shapes: dict[tuple[str, int], Compiled] = {}
-        self._means: dict[tuple[str, int, bytes], float] = {}
+        self._means: dict[tuple[object, ...], float] = {}
         self._planned = tokens
         self.shift(tokens)
+
+    @property
+    def sizes(self) -> tuple[float, ...]:
+        """What shifts: the tokens of a sample, in the mean."""
+        return (self.tokens,)
+
+    def profile_of(self, module: str) -> ModelProfile:
+        """What a normal device takes for a module of a plan. A model of one has one profile."""
+        return self.profile
 
     @property
     def rates(self) -> dict[str, float]:

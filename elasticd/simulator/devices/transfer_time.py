@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from elasticd_planner.cost.model_profile import ModelProfile
 from elasticd_planner.placement.state_movement import bytes_by_member
-from elasticd_planner.spec.cluster import NODE, Cluster, Place
+from elasticd_planner.spec.cluster import NODE, Place
 from elasticd_planner.spec.plan import Plan
+
+from elasticd.simulator.devices.device_model import Truth
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,11 +25,9 @@ class Move:
         return sum(self.lacking.values())
 
 
-def move(
-    profile: ModelProfile, cluster: Cluster, old: Plan | None, new: Plan, sources: Collection[str] | None = None
-) -> Move:
-    """A job's first plan is filled from the seed and moves nothing. After a fault only `sources` hold what they
-    held under the old plan.
+def move(truth: Truth, old: Plan | None, new: Plan, sources: Collection[str] | None = None) -> Move:
+    """Of all modules of two plans. A job's first plan is filled from the seed and moves nothing. After a fault
+    only `sources` hold what they held under the old plan.
 
     Every device takes what it lacks over its node's link to others, which its node's devices share, and no
     faster than over the link inside: as if none of it were on its own node, which is the worst case. The same
@@ -36,7 +35,11 @@ def move(
     """
     if old is None:
         return Move(lacking=dict.fromkeys(new.members, 0), seconds=0.0)
-    found = bytes_by_member(profile, old, new, sources)
+    cluster, found = truth.cluster, dict.fromkeys(new.members, 0.0)
+    for module in (each.module for each in new.modules):
+        views = old.view(module), new.view(module)
+        for device, size in bytes_by_member(truth.profile_of(module), *views, sources).items():
+            found[device] += size
     lacking = {name: round(size) for name, size in found.items()}
     seconds = max(lacking.values(), default=0) / cluster.inside.bandwidth
     for level in range(NODE, NODE + 1 + len(cluster.levels)):

@@ -23,6 +23,7 @@ from elasticd_planner.spec.sample_packing import linear_of
 
 from elasticd.chaos.faults import Fault
 from elasticd.simulator.devices.device_model import TYPICAL, Truth
+from elasticd.simulator.devices.module_truth import ModuleTruth
 from elasticd.simulator.devices.packed_truth import PackedTruth, PackedWork
 from elasticd.simulator.planning import Planner
 from elasticd.simulator.results.packed_baselines import PLANNERS
@@ -38,6 +39,19 @@ def truth_of(scenario: Scenario, *, follow: bool = True) -> Truth:
     the scenario lets them."""
     cluster, model, data = scenario.cluster.cluster(), scenario.model, scenario.data
     rest = {"noise": scenario.times.noise, "overhead": scenario.times.overhead}
+    if model.modules:
+        return ModuleTruth(
+            cluster,
+            scenario.truth,
+            model.tokens,
+            scenario.item_modules(),
+            model.module,
+            global_batch=model.global_batch,
+            micro_batch=model.micro_batch,
+            follow=follow,
+            seed=scenario.seed,
+            **rest,
+        )
     if data is None:
         return Truth(cluster, scenario.truth, model.tokens, seed=scenario.seed, **rest)
     linear = linear_of(model.spec())
@@ -88,6 +102,8 @@ class Given:
             global_batch=model.global_batch,
             micro_batch=model.micro_batch,
             packed=self.scenario.packed(truth.tokens),
+            module=model.module,
+            modules=truth.modules,
             search_space=SearchSpace(lanes=len(truth.names) if self.scenario.data is not None else 1),
         )
         return self.planner.answer(problem).plan
@@ -187,7 +203,7 @@ class Bound(Run):
 
     def step_seconds(self) -> float:
         """The bound at the devices' present speeds, in seconds; infinite where no device lives."""
-        return self.given.bounds.seconds(self.truth.speeds, self.truth.profile)
+        return self.given.bounds.seconds(self.truth.speeds, self.truth.profile, self.truth.modules)
 
 
 class Still(Run):
@@ -195,7 +211,7 @@ class Still(Run):
 
     def __init__(self, given: Given) -> None:
         super().__init__(given)
-        self._plans: dict[tuple[frozenset[str], int], Plan | None] = {}
+        self._plans: dict[tuple[frozenset[str], tuple[float, ...]], Plan | None] = {}
         self._cut: dict[str, float] = {}
         self.plan = self.without(self.dead())
 
@@ -211,7 +227,7 @@ class Still(Run):
     def without(self, nodes: frozenset[str]) -> Plan | None:
         """The plan on all nodes but these, or None where the model does not fit there. Plans are kept, by nodes
         and tokens of a sample."""
-        key = (nodes, self.truth.tokens)
+        key = (nodes, self.truth.sizes)
         if key not in self._plans:
             self._plans[key] = self.given.plan(self.truth, nodes)
         return self._plans[key]

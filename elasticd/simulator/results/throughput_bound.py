@@ -8,9 +8,14 @@ from collections.abc import Mapping
 import msgspec
 from elasticd_planner.cost.model_profile import ModelProfile
 from elasticd_planner.cost.profile_cost import ProfileCost
-from elasticd_planner.problem import Problem
+from elasticd_planner.problem import ModuleProblem, Problem
+from elasticd_planner.search.module_bound import ModuleBound
+from elasticd_planner.search.module_cost import ModuleCosts
 from elasticd_planner.search.options import Settings
 from elasticd_planner.spec.cluster import Cluster
+
+#: No step takes as long [s].
+_LONG = 1e7
 
 
 class Bounds:
@@ -20,16 +25,21 @@ class Bounds:
     def __init__(self, cluster: Cluster, global_batch: int, micro_batch: int, overhead: float) -> None:
         self._cluster, self._overhead = cluster, overhead
         self._global_batch, self._micro_batch = global_batch, micro_batch
-        self._known: dict[tuple[tuple[tuple[str, float], ...], float], float] = {}
+        self._known: dict[tuple[object, ...], float] = {}
 
-    def seconds(self, rates: Mapping[str, float], profile: ModelProfile) -> float:
-        """`rates`: of the devices that are not normal, inf for dead ones. Infinite where nobody lives."""
-        key = (tuple(sorted(rates.items())), profile.tokens)
+    def seconds(
+        self, rates: Mapping[str, float], profile: ModelProfile, modules: tuple[ModuleProblem, ...] = ()
+    ) -> float:
+        """`rates`: of the devices that are not normal, inf for dead ones. `modules`: of items, of a model of
+        several. Infinite where nobody lives."""
+        key = tuple(sorted(rates.items())), profile.tokens, tuple(each.items_a_sample for each in modules)
         if key not in self._known:
-            self._known[key] = self._bound(rates, profile)
+            self._known[key] = self._bound(rates, profile, modules)
         return self._known[key]
 
-    def _bound(self, rates: Mapping[str, float], profile: ModelProfile) -> float:
+    def _bound(
+        self, rates: Mapping[str, float], profile: ModelProfile, modules: tuple[ModuleProblem, ...]
+    ) -> float:
         nodes = tuple(
             msgspec.structs.replace(node, devices=left)
             for node in self._cluster.nodes
@@ -43,7 +53,10 @@ class Bounds:
             global_batch=self._global_batch,
             micro_batch=self._micro_batch,
             rates={name: rate for name, rate in rates.items() if math.isfinite(rate)},
+            modules=modules,
         )
+        if modules:
+            return ModuleBound(problem, ModuleCosts(problem)).seconds(_LONG) + self._overhead
         speeds = [problem.rates.get(device.name, 1.0) for device in problem.cluster.devices]
         work = ProfileCost(profile).bound(speeds, self._global_batch // self._micro_batch)
         settings = Settings(problem)

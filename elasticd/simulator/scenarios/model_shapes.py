@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from elasticd_planner.spec.model import Cut, ModelSpec, Parameter, Units
 from elasticd_planner.value import Value, refuse
 
@@ -39,28 +41,30 @@ PRESETS = {
 }
 
 
-def model_spec(name: str, shapes: Shapes) -> ModelSpec:
-    """What a job of this model would tell its coordinator."""
+def model_spec(name: str, shapes: Shapes, *, trained: bool = True) -> ModelSpec:
+    """What a job of this model would tell its coordinator; not `trained`: all of it is frozen."""
+    kind: Literal["trained", "frozen"] = "trained" if trained else "frozen"
 
     def matrix(part: str, rows: int, columns: int, dim: int, units: str, add: bool = False) -> Parameter:
         return Parameter(
             name=part,
             shape=(rows, columns),
             dtype=shapes.dtype,
+            kind=kind,
             cut=Cut(dim=dim, units=units),
             replicas="add" if add else "same",
         )
 
     width, hidden, kv = shapes.width, shapes.hidden, shapes.width // shapes.heads * shapes.groups
     vocabulary = matrix("weight", shapes.vocabulary, width, 0, "vocabulary")
-    norm = Parameter(name="norm", shape=(width,), dtype=shapes.dtype)
+    norm = Parameter(name="norm", shape=(width,), dtype=shapes.dtype, kind=kind)
     block = (
         norm,
         matrix("q", width, width, 0, "heads"),
         matrix("k", kv, width, 0, "kv_heads", add=True),
         matrix("v", kv, width, 0, "kv_heads", add=True),
         matrix("o", width, width, 1, "heads"),
-        Parameter(name="mlp_norm", shape=(width,), dtype=shapes.dtype),
+        Parameter(name="mlp_norm", shape=(width,), dtype=shapes.dtype, kind=kind),
         matrix("gate", hidden, width, 0, "columns"),
         matrix("up", hidden, width, 0, "columns"),
         matrix("down", width, hidden, 1, "columns"),

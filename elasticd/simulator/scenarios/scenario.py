@@ -3,6 +3,7 @@
     steps = 120                      # or: hours = 24
     [cluster]  nodes, devices (of each), memory, flops, inside, between ...
     [model]    preset, or layers, width, heads, hidden ...; tokens, global_batch, micro_batch
+    [[module]] an encoder beside that model: name, items, items_a_sample, rows, trained; layers, width ...
     [[fault]]  kind = "slow", device = "n0/0", factor = 2.57, step = 20      # or: seconds = 3600
     [random]   faults drawn from the seed
     [data]     of a job that packs: corpus = "wikipedia", or quantiles, lognormal, file; row_tokens, cut ...
@@ -22,6 +23,7 @@ from elasticd_planner.cost.model_profile import ModelProfile, derive
 from elasticd_planner.detection.lengths import attention_rise, evaluated
 from elasticd_planner.detection.stragglers import DetectSettings
 from elasticd_planner.policy.policy import PolicySettings
+from elasticd_planner.problem import ModuleProblem
 from elasticd_planner.spec.cluster import Cluster, Device, Level, Link, Node, check_levels
 from elasticd_planner.spec.model import ModelSpec
 from elasticd_planner.spec.packed_sequences import PackedSequences
@@ -31,9 +33,13 @@ from elasticd_planner.value import Value, refuse
 
 from elasticd.chaos.faults import KINDS, REAL, Fault
 from elasticd.config.tree import ConfigError, section, text_of, toml, with_keys
+from elasticd.records import ModuleSpec
 from elasticd.simulator.scenarios.corpora import BASELINES, Corpus
 from elasticd.simulator.scenarios.model_shapes import PRESETS, Shapes, model_spec
 from elasticd.simulator.scenarios.random_faults import RandomFaults, draw
+
+#: The name of the module with the loss of a model of several.
+LOSS_MODULE = "language"
 
 
 class ClusterShape(Value, frozen=True, kw_only=True):
@@ -75,16 +81,40 @@ class ClusterShape(Value, frozen=True, kw_only=True):
         return Cluster(nodes=tuple(nodes), inside=self.inside, between=self.between, levels=self.levels)
 
 
+class ItemModule(Value, frozen=True, kw_only=True):
+    """An encoder beside the model that has the loss, and what samples bring it."""
+
+    name: str
+    shapes: Shapes
+    items: str = "images"  # the key under which a sample has them
+    items_a_sample: float = 1.0  # in the mean
+    rows: int = 256  # [tokens] of an item
+    trained: bool = True  # False: it is frozen
+
+    def __post_init__(self) -> None:
+        if not self.name or not self.items or self.name == LOSS_MODULE:
+            refuse(f"module {self.name!r}: it needs a name (not {LOSS_MODULE!r}) and the name of its items")
+        if not 0 < self.items_a_sample < 10_000 or self.rows < 1:
+            refuse(
+                f"module {self.name}: items_a_sample = {self.items_a_sample} must be above 0 and "
+                f"rows = {self.rows} at least 1"
+            )
+
+
 class Training(Value, frozen=True, kw_only=True):
-    """What is trained: shapes by name, samples of `tokens`, a batch."""
+    """What is trained: shapes by name, samples of `tokens`, a batch; and encoders beside it."""
 
     name: str
     shapes: Shapes
     tokens: int = 4096
     global_batch: int = 64
     micro_batch: int = 1
+    modules: tuple[ItemModule, ...] = ()
 
     def __post_init__(self) -> None:
+        names = [module.name for module in self.modules]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            refuse(f"two modules are named {twice[0]!r}: give each a name of its own")
         if self.tokens < 1 or self.micro_batch < 1 or self.global_batch < 1:
             refuse("tokens, global_batch and micro_batch must be at least 1")
         if self.global_batch % self.micro_batch:
@@ -95,6 +125,29 @@ class Training(Value, frozen=True, kw_only=True):
     def spec(self) -> ModelSpec:
         """The specification that a job of this model would send to its coordinator."""
         return model_spec(self.name, self.shapes)
+
+    @property
+    def module(self) -> str:
+        """The name of the module with the loss in plans."""
+        return LOSS_MODULE if self.modules else "model"
+
+    def module_specs(self, items_a_sample: Mapping[str, float]) -> tuple[ModuleSpec, ...]:
+        """The modules that a job would send, with the items of a sample in its dataset; none of a model of
+        one."""
+        if not self.modules:
+            return ()
+        takes = {module.items: module.name for module in self.modules}
+        items = (
+            ModuleSpec(
+                name=module.name,
+                model=model_spec(module.name, module.shapes, trained=module.trained),
+                items=module.items,
+                items_a_sample=items_a_sample[module.name],
+                rows_an_item=module.rows,
+            )
+            for module in self.modules
+        )
+        return (ModuleSpec(name=LOSS_MODULE, model=self.spec(), takes=takes), *items)
 
 
 class Times(Value, frozen=True, kw_only=True):
@@ -157,6 +210,10 @@ class Scenario(Value, frozen=True, kw_only=True):
             refuse("steps must be at least 1, hours positive")
         if self.seed < 0 or (self.settle is not None and self.settle < 1):
             refuse("seed must not be negative, settle at least 1")
+        if self.model.modules and self.data is not None:
+            refuse("sequences are packed in models of one module: leave out [data] or [[module]]")
+        if not self.model.modules and any(fault.items for fault in self.faults):
+            refuse("a shift of items is of a model of several modules: add [[module]], or shift tokens")
         nodes, devices = self.cluster.nodes, self.cluster.devices
         known = {f"n{n}" for n in range(nodes)}
         for number, fault in enumerate(self.faults, start=1):
@@ -185,6 +242,22 @@ class Scenario(Value, frozen=True, kw_only=True):
         if self.data is None:
             return made
         return evaluated(made, even(mean), self.lengths(mean), attention_rise(spec), rows=True)
+
+    def item_modules(self) -> tuple[ModuleProblem, ...]:
+        """What a normal device really takes for the modules of items, and what samples bring them at first."""
+        return tuple(
+            ModuleProblem(
+                name=module.name,
+                profile=derive(
+                    model_spec(module.name, module.shapes), module.rows, 1, flops=self.cluster.flops
+                ),
+                items=module.items,
+                items_a_sample=module.items_a_sample,
+                rows_an_item=module.rows,
+                trained=module.trained,
+            )
+            for module in self.model.modules
+        )
 
     def lengths(self, tokens: int) -> Lengths:
         """Of the sequences of steps, of so many tokens in the mean."""
@@ -222,7 +295,9 @@ def parse(text: str, source: str, seed: int | None = None) -> Scenario:
     values: dict[str, Any] = {
         "name": rest.pop("name", Path(source).stem),
         "cluster": cluster,
-        "model": _training(_table(rest, "model", source), f"{source}: [model]"),
+        "model": _training(
+            _table(rest, "model", source), _modules(rest.pop("module", []), source), f"{source}: [model]"
+        ),
         "data": _corpus(rest, source),
         "times": section("times", Times(), rest.pop("times", {}), source),
         "restart": section("restart", Restart(), rest.pop("restart", {}), source),
@@ -280,15 +355,33 @@ def _corpus(rest: dict[str, Any], source: str) -> Corpus | None:
     return made
 
 
-def _training(body: Mapping[str, Any], where: str) -> Training:
+def _modules(listed: object, source: str) -> tuple[ItemModule, ...]:
+    if not isinstance(listed, list):
+        raise ConfigError(f"{source}: module must be a list: write [[module]] above each one")
+    found = []
+    for number, body in enumerate(listed, start=1):
+        where = f"{source}: module {number}"
+        preset, shapes, rest = _shapes(body, where)
+        found.append(with_keys(ItemModule, {"name": preset or "", **rest, "shapes": shapes}, where))
+    return tuple(found)
+
+
+def _training(body: Mapping[str, Any], modules: tuple[ItemModule, ...], where: str) -> Training:
     """A preset's shapes, or those given; the rest is the batch."""
+    preset, shapes, batch = _shapes(body, where)
+    return with_keys(
+        Training, {"name": preset or "model", **batch, "shapes": shapes, "modules": modules}, where
+    )
+
+
+def _shapes(body: Mapping[str, Any], where: str) -> tuple[str | None, Shapes, dict[str, Any]]:
+    """A preset and its shapes, or those that are given; and the other keys."""
     shape_keys = {field.name for field in msgspec.structs.fields(Shapes)}
-    batch = {key: value for key, value in body.items() if key not in shape_keys and key != "preset"}
+    rest = {key: value for key, value in body.items() if key not in shape_keys and key != "preset"}
     shapes = {key: value for key, value in body.items() if key in shape_keys}
     preset = body.get("preset")
     if preset is not None and preset not in PRESETS:
         raise ConfigError(f"{where} preset = {preset!r} must be one of {', '.join(PRESETS)}")
     if preset is not None and shapes:
         raise ConfigError(f"{where} preset = {preset!r} has shapes of its own: leave out {', '.join(shapes)}")
-    made = with_keys(Shapes, shapes, where) if preset is None else PRESETS[preset]
-    return with_keys(Training, {"name": preset or "model", **batch, "shapes": made}, where)
+    return preset, with_keys(Shapes, shapes, where) if preset is None else PRESETS[preset], rest

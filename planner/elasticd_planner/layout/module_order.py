@@ -28,7 +28,13 @@ from heapq import heappop, heappush
 from typing import NamedTuple
 
 from elasticd_planner.layout.message_places import MessagePlaces
-from elasticd_planner.layout.module_passes import ModulePass, ModulePasses, PassGroup
+from elasticd_planner.layout.module_passes import (
+    ModulePass,
+    ModulePasses,
+    PassGroup,
+    item_time,
+    stage_microseconds,
+)
 from elasticd_planner.layout.pass_order import Act, Schedule
 from elasticd_planner.spec.batch import BatchPlan
 from elasticd_planner.spec.item_batch import GroupId, ItemBatch
@@ -100,6 +106,7 @@ def module_pass_times(
     backward: bool = True,
     one_queue: bool = False,
     delay: Delay | None = None,
+    actual: Plan | None = None,
 ) -> tuple[ModulePassTime, ...]:
     """When the passes of that order run, in the order.
 
@@ -112,12 +119,15 @@ def module_pass_times(
             each other. Else messages go beside the passes.
         delay: the time of a message from a pass to another one, of stages or of modules [us]; None: they take
             none, as in the run that gives the order. Not with `one_queue`.
+        actual: the same plan with the times that passes do take; None: those of the plan, which give the order.
     """
     order = _ModuleRun(ModulePasses(plan, batches, schedule, backward=backward)).order
+    if actual is not None:
+        _set_times(order, actual, batches)
     if one_queue:
         _in_one_queue(order)
-    elif delay is not None:
-        _delayed(order, len(plan.members), delay)
+    elif delay is not None or actual is not None:
+        _delayed(order, len(plan.members), delay or _no_time)
     return tuple(ModulePassTime(_act(one, "pass"), one.begin, one.end) for one in order)
 
 
@@ -128,6 +138,26 @@ def step_microseconds(
     order = _ModuleRun(ModulePasses(plan, batches, schedule, backward=True)).order
     _delayed(order, len(plan.members), delay)
     return max(one.end for one in order)
+
+
+def _no_time(sender: ModulePass, receiver: ModulePass, name: GroupId | None) -> int:
+    return 0
+
+
+def _set_times(order: Sequence[ModulePass], plan: Plan, batches: Mapping[str, BatchPlan | ItemBatch]) -> None:
+    """Sets what passes take to the times of a plan."""
+    times = {
+        (module.module, p, j, s): stage_microseconds(stage)
+        for module in plan.modules
+        for p, pipeline in enumerate(module.pipelines)
+        for j, lane in enumerate(pipeline.by_lane)
+        for s, stage in enumerate(lane.stages)
+    }
+    for one in order:
+        one.time = times[one.group.key][one.kind][one.chunk]
+        module, p, j, _ = one.group.key
+        if isinstance(items := batches[module], ItemBatch):
+            one.time = item_time(one.time, items.pipelines[p][j][one.index])
 
 
 def _delayed(order: Sequence[ModulePass], devices: int, delay: Delay) -> None:

@@ -136,7 +136,7 @@ class ModulePasses:
         groups, stages = self._groups(module, p, j, lane), len(lane.stages)
         found: dict[tuple[str, int, int], ModulePass] = {}  # by kind, place, micro-batch
         for s, (group, stage) in enumerate(zip(groups, lane.stages, strict=True)):
-            times = _times(stage)
+            times = stage_microseconds(stage)
             for device in group.devices:
                 self.own[device].append(group)
             for kind, index, chunk in self._schedule(stages, s, count, lane.chunks) if count else ():
@@ -153,7 +153,9 @@ class ModulePasses:
             elif place < last:
                 _needs(one, found["backward", place + 1, index])
         self._first[p, j] = {(kind, index): one for (kind, place, index), one in found.items() if not place}
-        self._period[p, j] = max(sum(sum(part) for part in _times(stage).values()) for stage in lane.stages)
+        self._period[p, j] = max(
+            sum(sum(part) for part in stage_microseconds(stage).values()) for stage in lane.stages
+        )
 
     def _add_items(self, module: ModulePlan, batch: ItemBatch, component: Component | None) -> None:
         """The passes of a module of items. Those that are needed first have the lowest ranks."""
@@ -168,7 +170,7 @@ class ModulePasses:
             if component is not None and (module.module, p) not in component:
                 continue
             for j, lane in enumerate(pipeline.by_lane):
-                groups, times = self._groups(module.module, p, j, lane), [*map(_times, lane.stages)]
+                groups, times = self._groups(module.module, p, j, lane), [*map(stage_microseconds, lane.stages)]
                 lanes[p, j] = {
                     kind: [
                         (group, chunk, stage[kind][chunk])
@@ -200,12 +202,11 @@ class ModulePasses:
         """The chain of passes of one group of items."""
         first = self._first[items.pipeline, items.lane]
         taking, giving = first["forward", items.micro_batch], first.get(("backward", items.micro_batch))
-        rows = items.rows or ROWS * len(items.items)
         chunks = places["forward"][-1][1] + 1
         before: ModulePass | None = None
         for kind in ("forward", "backward") if backward else ("forward",):
             for group, chunk, whole in places[kind]:
-                time = max(1, whole * rows // ROWS)
+                time = item_time(whole, items)
                 order = rank * chunks + (chunks - 1 - chunk if kind == "forward" else chunk)
                 one = ModulePass(group, kind, name.number, chunk, time, order, items.micro_batch, taking.group)
                 self.count += 1
@@ -248,6 +249,11 @@ def _component(plan: Plan, batches: Mapping[str, BatchPlan | ItemBatch], device:
     return {(module.module, p) for module in plan.modules for p in range(len(module.pipelines))} & found
 
 
+def item_time(whole: int, items: ItemGroup) -> int:
+    """The time of a pass of a group of items [us]; `whole`: that of 1,024 rows."""
+    return max(1, whole * (items.rows or ROWS * len(items.items)) // ROWS)
+
+
 def _needs(user: ModulePass, one: ModulePass, name: GroupId | None = None) -> None:
     user.missing += 1
     one.users.append(user)
@@ -256,10 +262,10 @@ def _needs(user: ModulePass, one: ModulePass, name: GroupId | None = None) -> No
 
 
 #: By kind the times of the passes of a stage, by chunk [us].
-_Times = dict[str, list[int]]
+PassTimes = dict[str, list[int]]
 
 
-def _times(stage: Stage) -> _Times:
+def stage_microseconds(stage: Stage) -> PassTimes:
     """Chunks take their parts of the stage's times by their layers."""
     layers = stage.layers
     times = stage.microseconds

@@ -152,6 +152,12 @@ class ModuleCosts:
             ]
         return found
 
+    def played(self, plan: Plan, batches: Mapping[str, BatchPlan | ItemBatch]) -> tuple[ModulePassTime, ...]:
+        """When the passes of a step run, which ranks order by the plan's times, and which take what they cost
+        here."""
+        delay, actual = self._delay(plan, batches), self.timed(plan)
+        return module_pass_times(plan, batches, passes, delay=delay, actual=actual)
+
     def _delay(self, plan: Plan, batches: Mapping[str, BatchPlan | ItemBatch]) -> Delay:
         """The time of messages [us]: between two stages of the module with the loss as its cost has it; of the
         rows of an item, or of their gradient, by the slowest link between both ends."""
