@@ -70,7 +70,7 @@ def test_random_scripts_break_nothing() -> None:
 
 
 def _with_users(seeds: range) -> list[Play]:
-    """Random jobs and scripts, with a store that is late, loses and repeats, and users who ask for decisions."""
+    """Random jobs and scripts, with a store that is late, loses and repeats; users ask for decisions."""
     return [*plays(seeds, 12)]
 
 

@@ -100,8 +100,8 @@ class ModuleBound:
     @property
     def _item_seconds(self) -> float:
         """Work of all items of a step over the speed of all devices."""
-        items = sum(self._costs.item_work(each) * each.items_a_sample for each in self._problem.modules)
-        return items * self._problem.global_batch / self._speed
+        modules = self._problem.modules
+        return sum(self._costs.item_work(each) * self._costs.step_items(each) for each in modules) / self._speed
 
     def _around(self, task: Task) -> float:
         """The least seconds of the passes of an item before and after those of the module with the loss."""

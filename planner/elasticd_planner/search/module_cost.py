@@ -246,6 +246,12 @@ class ModuleCosts:
                     by_device[device] += seconds
         return max(by_device.values(), default=0.0)
 
+    def step_items(self, module: ModuleProblem) -> int:
+        """The items of a mean step, of whole groups."""
+        items = module.items_a_sample * self.problem.global_batch
+        together = _together(items)
+        return math.floor(items / together) * together
+
     def batches(
         self,
         plan: Plan,
@@ -276,7 +282,7 @@ class ModuleCosts:
     def _mean_rows(plan: Plan, module: ModuleProblem, share: float) -> list[list[int]]:
         """Of each sample of a mean step the rows of its items. Where there are many some go together."""
         items = module.items_a_sample * share
-        together = max(1, math.ceil(items * plan.global_batch / MOST_ITEMS))
+        together = _together(items * plan.global_batch)
         each = items / together
         ends = [math.floor(each * sample) for sample in range(plan.global_batch + 1)]
         size = max(1, round(module.rows_an_item * together))
@@ -389,6 +395,11 @@ class ModuleCosts:
         """Bytes of a whole module: parameters, gradients and optimizer state."""
         profile = self._profiles[module.name]
         return profile.parameter_bytes * profile.state_factor
+
+
+def _together(items: float) -> int:
+    """How many items of a sample go together where a step has so many."""
+    return max(1, math.ceil(items / MOST_ITEMS))
 
 
 def components(plan: Plan) -> list[list[int]]:
