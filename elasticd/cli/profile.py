@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -117,7 +117,8 @@ def profile(
 ) -> None:
     """Measure a model's sections on this device, fit, and print the error of the fit.
 
-    SCRIPT is run with its ARGUMENTS up to its elasticd.Job, whose model, loss and samples are measured. Or NAME
+    SCRIPT is run with its ARGUMENTS up to its elasticd.Job, whose model, loss and samples are measured, of
+    several modules each by itself. Or NAME
     is an elasticd.Model in FILE.py (or package.module), or a function without arguments that makes one, and the
     file is imported. The profile is what `elasticd plan` takes as `model`, and elasticd.Job as `profile`.
     """
@@ -138,15 +139,19 @@ def profile(
         **asked,  # the other options have the names of the request's fields
     )
     with command_console(stderr=True).status(f"measuring {target}") as status:  # silent where nobody looks
-        samples = measure(request, lambda part: status.update(f"measuring {target}: {part:.0%}"))
-    measured = measured_profile(samples)
-    text = profile_text(samples, measured)
+        done = measure(request, lambda part: status.update(f"measuring {target}: {part:.0%}"))
+    measured = {each.name: (each.samples, measured_profile(each.samples)) for each in done.modules}
+    measured[done.module] = done.samples, measured_profile(done.samples)
+    text = profile_text(done, {name: fitted for name, (_, fitted) in measured.items()})
     if out is not None:
         _write(out, text)
     if as_json:
         sys.stdout.write(text)
     else:
-        show(samples, measured, command_console())
+        for name, (samples, fitted) in measured.items():
+            if done.modules:
+                command_console().print(Text.assemble(("module ", "dim"), (name, "bold")))
+            show(samples, fitted, command_console())
 
 
 def _check_target(target: str, is_script: bool, arguments: tuple[str, ...], asked: dict[str, Any]) -> None:
@@ -182,12 +187,12 @@ def _threads() -> int:
     return int(said) if said.isdigit() and int(said) else 1
 
 
-def measure(request: Request, progress: Callable[[float], None]) -> Samples:
+def measure(request: Request, progress: Callable[[float], None]) -> Done:
     """Asks a process that carries torch. Raises ClickException where it cannot measure."""
     need("torch", "elasticd profile")
     found = _asked(request, progress)
     assert isinstance(found, Done)
-    return found.samples
+    return found
 
 
 def described(target: str, command: str) -> dict[str, ModelSpec]:
@@ -247,25 +252,52 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def profile_text(samples: Samples, measured: MeasuredProfile) -> str:
+def profile_text(done: Done, measured: Mapping[str, MeasuredProfile]) -> str:
     """The profile as the JSON of a file. Beside the model's times it has on what they were measured, the errors
-    of each section and of the whole model, and the model's parameters (`spec`)."""
+    of each section and of the whole model, and the model's parameters (`spec`). Of several modules `model` is
+    that of the one with the loss, which `module` names, and `modules` has those of items as a problem has them.
+
+    Args:
+        done: all samples.
+        measured: the fit of each module, by name.
+    """
     from elasticd_planner.problem_files.times import entry_of
 
-    fit = {
+    own = measured[done.module]
+    answer: dict[str, Any] = {"type": "profile", "version": FILE_VERSION, "model": entry_of(own.profile)}
+    fit = _fit(done.samples, own)
+    if not done.modules:
+        answer |= {"fit": fit, "spec": done.samples.model}
+        return _json(answer)
+    fit["modules"] = {each.name: _fit(each.samples, measured[each.name]) for each in done.modules}
+    answer["module"] = done.module
+    answer["modules"] = [
+        {
+            "name": each.name,
+            "items": each.items,
+            "items_a_sample": each.items_a_sample,
+            "rows_an_item": each.rows_an_item,
+            "trained": each.trained,
+            "model": entry_of(measured[each.name].profile),
+        }
+        for each in done.modules
+    ]
+    specs = {each.name: each.samples.model for each in done.modules} | {done.module: done.samples.model}
+    return _json(answer | {"fit": fit, "specs": specs})
+
+
+def _json(answer: dict[str, Any]) -> str:
+    return msgspec.json.format(msgspec.json.encode(answer), indent=2).decode() + "\n"
+
+
+def _fit(samples: Samples, measured: MeasuredProfile) -> dict[str, Any]:
+    """On what a module was measured, and the errors of the fit."""
+    return {
         **{name: getattr(samples, name) for name in ("device", "threads", "torch", "repeats", "sample_tokens")},
         "sections": measured.fits,
         "whole_seconds": samples.whole.seconds if samples.whole is not None else None,
         "predicted_seconds": measured.predicted,
     }
-    answer = {
-        "type": "profile",
-        "version": FILE_VERSION,
-        "model": entry_of(measured.profile),
-        "fit": fit,
-        "spec": samples.model,
-    }
-    return msgspec.json.format(msgspec.json.encode(answer), indent=2).decode() + "\n"
 
 
 # -- for people ------------------------------------------------------------------------------------------------
@@ -279,7 +311,11 @@ def show(samples: Samples, measured: MeasuredProfile, console: Console) -> None:
     if samples.device == "cpu":
         name.append(f", {samples.threads} thread{'s' if samples.threads > 1 else ''}")
     console.print(name)
-    how = f"torch {samples.torch}, samples of {samples.sample_tokens} tokens, medians of {samples.repeats}"
+    sizes = sorted({timing.tokens for timing in samples.timings})
+    of = f"samples of {samples.sample_tokens} tokens"
+    if samples.items:
+        of = f"single {samples.items} of {', '.join(map(str, sizes))} rows"
+    how = f"torch {samples.torch}, {of}, medians of {samples.repeats}"
     console.print(Text(how, style="dim"))
     console.print(_table(measured.fits))
     for line in _notes(samples, measured):
@@ -340,7 +376,7 @@ def _notes(samples: Samples, measured: MeasuredProfile) -> list[Text]:
     if noise >= _NOISY:
         said = f"times vary by {noise:.0%} between repeats: measure on a quieter machine"
         lines.append(Text(said, style="yellow"))
-    if not samples.loss:
+    if not samples.loss and not samples.items:
         lines.append(Text("the head is without its loss: name it with --loss", style="dim"))
     whole = samples.whole
     if whole is None:

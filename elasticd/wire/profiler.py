@@ -40,12 +40,13 @@ class Request(Value, frozen=True, kw_only=True, tag="measure"):
     batch: str = ""  # name of batch(samples, tokens) in the same file (empty: random ids)
     collectives: bool = False  # measure all-reduces among processes of this machine
     whole: bool = True  # compare the sum of the blocks with the complete model
+    items: str = ""  # what the module runs on that is measured (empty: samples); its micro-batches are items
 
     def __post_init__(self) -> None:
         numbers = (*self.widths, *self.tokens, self.repeats, self.threads)
         if any(number < 1 for number in numbers) or self.sample_tokens < 0:
             refuse("profile: widths, tokens, sample tokens, repeats and threads must be positive")
-        if not self.sample_tokens:
+        if not self.sample_tokens or self.items:
             return  # the script says it
         if not self.tokens:
             msgspec.structs.force_setattr(
@@ -67,10 +68,23 @@ class Progress(Value, frozen=True, kw_only=True, tag="progress"):
     part: float  # 0 to 1
 
 
+class ItemSamples(Value, frozen=True, kw_only=True):
+    """A module of items, measured, and what a sample has of them in the mean."""
+
+    name: str  # of the module
+    items: str  # what it takes of a sample
+    items_a_sample: float
+    rows_an_item: float
+    trained: bool
+    samples: Samples  # whose tokens are rows of items
+
+
 class Done(Value, frozen=True, kw_only=True, tag="done"):
     """Everything is measured."""
 
-    samples: Samples  # what was measured
+    samples: Samples  # what was measured, of a model of several modules of the one with the loss
+    module: str = "model"  # the name of that module
+    modules: tuple[ItemSamples, ...] = ()  # the modules of items
 
 
 class Described(Value, frozen=True, kw_only=True, tag="described"):

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -16,11 +18,18 @@ import psutil
 import pytest
 import torch
 from elasticd_planner.problem_files.profile_file import given_profile
+from elasticd_planner.value import Invalid
 
+from elasticd.machines.job.replan import module_problems
 from elasticd.models import Decoder, DecoderConfig
+from elasticd.runtime.api.hello import job_spec
+from elasticd.runtime.engine.parallelism import ParallelismOptions
+from elasticd.wire.profiler import Done
 from tests import sizes
 from tests.cli.support import DEADLINE, call, refused
 from tests.planner.measurements import samples
+from tests.runtime.image_model import COUNTS
+from tests.runtime.test_modules import make_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = f"{ROOT}/examples/train_lm.py:model"
@@ -88,6 +97,56 @@ def test_a_script_is_measured_up_to_its_job_with_the_jobs_own_loss_and_samples(t
     assert given_profile(out.read_bytes(), spec, 128.0, 1).block.seconds > 0, "a Job takes it as its profile"
 
 
+@pytest.mark.slow
+def test_each_module_of_a_script_is_measured_and_the_planner_and_a_job_take_them(tmp_path: Path) -> None:
+    """Items of several numbers of rows, of whose module the language model takes what they give."""
+    out, script = tmp_path / "profile.json", tmp_path / "train.py"
+    script.write_text(TRAIN_MODULES)
+    quick = ("--widths", "1", "--repeats", "3", "--out", str(out))
+    done = call("profile", str(script), *quick)
+    assert done.exit_code == 0, done.output
+    assert re.search(r"module vision\nvision: 2 layers on cpu, 1 thread", done.output)
+    assert re.search(r"single images of \d, .* rows", done.output)
+    assert "module language\nlanguage: 5 layers" in done.output
+    assert "without its loss" not in done.output
+    written = json.loads(out.read_bytes())
+    (vision,) = written["modules"]
+    assert (vision["name"], vision["items"], vision["trained"]) == ("vision", "images", True)
+    assert vision["items_a_sample"] == pytest.approx(sum(COUNTS) / len(COUNTS))
+    assert 2 <= vision["rows_an_item"] <= 5
+    assert written["specs"].keys() == {"vision", "language"}
+    assert written["fit"]["modules"]["vision"]["whole_seconds"] > 0
+    nodes = [{"name": name, "devices": 2, "memory_mib": 1024} for name in "ab"]
+    problem = {"cluster": {"nodes": nodes}, "batch": {"global_batch": 8, "micro_batch": 1, "sequence": 16}}
+    problem |= {key: written[key] for key in ("model", "module", "modules")}
+    (tmp_path / "problem.json").write_bytes(msgspec.json.encode(problem))
+    options = ("--explain", "--model", str(out), "--json")
+    planned = call("plan", str(tmp_path / "problem.json"), *options)
+    assert planned.exit_code == 0, planned.output
+    answer = json.loads(planned.stdout)
+    assert [module["module"] for module in answer["plan"]["modules"]] == ["vision", "language"]
+    assert answer["explanation"]["parameters"] == "of the model"
+    recipe = replace(make_recipe(), parallelism=ParallelismOptions(profile=out))
+    spec = job_spec(recipe, "j", measures=False)
+    assert spec.profile is not None
+    (encoder,) = module_problems(spec, flops=1e9)
+    times = vision["model"]["times"]["block"]
+    assert encoder.profile.block.seconds == times["seconds_per_token"], "not guessed from the shapes"
+    with pytest.raises(Invalid, match="it has no module 'sound'"):
+        given_profile(out.read_bytes(), spec.modules[0].model, 3.0, 1, "sound")
+
+
+TRAIN_MODULES = """
+import torch
+import elasticd
+from tests.runtime.test_modules import Captions, described, next_token_loss
+
+elasticd.Job(model=described(), loss=next_token_loss, optimizer=torch.optim.AdamW, dataset=Captions(),
+             global_batch=5, micro_batch=1)
+raise SystemExit("the script went on after its Job")
+"""
+
+
 #: Its samples are no mapping of inputs and targets, and its embedding would fail on one.
 TRAIN = """
 import sys
@@ -111,7 +170,7 @@ raise SystemExit("the script went on after its Job")
 def test_a_program_reads_on_the_screen_what_is_in_the_file(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("elasticd.cli.profile.measure", lambda request, progress: samples())
+    monkeypatch.setattr("elasticd.cli.profile.measure", lambda request, progress: Done(samples=samples()))
     out = tmp_path / "profile.json"
     done = call("profile", EXAMPLE, *QUICK, "--json", "--out", str(out))
     assert done.exit_code == 0, done.output

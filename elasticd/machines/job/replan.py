@@ -315,7 +315,8 @@ def first_profile(spec: JobSpec, flops: float) -> ModelProfile:
 
 
 def module_problems(spec: JobSpec, flops: float) -> tuple[ModuleProblem, ...]:
-    """The modules of items of a job before its first step, by their shapes; none of a job of one module.
+    """The modules of items of a job before its first step, by what was measured of them before the job, else by
+    their shapes; none of a job of one module.
 
     Args:
         spec: the record of the job.
@@ -324,7 +325,10 @@ def module_problems(spec: JobSpec, flops: float) -> tuple[ModuleProblem, ...]:
     return tuple(
         ModuleProblem(
             name=module.name,
-            profile=suited(derive(module.model, module.rows_an_item or ROWS, 1, flops=flops), spec.numbers),
+            profile=suited(
+                module.profile or derive(module.model, module.rows_an_item or ROWS, 1, flops=flops),
+                spec.numbers,
+            ),
             items=module.items,
             items_a_sample=max(module.items_a_sample, _FEW),
             rows_an_item=module.rows_an_item or ROWS,

@@ -11,9 +11,11 @@ from numbers import Real
 from pathlib import Path
 from types import MappingProxyType
 
+import msgspec
 import numpy as np
 import torch
 from elasticd_planner.cost.model_profile import ModelProfile
+from elasticd_planner.layout.module_passes import ROWS
 from elasticd_planner.spec.packed_sequences import PackedSequences
 from elasticd_planner.spec.plan_checks import check_batch, check_model
 from elasticd_planner.spec.sample_packing import linear_of
@@ -21,7 +23,7 @@ from elasticd_planner.spec.sequence_lengths import Lengths
 from elasticd_planner.value import Invalid
 from torch.utils.data import DataLoader
 
-from elasticd.records import JobSpec
+from elasticd.records import JobSpec, ModuleSpec
 from elasticd.runtime.accelerator import Accelerator
 from elasticd.runtime.api.evaluation import HeldOut
 from elasticd.runtime.api.several_modules import check_plan_of, module_specs, without_items
@@ -345,6 +347,7 @@ def job_spec(
     """
     may_recompute, recomputed = asked(recipe.parallelism.recompute, recipe.model.layers)
     modules = module_specs(recipe)
+    profile, modules = _profiles(recipe, modules)
     return JobSpec(
         job=job,
         model=recipe.model.spec,
@@ -354,7 +357,7 @@ def job_spec(
         sample_tokens=recipe.tokens,
         seed=recipe.seed,
         state=recipe.parallelism.state,
-        profile=(profile := _profile(recipe)),
+        profile=profile,
         measured_bytes=section_bytes(recipe) if profile is None and measures and not modules else None,
         first=recipe.model.first(),
         numbers=recipe.precision.numbers if recipe.precision is not None else None,
@@ -414,18 +417,31 @@ def packed_sequences(recipe: Recipe, held_out: Mapping[str, HeldOut]) -> PackedS
     )
 
 
-def _profile(recipe: Recipe) -> ModelProfile | None:
+def _profiles(
+    recipe: Recipe, modules: tuple[ModuleSpec, ...]
+) -> tuple[ModelProfile | None, tuple[ModuleSpec, ...]]:
+    """The profile of the model, and the modules with theirs, as a file has them that the job is given."""
     if recipe.parallelism.profile is None:
-        return None
+        return None, modules
     from elasticd_planner.problem_files.profile_file import given_profile  # other jobs do not need it
 
     path = os.fspath(recipe.parallelism.profile)
     try:
-        return given_profile(Path(path).read_bytes(), recipe.model.spec, recipe.tokens, recipe.micro_batch)
+        text = Path(path).read_bytes()
+        own = given_profile(text, recipe.model.spec, recipe.tokens, recipe.micro_batch)
+        listed = [
+            msgspec.structs.replace(
+                each, profile=given_profile(text, each.model, each.rows_an_item or ROWS, 1, each.name)
+            )
+            if each.items
+            else each
+            for each in modules
+        ]
     except OSError as error:
         raise ValueError(f"profile {path} cannot be read: {error.strerror}") from None
     except Invalid as error:
         raise ValueError(f"profile {path}: {error}") from None
+    return own, tuple(listed)
 
 
 def hello(spec: JobSpec, folder: Path | None, accelerator: Accelerator, offer: Offer = offered) -> Hello:

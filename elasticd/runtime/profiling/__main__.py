@@ -10,18 +10,26 @@ from typing import BinaryIO
 
 import msgspec
 import torch
+from elasticd_planner.profiling.samples import Samples
 from elasticd_planner.spec.model import ModelSpec
 from elasticd_planner.value import Invalid
 
 from elasticd.runtime.accelerator import NoDevice, placed
 from elasticd.runtime.api.script import CannotRun
-from elasticd.runtime.engine.mixed_precision import Precision
-from elasticd.runtime.model.model import Loss, Model, ModelError
+from elasticd.runtime.model.model import ModelError
 from elasticd.runtime.profiling import collectives
-from elasticd.runtime.profiling.loading import CannotLoad, MakeBatch, batch_of, load, loss_of, of_script, told
+from elasticd.runtime.profiling.loading import (
+    CannotLoad,
+    ProfiledModule,
+    batch_of,
+    load,
+    loss_of,
+    of_script,
+    told,
+)
 from elasticd.runtime.profiling.measure import measure, with_widths
 from elasticd.runtime.profiling.parent_pipe import end_at_eof
-from elasticd.wire.profiler import Describe, Described, Done, Failed, Progress, Request
+from elasticd.wire.profiler import Describe, Described, Done, Failed, ItemSamples, Progress, Request
 
 #: The advice where a pass fails on batches that nobody named.
 _GUESSED = (
@@ -35,18 +43,28 @@ _decoder = msgspec.json.Decoder(Request | Describe)
 def run(request: Request, answer: BinaryIO) -> Done | Failed:
     """Measures; user's errors become one message."""
 
-    def progress(part: float) -> None:
-        answer.write(msgspec.json.encode(Progress(part=part)) + b"\n")
-
     try:
         torch.set_num_threads(request.threads)
         accelerator = placed(request.device, {})
         accelerator.use()
-        request, model, make_batch, loss, precision = _loaded(request)
-        request = with_widths(model, request)
-        among = collectives.measure(model, request) if request.collectives else ()
-        samples = measure(model, request, accelerator, make_batch, loss, progress, among, precision)
-        return Done(samples=samples)
+        listed = _loaded(request)
+        found = []
+        for number, each in enumerate(listed):
+
+            def progress(part: float, number: int = number) -> None:
+                far = Progress(part=(number + part) / len(listed))
+                answer.write(msgspec.json.encode(far) + b"\n")
+
+            own = with_widths(each.model, each.request)
+            among = collectives.measure(each.model, own) if own.collectives else ()
+            batches = each.make_batch, each.loss
+            found.append(measure(each.model, own, accelerator, *batches, progress, among, each.precision))
+        *encoders, last = zip(listed, found, strict=True)
+        return Done(
+            samples=last[1],
+            module=last[0].name,
+            modules=tuple(_of_items(each, samples) for each, samples in encoders),
+        )
     except (CannotLoad, CannotRun, Invalid, ModelError, NoDevice, collectives.CannotMeasure) as error:
         return Failed(reason=str(error))
     except Exception as error:
@@ -54,12 +72,29 @@ def run(request: Request, answer: BinaryIO) -> Done | Failed:
         return Failed(reason=told("measuring", error) + (_GUESSED if guessed else ""))
 
 
-def _loaded(request: Request) -> tuple[Request, Model, MakeBatch, Loss | None, Precision | None]:
-    """The request with what its target says, the model, its batches, its loss and its precision."""
+def _of_items(module: ProfiledModule, samples: Samples) -> ItemSamples:
+    return ItemSamples(
+        name=module.name,
+        items=module.request.items,
+        items_a_sample=module.items_a_sample,
+        rows_an_item=module.rows_an_item,
+        trained=any(parameter.kind == "trained" for parameter in module.model.spec.parameters.values()),
+        samples=samples,
+    )
+
+
+def _loaded(request: Request) -> list[ProfiledModule]:
+    """What the target names to measure; the module with the loss is the last."""
     if request.arguments is not None:
         return of_script(request)
     module, model = load(request.target)
-    return request, model, batch_of(module, request.batch, model), loss_of(module, request.loss), None
+    if model.graph is not None:
+        raise CannotLoad(
+            f"{model.name} has the modules {', '.join(model.graph.modules)}, which are measured on the samples "
+            "of a job: profile its training script, elasticd profile SCRIPT"
+        )
+    make_batch, loss = batch_of(module, request.batch, model), loss_of(module, request.loss)
+    return [ProfiledModule("model", request, model, make_batch, loss)]
 
 
 def describe(request: Describe) -> Described | Failed:

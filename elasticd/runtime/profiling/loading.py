@@ -6,25 +6,36 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
 from torch import nn
 
+from elasticd.runtime.accelerator import CPU
 from elasticd.runtime.api.script import recipe_of
-from elasticd.runtime.data.collate import Batch
-from elasticd.runtime.data.loader import reading, sample_tokens
+from elasticd.runtime.api.several_modules import without_items
+from elasticd.runtime.data.collate import Batch, pad
+from elasticd.runtime.data.loader import item_counts, items_of, reading, sample_tokens
+from elasticd.runtime.data.stream import Stream
+from elasticd.runtime.engine.item_border import joined, row_of
 from elasticd.runtime.engine.mixed_precision import Precision
-from elasticd.runtime.model.model import Loss, Model, ModelError
+from elasticd.runtime.engine.recipe import Recipe
+from elasticd.runtime.model.bundle import Bundle, sizes
+from elasticd.runtime.model.model import Loss, Model, ModelError, Module
+from elasticd.runtime.model.model_graph import ModelGraph
+from elasticd.runtime.reference.parts import Values, whole_model
 from elasticd.system.user_line import user_line
 from elasticd.wire.profiler import Request
 
-#: Samples of a script's dataset among which one is taken.
+#: Samples of a script's dataset among which one is taken, and items whose rows are counted.
 _LOOKED_AT = 64
+
+#: Numbers of rows at which a module of items is measured, at most.
+_ROW_COUNTS = 4
 
 #: (samples, tokens of each) to a batch, as the model's embed takes it.
 MakeBatch = Callable[[int, int], Batch]
@@ -52,39 +63,131 @@ def load(target: str) -> tuple[ModuleType, Model]:
     return module, found
 
 
-def of_script(request: Request) -> tuple[Request, Model, MakeBatch, Loss, Precision | None]:
+class ProfiledModule(NamedTuple):
+    """A module to measure, or the model where it has one, with its batches."""
+
+    name: str
+    request: Request  #: with the tokens of its samples, or the rows of its items
+    model: Model
+    make_batch: MakeBatch
+    loss: Loss | None = None
+    precision: Precision | None = None
+    items_a_sample: float = 0.0  #: of a module of items, in the mean
+    rows_an_item: float = 0.0  #: likewise
+
+
+def of_script(request: Request) -> list[ProfiledModule]:
     """Runs a training script up to its Job.
 
     The batches are made by the Job's `collate`, of one sample as often as it takes: so that all samples of a
-    batch have as many tokens as the request is told.
+    batch have as many tokens as the request is told. Of several modules the sample has items; modules of items
+    are measured on single items of the first samples, one of each number of rows.
 
     Args:
         request: names the script and its arguments.
 
     Returns:
-        The request with the tokens of a sample in it, the Job's model, its batches, its loss and its precision.
+        What is measured of the Job's model, with its loss and its precision; the module with the loss is the
+        last.
 
     Raises:
         CannotLoad, CannotRun: the script gives no such Job, or has no sample of so many tokens.
     """
     assert request.arguments is not None
     recipe = recipe_of(request.target, request.arguments)
-    dataset: Any = recipe.dataset
-    tokens = [
-        round(sample_tokens([dataset[index]], recipe.data.collate, recipe.model.reads))
-        for index in range(min(len(dataset), _LOOKED_AT))
-    ]
-    place = min(
-        range(len(tokens)), key=lambda index: abs(tokens[index] - (request.sample_tokens or recipe.tokens))
-    )
+    graph, dataset = recipe.model.graph, recipe.dataset
+    encoders = [_encoder(request, recipe, graph, name) for name in graph.encoders] if graph is not None else []
+    assert not isinstance(dataset, Stream)
+    kinds = graph.items if graph is not None else frozenset[str]()
+    read = [dataset[index] for index in range(min(len(dataset), _LOOKED_AT))]
+    having = [index for index, sample in enumerate(read) if _has_items(sample, kinds)]
+    if not having:
+        raise CannotLoad(f"none of the first {len(read)} samples has all of {', '.join(sorted(kinds))}")
+    tokens = {
+        index: round(
+            sample_tokens([without_items(read[index], kinds)], recipe.data.collate, recipe.model.reads)
+        )
+        for index in having
+    }
+    place = min(having, key=lambda index: abs(tokens[index] - (request.sample_tokens or recipe.tokens)))
     if request.sample_tokens not in (0, tokens[place]):
         raise CannotLoad(
             f"none of the first {len(tokens)} samples has {request.sample_tokens} tokens; they have "
-            f"{min(tokens)} to {max(tokens)}: name --sample-tokens {tokens[place]}, or leave it out"
+            f"{min(tokens.values())} to {max(tokens.values())}: name --sample-tokens {tokens[place]}, or leave "
+            "it out"
         )
-    sample, collate = dataset[place], reading(recipe.reads, recipe.data.collate)
+    sample, collate = read[place], reading(recipe.reads, recipe.data.collate)
+    text = without_items(sample, kinds)
+    outputs = _outputs(graph, sample) if graph is not None else {}
+
+    def make_batch(samples: int, _: int) -> Batch:
+        batch = collate([text] * samples)
+        return {**batch, **{key: joined(rows * samples) for key, rows in outputs.items()}} if outputs else batch
+
     request = msgspec.structs.replace(request, sample_tokens=tokens[place])
-    return request, recipe.model, lambda samples, _: collate([sample] * samples), recipe.loss, recipe.precision
+    name, model = (graph.own, graph.loss_module) if graph is not None else ("model", recipe.model)
+    return [*encoders, ProfiledModule(name, request, model, make_batch, recipe.loss, recipe.precision)]
+
+
+def _has_items(sample: Any, kinds: Collection[str]) -> bool:
+    """Returns True if a sample has some of each kind."""
+    return all(isinstance(sample, Mapping) and len(sample.get(kind) or ()) for kind in kinds)
+
+
+def _encoder(request: Request, recipe: Recipe, graph: ModelGraph[Module], name: str) -> ProfiledModule:
+    """A module of items, with an item of each of a few numbers of rows."""
+    module, dataset = graph.modules[name], recipe.dataset
+    counts = item_counts(dataset, module.items)
+    by_rows, found = dict[int, Any](), list[int]()
+    local = _whole(module)
+    for index in range(min(len(counts), _LOOKED_AT)):
+        assert not isinstance(dataset, Stream)
+        for item in items_of(dataset[index], index, module.items, counts) if counts[index] else ():
+            batch = pad([item])
+            with torch.no_grad():
+                rows = sizes(local["embed"](batch))[1]
+            found.append(rows)
+            by_rows.setdefault(rows, batch)
+        if len(found) >= _LOOKED_AT:
+            break
+    if not by_rows:
+        raise CannotLoad(
+            f"none of the first {min(len(counts), _LOOKED_AT)} samples has {module.items}, on which {name} is "
+            "measured: give the profile a dataset whose first samples have some"
+        )
+    listed = sorted(by_rows)
+    if len(listed) > _ROW_COUNTS:  # from the least to the most
+        listed = [listed[at * (len(listed) - 1) // (_ROW_COUNTS - 1)] for at in range(_ROW_COUNTS)]
+    return ProfiledModule(
+        name,
+        msgspec.structs.replace(request, items=module.items, sample_tokens=1, tokens=tuple(listed), widths=()),
+        module,
+        lambda rows, _: by_rows[rows],
+        precision=recipe.precision,
+        items_a_sample=sum(map(int, counts)) / max(1, len(counts)),
+        rows_an_item=sum(found) / len(found),
+    )
+
+
+def _whole(module: Model) -> dict[str, Callable[..., Any]]:
+    """The sections of a module on the CPU, with their first values."""
+    return dict(whole_model(module, Values(module, CPU, keep=False)).modules)
+
+
+def _outputs(graph: ModelGraph[Module], sample: Mapping[str, Any]) -> dict[str, list[Bundle]]:
+    """What modules of items make of the items of a sample, by the key under which it is taken."""
+    found = {}
+    for key, name in graph.loss_module.takes.items():
+        module, rows = graph.modules[name], list[Bundle]()
+        sections = _whole(module)
+        for item in sample[module.items]:
+            x: Any = pad([item])
+            with torch.no_grad():
+                for section in sections.values():
+                    x = section(x)
+            rows.append(row_of(x, 0))
+        found[key] = rows
+    return found
 
 
 def named(module: ModuleType, name: str) -> Any:

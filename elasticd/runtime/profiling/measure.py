@@ -182,6 +182,7 @@ def measure(
         loss=loss is not None,
         numbers=precision.numbers if precision is not None else None,
         bundle_bytes=bundle_bytes,
+        items=request.items,
     )
 
 

@@ -13,10 +13,18 @@ from elasticd_planner.value import FILE_VERSION, Invalid, Value, check_file_vers
 _PARAMETERS = ("cut_bytes", "grouped_bytes", "whole_bytes")
 
 
+class _Module(Value, frozen=True, kw_only=True):
+    """A module of items, whatever else there is of it."""
+
+    name: str
+    model: TimedModel
+
+
 class _File(Value, frozen=True, kw_only=True):
     """A profile, or a whole problem: whatever else there is of it."""
 
     model: TimedModel
+    modules: tuple[_Module, ...] = ()
     version: int = FILE_VERSION
 
     def __post_init__(self) -> None:
@@ -27,14 +35,30 @@ class _File(Value, frozen=True, kw_only=True):
 _decoder = msgspec.json.Decoder(_File)
 
 
-def given_profile(text: bytes, spec: ModelSpec, sample_tokens: float, micro_batch: int) -> ModelProfile:
+def given_profile(
+    text: bytes, spec: ModelSpec, sample_tokens: float, micro_batch: int, module: str = ""
+) -> ModelProfile:
     """The file's seconds and kept bytes for this model, whose micro-batches have `micro_batch` samples of
-    `sample_tokens`. It counts as not fitted: what workers measure later is believed more. Raises Invalid
-    where the file is no profile, or is one of another model."""
+    `sample_tokens`. It counts as not fitted: what workers measure later is believed more.
+
+    Args:
+        text: of the file.
+        spec: the model, or the module of items.
+        sample_tokens: of a sample in the mean, or the rows of an item.
+        micro_batch: samples of a micro-batch; of a module of items 1.
+        module: the name of a module of items; empty: the module with the loss, or the model where it has one.
+
+    Raises:
+        Invalid: the file is no profile, or is one of another model.
+    """
     try:
-        model = _decoder.decode(text).model
+        file = _decoder.decode(text)
+        of_items = {each.name: each.model for each in file.modules}
+        model = of_items.get(module) if module else file.model
     except (msgspec.DecodeError, RecursionError, UnicodeError) as error:
         raise Invalid(f"it is no profile of `elasticd profile`: {error}") from None
+    if model is None:
+        refuse(f"it has no module {module!r}: run `elasticd profile` on the script of this job")
     base = derive(spec, sample_tokens, micro_batch)
     if (model.name, model.layers) != (base.name, base.layers):
         refuse(

@@ -56,8 +56,17 @@ class SectionFit(Value, frozen=True, kw_only=True):
     noise: float
 
 
-def regress(timings: Sequence[SectionTiming]) -> SectionFit:
-    """Fits one section's timings. Raises Invalid where there are fewer than two token counts at a width."""
+def regress(timings: Sequence[SectionTiming], *, one_size: bool = False) -> SectionFit:
+    """Fits one section's timings.
+
+    Args:
+        timings: of the section.
+        one_size: there may be a single token count, that of all passes to come. All seconds go by the token
+            then.
+
+    Raises:
+        Invalid: there are fewer than two token counts at a width.
+    """
     if not timings:
         refuse("nothing was measured of a section")
     section = timings[0].section
@@ -65,7 +74,7 @@ def regress(timings: Sequence[SectionTiming]) -> SectionFit:
     for timing in timings:
         by_width.setdefault(timing.width, set()).add(timing.tokens)
     for width, counts in by_width.items():
-        if len(counts) < 2:
+        if len(counts) < 2 and not one_size:
             refuse(f"{section} at width {width}: a fit needs two token counts at least, not {sorted(counts)}")
     coefficients = solve(timings)
     again = [timing.recomputed / timing.seconds for timing in timings if timing.recomputed is not None]
@@ -89,10 +98,22 @@ def solve(timings: Sequence[SectionTiming]) -> Coefficients:
     widths = sorted({timing.width for timing in timings})
     work = np.array([timing.tokens * timing.share for timing in timings])
     mine = np.array([[timing.width == width for width in widths] for timing in timings])
+    if len({timing.tokens for timing in timings}) == 1:
+        seconds = [timing.seconds for timing in timings]
+        slopes = [
+            median(seconds[at] / work[at] for at, timing in enumerate(timings) if timing.width == width)
+            for width in widths
+        ]
+        return _coefficients(0.0, slopes, widths)
     fixed, slopes = _slopes(timings, mine * work[:, None])
     if min(slopes) <= 0:
         fixed, slopes = _slopes(timings, work[:, None])
         slopes *= len(widths)
+    return _coefficients(fixed, slopes, widths)
+
+
+def _coefficients(fixed: float, slopes: Sequence[float], widths: Sequence[int]) -> Coefficients:
+    """From the seconds of a token at each width."""
     per_token = slopes[0]
     factors = [slope / per_token if per_token else 1.0 for slope in slopes]
     return Coefficients(fixed=fixed, per_token=per_token, slowdown=dict(zip(widths, factors, strict=True)))

@@ -28,16 +28,21 @@ class MeasuredProfile(Value, frozen=True, kw_only=True):
 
 def measured_profile(samples: Samples) -> MeasuredProfile:
     """Fits all that was measured. Raises Invalid where that is too little: a section that is missing, fewer
-    than two token counts, or a block whose times do not grow with tokens at all."""
+    than two token counts (of a module of items one will do), or a block whose times do not grow with tokens at
+    all."""
     spec = samples.model
     base = derive(spec, samples.sample_tokens, 1)
     names = [kind_name(spec, kind) for kind in range(len(spec.kinds))]
-    embed, *kinds, head = (regress(samples.of(name)) for name in ("embed", *names, "head"))
-    block = kinds[0] if len(kinds) == 1 else regress(samples.blocks)
+    one_size = bool(samples.items)  # items may all be alike
+    embed, *kinds, head = (regress(samples.of(name), one_size=one_size) for name in ("embed", *names, "head"))
+    block = kinds[0] if len(kinds) == 1 else regress(samples.blocks, one_size=one_size)
     found = block.coefficients
     longest = max(timing.tokens * timing.share for timing in samples.blocks)
     if not found.per_token * longest > LEAST_GROWTH * found.fixed:
-        refuse(f"{spec.name}: a block's times do not grow with tokens; measure more tokens or more repeats")
+        if samples.items:  # whose sizes are given: small ones may all take the same time
+            block = _growing(block, LEAST_GROWTH * found.fixed / longest)
+        else:
+            refuse(f"{spec.name}: a block's times do not grow with tokens; measure more tokens or more repeats")
     widths = sorted({collective.width for collective in samples.collectives})
     among = {width: [c for c in samples.collectives if c.width == width] for width in widths}
     lines = {width: line([(c.size / base.boundary_bytes, c.seconds) for c in among[width]]) for width in widths}
@@ -57,6 +62,12 @@ def measured_profile(samples: Samples) -> MeasuredProfile:
     fits = (embed, *kinds, *(() if len(kinds) == 1 else (block,)), head)
     profile = suited(profile, samples.numbers)
     return MeasuredProfile(profile=profile, fits=fits, predicted=_predicted(samples, embed, block, head))
+
+
+def _growing(fit: SectionFit, per_token: float) -> SectionFit:
+    """A fit whose times grow with tokens, as a profile's must."""
+    coefficients = msgspec.structs.replace(fit.coefficients, per_token=per_token)
+    return msgspec.structs.replace(fit, coefficients=coefficients)
 
 
 def _section(base: SectionProfile, fit: SectionFit, timings: Sequence[SectionTiming]) -> SectionProfile:

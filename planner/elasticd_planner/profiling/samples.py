@@ -111,7 +111,8 @@ class Whole(Value, frozen=True, kw_only=True):
 
 class Samples(Value, frozen=True, kw_only=True):
     """Everything that was measured of `model`, on what, and how. Micro-batches are whole samples of
-    `sample_tokens` tokens. `skipped` says why there is no `whole`. `bundle_bytes`: see `ModelProfile`."""
+    `sample_tokens` tokens, or with `items` single items, whose rows are the tokens. `skipped` says why there is
+    no `whole`. `bundle_bytes`: see `ModelProfile`."""
 
     model: ModelSpec
     sample_tokens: int
@@ -127,6 +128,7 @@ class Samples(Value, frozen=True, kw_only=True):
     loss: bool = False
     bundle_bytes: float = 0.0
     numbers: Numbers | None = None
+    items: str = ""
 
     def of(self, section: str) -> tuple[SectionTiming, ...]:
         """The timings of one section."""
