@@ -64,10 +64,9 @@ def main() -> None:
     for step in job.steps(options.steps):
         if job.rank == 0 and (step.index % 10 == 0 or step.index == options.steps - 1):
             print(f"step {step.index}: loss {step.loss:.4f}", flush=True)
-        if step.index == options.steps - 1:  # on every rank: all have a part of the adapter
-            job.save_pretrained(options.out)
-            if options.merged is not None:
-                job.save_pretrained(options.merged, merge=True)
+    job.save_pretrained(options.out)  # on every rank: all have a part of the adapter
+    if options.merged is not None:
+        job.save_pretrained(options.merged, merge=True)
 
 
 if __name__ == "__main__":

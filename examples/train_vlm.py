@@ -123,8 +123,8 @@ def main() -> None:
     for step in job.steps(options.steps):
         if job.rank == 0:
             print(f"step {step.index}: loss {step.loss:.4f}")
-        if options.out and step.index == options.steps - 1:
-            job.save_pretrained(options.out)
+    if options.out:
+        job.save_pretrained(options.out)
 
 
 if __name__ == "__main__":

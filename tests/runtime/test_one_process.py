@@ -396,8 +396,7 @@ def test_a_job_that_its_script_stops_makes_one_more_step_and_its_checkpoint(tmp_
     assert scan(tmp_path)[0].step == 4
     with pytest.raises(RuntimeError, match="call it in the body of the loop"):
         trained.stop()
-    with pytest.raises(RuntimeError, match="in that of its last step at the latest"):
-        trained.state_dict()
+    assert trained.state_dict(), "the state is there after the loop"
 
 
 def test_a_folder_that_cannot_be_written_to_is_refused_before_the_first_step(tmp_path: Path) -> None:

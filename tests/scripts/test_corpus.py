@@ -33,7 +33,7 @@ def cases(representatives: list[str], names: list[str]) -> list[object]:
 @pytest.mark.parametrize(
     "name",
     cases(
-        ["nanogpt", "seq2seq", "dropout_in_a_cut"],
+        ["nanogpt", "saving_after_the_loop", "seq2seq", "dropout_in_a_cut"],
         TRAINED,
     ),
 )

@@ -6,6 +6,7 @@ import atexit
 import logging
 import os
 import socket
+import threading
 import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from functools import partial
@@ -274,7 +275,7 @@ class Job(RankInfo):
 
     def _start(self, grace: float) -> None:
         """Makes the loop and all that serves the agent's messages, and begins to receive them."""
-        self._taken = self._left = self._ended = False
+        self._taken = self._left = self._finished = self._ended = False
         self._running: Generator[Next | Step, None, None] | None = None
         self._total = 0  # steps that the script asks for
         self._now: Next | None = None
@@ -307,7 +308,7 @@ class Job(RankInfo):
         self._show()
         self._failed, self._pid = False, os.getpid()
         self._uncaught = Uncaught(self._fail_later)
-        self._farewell = Farewell(self._left_early, self._control.alone)
+        self._farewell = Farewell(self._depart, self._control.alone)
         self._grace = grace
         self._notice = self._make_notice()
         if not self._control.alone:
@@ -463,7 +464,7 @@ class Job(RankInfo):
         Raises:
             RuntimeError: called outside of the loop's body.
         """
-        if not self._taken or self._left or self._ended:
+        if not self._taken or self._left or self._finished or self._ended:
             raise RuntimeError("stop: call it in the body of the loop, between two steps")
         self._loop.stopping = True
 
@@ -475,13 +476,13 @@ class Job(RankInfo):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """After an exception of the body: tells the other ranks, and returns once the state here is of no more
-        use. After a `break`: returns once the state is saved, or cannot be. Else nothing is left to do."""
-        if isinstance(error, Exception):
+        use. After a `break`: returns once the state is saved, or cannot be. After the last step: leaves."""
+        if isinstance(error, Exception) and not self._finished:
             self._fail_later(error)
             return
         if self._running is not None:
             self._running.close()
-        if self._left:
+        if self._left or self._finished:
             self._farewell.now()
 
     def close(self) -> None:
@@ -489,7 +490,7 @@ class Job(RankInfo):
         self._now = None
         if self._running is not None:
             self._running.close()
-            if self._left:
+            if self._left or self._finished:
                 self._farewell.now()
 
     def _begin(self, total: int) -> Generator[Next | Step, None, None]:
@@ -535,7 +536,26 @@ class Job(RankInfo):
             if isinstance(error, JobStopped) and self._control.ending:
                 raise ended(self._control.ending, str(error)) from None
             raise
-        self._leave("")
+        self._finish()
+
+    def _finish(self) -> None:
+        """All steps are made. With other ranks, this one stays until the script ends, for what it asks for
+        after the loop."""
+        self._finished = True
+        self._notice.restore()
+        self._uncaught.restore()
+        if self._control.alone or threading.current_thread() is not threading.main_thread():
+            self._farewell.now()
+        else:
+            self._farewell.at_end()
+        self._notify(lambda each: each.on_end(self))
+
+    def _depart(self) -> None:
+        """Takes leave of the others, after the last step or before it."""
+        if self._finished:
+            self._part("")
+        else:
+            self._left_early()
 
     def _leave_later(self, handled: BaseException | None) -> None:
         """The loop was left, by `break` or by an exception of its body, which may reach `_fail_later`.
@@ -575,7 +595,7 @@ class Job(RankInfo):
 
     def _fail(self, error: Exception) -> None:
         """The script's code raised: tells the leader, and keeps this process while its state is of use."""
-        if self._failed or self._ended or self._forked:
+        if self._failed or self._finished or self._ended or self._forked:
             return
         self._failed = True
         try:
@@ -642,8 +662,8 @@ class Job(RankInfo):
     def evaluate(self, name: str | None = None, *, weights: str = "value") -> Evaluation | None:
         """Computes the mean loss, and the other measures, over a held-out set under the plan in force.
 
-        Call it in the loop's body, at the same place on every rank: all members of the plan take part. After a
-        fault the evaluation is repeated under the next plan.
+        Call it in the loop's body or after the loop, at the same place on every rank: all members of the plan
+        take part. After a fault the evaluation is repeated under the next plan.
 
         Args:
             name: of the held-out set; None: the only one.
@@ -655,7 +675,7 @@ class Job(RankInfo):
         Raises:
             ValueError: there is no such set, or there are no such weights.
             MeasureError: the loss or a measure raised, on this rank or another one; on every rank.
-            RuntimeError: called outside of the loop's body.
+            RuntimeError: called before the loop, or after a `break`.
             SystemExit: a sample cannot be read. The state is saved.
         """
         if name is None and len(self._held_out) == 1:
@@ -683,8 +703,8 @@ class Job(RankInfo):
         Args:
             contents: "value": parameters and buffers; "average": the moving average in place of the parameters;
                 "all": also the optimizer's state, as "optimizer.state.NAME.PLANE".
-            sharded: return what this device holds. Otherwise call it in the loop's body, at the same place on
-                every rank: all members of the plan take part.
+            sharded: return what this device holds. Otherwise call it in the loop's body or after the loop, at
+                the same place on every rank: all members of the plan take part.
 
         Returns:
             Full tensors, new ones on the host, on the plan's first rank, and an empty dict on the others; None
@@ -693,7 +713,7 @@ class Job(RankInfo):
 
         Raises:
             ValueError: there are no such contents, or there is no average.
-            RuntimeError: called for full tensors outside of the loop's body.
+            RuntimeError: called for full tensors before the loop, or after a `break`.
         """
         if contents not in full_state_dict.CONTENTS:
             raise ValueError(f"contents must be one of {', '.join(full_state_dict.CONTENTS)}, not {contents!r}")
@@ -726,8 +746,9 @@ class Job(RankInfo):
     ) -> None:
         """Writes a model of `from_hf` as a folder of transformers, from which `from_pretrained` loads it.
 
-        Call it in the loop's body, at the same place on every rank: all members of the plan take part. The
-        plan's first rank writes, and holds a file's weights at a time. A device on standby does nothing.
+        Call it in the loop's body or after the loop, at the same place on every rank: all members of the plan
+        take part. The plan's first rank writes, and holds a file's weights at a time. A device on standby does
+        nothing.
 
         Args:
             folder: where the plan's first rank writes; it is made where it is not there.
@@ -741,7 +762,7 @@ class Job(RankInfo):
         Raises:
             ValueError: the model is none of transformers, there are no such weights, or no adapters to merge.
             OSError: the folder cannot be written; on every rank.
-            RuntimeError: called outside of the loop's body.
+            RuntimeError: called before the loop, or after a `break`.
         """
         if self._recipe.model.pretrained is None:
             raise ValueError(
@@ -778,9 +799,9 @@ class Job(RankInfo):
         return known
 
     def _together(self, *what: str) -> Any:
-        if not self._taken or self._left or self._ended:
+        if not self._taken or self._left or (self._ended and not (self._finished and self._control.alone)):
             raise RuntimeError(
-                f"{what[0]}: ask for it in the body of the loop, in that of its last step at the latest"
+                f"{what[0]}: ask for it in the body of the loop, or after its last step, on every rank"
             )
         with during_task(self._where, TASKS.index(f"job.{_CALLS.get(what[0], what[0])}()")):
             return self._between_steps.run(list(self._known()).index(what))

@@ -134,9 +134,9 @@ class Uncaught:
 
 
 class Farewell:
-    """Calls `leave` once at most: at once (`now`); or `later`, on another thread, when the main thread has
-    ended or no exception was on its way for a while; or not at all, if it was `withdrawn` before. alone: there
-    are no other ranks, of which a line would speak."""
+    """Calls `leave` once at most: at once (`now`); or, on another thread, when the main thread has ended
+    (`at_end`), or no exception was on its way for a while (`later`); or not at all, if it was `withdrawn`
+    before. alone: there are no other ranks, of which a line would speak."""
 
     def __init__(self, leave: Callable[[], None], alone: bool = False) -> None:
         self._leave, self._alone = leave, alone
@@ -155,6 +155,14 @@ class Farewell:
             threading.Thread(target=self._wait, args=given, name="elasticd-farewell").start()
         else:  # the interpreter ends, and starts no threads
             self.now()
+
+    def at_end(self) -> None:
+        """By the main thread, which goes on."""
+        threading.Thread(target=self._wait_for_end, name="elasticd-farewell").start()
+
+    def _wait_for_end(self) -> None:
+        threading.main_thread().join()
+        self.now()
 
     def withdrawn(self) -> bool:
         """Whether that was in time. From then on it is not taken any more."""
