@@ -8,6 +8,7 @@ from collections import defaultdict
 import msgspec
 import numpy as np
 import pytest
+from elasticd_planner.cost.model_profile import ModelProfile
 from elasticd_planner.cost.schedule import passes
 from elasticd_planner.layout.module_order import module_pass_times
 from elasticd_planner.problem import Problem, SearchSpace
@@ -224,3 +225,26 @@ def test_a_part_of_a_large_step_takes_about_as_long_as_all_of_it(monkeypatch: py
     part, _ = costs._part(found)
     assert len(part.loss_module.pipelines) < len(found.loss_module.pipelines)
     assert costs.seconds(found) == pytest.approx(found.prediction.step_seconds, rel=0.05)
+
+
+def test_passes_of_a_few_microseconds_have_a_plan() -> None:
+    """Times of passes are whole microseconds, so that an estimate may be above what is played."""
+
+    def tiny(profile: ModelProfile) -> ModelProfile:
+        sections = {
+            name: msgspec.structs.replace(section, seconds=1e-8, fixed_seconds=0.0)
+            for name, section in (("embed", profile.embed), ("block", profile.block), ("head", profile.head))
+        }
+        return msgspec.structs.replace(profile, **sections)
+
+    problem = drawn_problem(0, modules=1)
+    (module,) = problem.modules
+    made = msgspec.structs.replace(
+        problem,
+        cluster=cluster_of(1, 2),
+        profile=tiny(problem.profile),
+        modules=(msgspec.structs.replace(module, profile=tiny(module.profile), items_a_sample=2 / 3),),
+        rates={},
+    )
+    answer = plan(made, 1)
+    assert answer.plan is not None, answer.refusal

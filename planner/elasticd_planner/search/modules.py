@@ -137,7 +137,8 @@ class ModulePlanner:
         best = min(played, key=lambda pair: _seconds(pair[1]))[0]
         options = [self.played(plan) for plan in self._again(best)]
         least = min([least, *map(_seconds, options)])
-        options += [plan for candidate, plan in played if not hopeless(candidate)]
+        # Of passes of microseconds, which are whole ones, an estimate may be above what is played.
+        options += [plan for candidate, plan in played if candidate is best or not hopeless(candidate)]
         options += [near for plan in options for near in self._near(plan)]
         return [*options, *self._pairs(min(options, key=_seconds))]
 
