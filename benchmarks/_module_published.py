@@ -54,7 +54,7 @@ LANGUAGE = {
     "70B": REAL["Llama-3.1-70B"],
 }
 #: Width, layers, heads, hidden width.
-ENCODERS = {"1B": (1408, 40, 16, 6144), "3B": (2304, 48, 16, 9216)}
+ENCODERS = {"0.4B": (1152, 27, 16, 4304), "1B": (1408, 40, 16, 6144), "3B": (2304, 48, 16, 9216)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -18,7 +18,8 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-from _frame import PLANNER, TRAINING, Part, parser, run
+from _frame import PLANNER, TRAINING, Part, module_rows, parser, run
+from _module_disjoint import disjoint_rows
 from _module_parity import parity_rows
 from _module_plans import plan_rows, planning_rows
 from _module_published import published_rows
@@ -172,7 +173,9 @@ PARTS = {
     "uneven": Part(uneven_rows, PLANNER, {"draws": 2}),
     "plans": Part(plan_rows, PLANNER, {"first": 2, "stop": 3, "path": None}),
     "published": Part(published_rows, PLANNER, {"rows": 1}),
+    "disjoint": Part(disjoint_rows, PLANNER, {"cells": 1}),
     "planning": Part(planning_rows, PLANNER, {"sizes": 1}),
+    "emulated": Part(module_rows("_module_emulated"), TRAINING, {"smallest": True}),
     "parity": Part(parity_rows, TRAINING, {"models": 1, "placements": 2}),
 }
 

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from itertools import pairwise
 
+import msgspec
 import pytest
 from elasticd_planner.cost.schedule import passes
 from elasticd_planner.layout.gradient_buckets import buckets
@@ -20,11 +21,12 @@ from elasticd_planner.layout.module_order import (
     module_pass_times,
 )
 from elasticd_planner.layout.pass_order import Act
-from elasticd_planner.spec.item_batch import GroupId, ItemBatch
+from elasticd_planner.spec.item_batch import GroupId, ItemBatch, item_batch
+from elasticd_planner.spec.plan import Plan
 from elasticd_planner.value import Invalid
 
 from tests.planner.drawn_modules import LOSS, ModuleStep, drawn_step, logs
-from tests.planner.played_modules import best_lead, colocated, microseconds, most_kept, three_phases
+from tests.planner.played_modules import ITEMS, best_lead, colocated, microseconds, most_kept, three_phases
 from tests.sizes import number
 
 #: Drawn plans in blocks, so that workers share them.
@@ -284,6 +286,27 @@ def test_batches_of_the_wrong_kind_are_refused() -> None:
         module_order(step.plan, {"language": step.batches["language"]}, passes)
     with pytest.raises(Invalid, match="module language takes samples, and needs a batch plan"):
         module_order(step.plan, {**step.batches, "language": step.batches["vision"]}, passes)
+
+
+def test_items_whose_rows_are_not_known_take_as_long_as_the_plan_says_in_the_mean() -> None:
+    step = colocated(3, 5, ahead=3)
+    vision, batch = step.plan.view(ITEMS).module, step.batches[ITEMS]
+    assert isinstance(batch, ItemBatch)
+    (mean,) = {group.rows // len(group.items) for _, group in batch.walk()}
+    unknown = item_batch(step.plan, ITEMS, step.batches[LOSS], dict.fromkeys(range(step.plan.global_batch), 3))
+    planned = with_item_rows(step.plan, mean)
+    known = module_pass_times(step.plan, step.batches, passes)
+    assert vision.item_rows == 0
+    assert module_pass_times(planned, {**step.batches, ITEMS: unknown}, passes) == known
+    assert module_pass_times(step.plan, {**step.batches, ITEMS: unknown}, passes) != known
+
+
+def with_item_rows(plan: Plan, rows: int) -> Plan:
+    """The plan with these rows of an item in the mean."""
+    modules = tuple(
+        msgspec.structs.replace(module, item_rows=rows) if module.items else module for module in plan.modules
+    )
+    return plan.replace(strategies=(msgspec.structs.replace(plan.strategies[0], modules=modules),))
 
 
 def test_the_order_is_the_same_on_every_rank() -> None:

@@ -336,7 +336,7 @@ def test_times_of_passes_make_a_plan_of_version_4_and_go_with_other_layers() -> 
         (lambda: of_items(ahead=0), "module vision: ahead must be at least 1 micro-batch, not 0"),
         (lambda: of_items(ahead=2, lead=3), "module vision: lead must be from 0 to ahead, 2, not 3"),
         (lambda: of_items(lead=-1), "lead must be from 0 to ahead, 1, not -1"),
-        (lambda: of_items(items="", ahead=2), "ahead and lead are of modules of items, and it takes samples"),
+        (lambda: of_items(items="", ahead=2), "ahead, lead and item_rows are of modules of items"),
         (lambda: modules(of_items(), edges=""), "vision takes images and has 0 edges: it needs one, to model"),
         (
             lambda: modules(of_items(), edges="vision model,vision model"),

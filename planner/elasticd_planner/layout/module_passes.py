@@ -188,18 +188,20 @@ class ModulePasses:
         backward = self._backward and module.trainable
         inside = (each for each in batch.walk() if (each[0].pipeline, each[0].lane) in lanes)
         for rank, (name, items) in enumerate(sorted(inside, key=when)):
-            self._add_group(lanes[name.pipeline, name.lane], name, items, rank, backward=backward)
+            rows = items.rows or (module.item_rows or ROWS) * len(items.items)
+            self._add_group(lanes[name.pipeline, name.lane], name, items, rows, rank, backward=backward)
 
     def _add_group(
         self,
         places: Mapping[str, Sequence[tuple[PassGroup, int, int]]],
         name: GroupId,
         items: ItemGroup,
+        rows: int,
         rank: int,
         *,
         backward: bool,
     ) -> None:
-        """The chain of passes of one group of items."""
+        """The chain of passes of one group of items, of so many rows."""
         first = self._first[items.pipeline, items.lane]
         taking, giving = first["forward", items.micro_batch], first.get(("backward", items.micro_batch))
         chunks = places["forward"][-1][1] + 1

@@ -116,7 +116,8 @@ class ModuleCosts:
                     for stage, f, b in zip(pipeline.stages, forward.tolist(), backward.tolist(), strict=True)
                 )
                 pipelines.append(msgspec.structs.replace(pipeline, stages=stages))
-            listed.append(msgspec.structs.replace(module, pipelines=tuple(pipelines)))
+            rows = max(1, round(self.modules[module.module].rows_an_item)) if module.items else 0
+            listed.append(msgspec.structs.replace(module, pipelines=tuple(pipelines), item_rows=rows))
         strategy = msgspec.structs.replace(plan.strategies[0], modules=tuple(listed))
         return plan.replace(strategies=(strategy,))
 

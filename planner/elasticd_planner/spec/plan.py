@@ -266,6 +266,8 @@ class ModulePlan(Value, frozen=True, kw_only=True, omit_defaults=True):
     # [micro-batches] So many before they are needed its passes go before those of the module with the loss, and
     # not only where devices wait.
     lead: int = 0
+    # [tokens] Of an item in the mean, as predicted: one whose rows are not known counts as so many (0: 1,024).
+    item_rows: int = 0
 
     def __post_init__(self) -> None:
         if not self.pipelines:
@@ -276,8 +278,12 @@ class ModulePlan(Value, frozen=True, kw_only=True, omit_defaults=True):
             refuse(f"module {self.module}: ahead must be at least 1 micro-batch, not {self.ahead}")
         if not 0 <= self.lead <= self.ahead:
             refuse(f"module {self.module}: lead must be from 0 to ahead, {self.ahead}, not {self.lead}")
-        if not self.items and (self.ahead, self.lead) != (1, 0):
-            refuse(f"module {self.module}: ahead and lead are of modules of items, and it takes samples")
+        if self.item_rows < 0:
+            refuse(f"module {self.module}: item_rows must not be negative, not {self.item_rows}")
+        if not self.items and (self.ahead, self.lead, self.item_rows) != (1, 0, 0):
+            refuse(
+                f"module {self.module}: ahead, lead and item_rows are of modules of items, and it takes samples"
+            )
 
     @property
     def by_lane(self) -> tuple[Pipeline, ...]:
