@@ -49,9 +49,9 @@ BATCH, ROOM, SEED = 16, 6, 3
 #: Seconds of a token in a layer, forward and backward.
 FORWARD, BACKWARD = 0.1 / TOKENS, 0.2 / TOKENS
 #: Steps of a run, of which the first counts for nothing; and of a run with a device that becomes slow.
-STEPS, SLOW_STEPS = 1, 5
+STEPS, SLOW_STEPS = 1, 4
 #: All times of the table are multiplied by this.
-SECONDS = 1.5
+SECONDS = 3.0
 SLOW, FACTOR = "n0/1", 3.0
 #: A figure of which more passes took longer in truth than by the table is not valid.
 LATE = 0.01
