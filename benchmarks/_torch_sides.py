@@ -6,6 +6,8 @@ of, or None where it computed none. The default group stands, with as many ranks
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 import torch.nn.functional as F
 from _trained import StepOf, Text, adamw, filled
@@ -21,19 +23,26 @@ from elasticd.models import DecoderConfig, next_token_loss
 from elasticd.runtime.data.collate import pad
 
 
-def ddp(rank: int, config: DecoderConfig, data: Text, sampler: Sampler, micro_batch: int) -> StepOf:
-    """Each rank takes its part of the batch in one pass."""
+def ddp(
+    rank: int, config: DecoderConfig, data: Text, sampler: Sampler, micro_batch: int, micro_batches: int
+) -> StepOf:
+    """Each rank takes its part of the batch; gradients are averaged in the last pass of a step."""
     model = DistributedDataParallel(filled(config))
-    optimizer = adamw(model.named_parameters())
+    optimizer, own = adamw(model.named_parameters()), micro_batch * micro_batches
 
     def step(index: int) -> float:
-        ids = sampler.samples(index)[rank * micro_batch : (rank + 1) * micro_batch]
-        batch = pad([data[i] for i in ids])
-        total, count = next_token_loss(model(batch), batch)
+        ids = sampler.samples(index)[rank * own : (rank + 1) * own]
         optimizer.zero_grad()
-        (total / count).backward()
+        loss = 0.0
+        for first in range(0, own, micro_batch):
+            batch = pad([data[i] for i in ids[first : first + micro_batch]])
+            with nullcontext() if first + micro_batch == own else model.no_sync():
+                total, count = next_token_loss(model(batch), batch)
+                mean = total / (count * micro_batches)
+                mean.backward()
+            loss += float(mean.detach())
         optimizer.step()
-        return float(total.detach()) / count
+        return loss
 
     return step
 
