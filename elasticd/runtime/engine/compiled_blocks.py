@@ -174,7 +174,7 @@ class CompiledRun:
 
     def __call__(self, entered: Bundle) -> Bundle:
         """The output of the last block."""
-        return self._pass(entered, self._passed, self._passes)
+        return self._pass(entered, self._passed, lambda: self._passes)
 
     @property
     def draws_nothing(self) -> bool:
@@ -182,14 +182,18 @@ class CompiledRun:
         passes = self._passes if self.by_block else [self._passed]
         return all(getattr(passed, "draws_nothing", False) for passed in passes)
 
-    def unseeded(self, entered: Bundle) -> Bundle:
+    @property
+    def unseeded(self) -> Callable[[Bundle], Bundle]:
         """As `SeededSection.unseeded`."""
-        one_graph: Any = self._passed
-        by_block: list[Any] = self._passes
-        return self._pass(entered, one_graph.unseeded, [passed.unseeded for passed in by_block])
+        sections: list[Any] = self._passes
+        one_graph = self._passed if self.by_block else cast(Any, self._passed).unseeded
+        return lambda entered: self._pass(entered, one_graph, lambda: [each.unseeded for each in sections])
 
     def _pass(
-        self, entered: Bundle, one_graph: Callable[..., Any], by_block: Sequence[Callable[..., Any]]
+        self,
+        entered: Bundle,
+        one_graph: Callable[..., Any],
+        by_block: Callable[[], Sequence[Callable[..., Any]]],
     ) -> Bundle:
         if not self.by_block:
             failures: Any = torch._dynamo.exc
@@ -198,7 +202,7 @@ class CompiledRun:
                 return out
             except (failures.TorchDynamoException, failures.FailOnRecompileLimitHit) as error:
                 self._give_up(error)  # no block has run
-        for passed in by_block:
+        for passed in by_block():
             entered = passed(entered if isinstance(entered, Tensor) else dict(entered))
         return entered
 

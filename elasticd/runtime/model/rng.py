@@ -301,6 +301,7 @@ class SeededSection:
         self._always = False  # one did, or changed its input
         self._from_torch = False  # one drew from torch's generators, or that is not known
         self._unseeded = False  # passes begin without the seeds of the host
+        self._tensors = True  # all that were watched gave a tensor
 
     @property
     def draws_nothing(self) -> bool:
@@ -331,8 +332,12 @@ class SeededSection:
             self._check(entered, output)
         return output
 
-    def unseeded(self, entered: Any) -> Any:
-        """A forward pass without seeds."""
+    @property
+    def unseeded(self) -> Callable[[Any], Any]:
+        """A forward pass without seeds: the module itself, unless its outputs are to be checked."""
+        return self._module if self._tensors else self._checked
+
+    def _checked(self, entered: Any) -> Any:
         output = self._module(entered)
         if not isinstance(output, Tensor):
             self._check(entered, output)
@@ -344,6 +349,7 @@ class SeededSection:
         versions, changes = _versions(again), host_seeds.changes
         before, seedings = states(), _changes
         output = self._module(entered)
+        self._tensors = self._tensors and isinstance(output, Tensor)
         drew = not host_seeds.undrawn() and changes == host_seeds.changes
         self._from_torch |= states() != before or seedings != _changes
         self._always = drew or again is None or _versions(again) != versions

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, cast
 from torch import Tensor
 
 from elasticd.runtime.model.bundle import Bundle, Gradients, backward, entering, gradients, tensors
+from elasticd.runtime.model.validation import ModelError
 
 #: The sections around which a watch that is not at all of them is called.
 _SPECIAL = ("embed", "blocks.0", "head")
@@ -104,6 +105,9 @@ def forth(
                 leaf, first = entering(x), place
                 x = leaf
             if section != "embed" and not isinstance(x, Tensor):
+                if not isinstance(x, Mapping):
+                    gave = f"the section before {section} gave a {type(x).__name__}"
+                    raise ModelError(f"{gave}: a section gives one tensor, or a mapping of named tensors")
                 x = dict(x)  # a section may change its own mapping, and not the leaves that were entered
             watch.before(section, x)
             x = passed(x)
