@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 from elasticd_planner.cost.schedule import Pass, passes
-from elasticd_planner.layout.pass_order import AHEAD, Act, Schedule, acts_of_rows, at_once, stage_order
+from elasticd_planner.layout.pass_order import AHEAD, Act, Schedule, acts_of_rows, stage_order
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -140,20 +140,6 @@ def test_a_gradient_is_received_before_the_activation_is_sent_that_comes_after_i
     earlier = [each for each in first if each != Act("receive", "backward", 0, 0)]
     earlier.insert(earlier.index(Act("send", "forward", 1, 0)), Act("receive", "backward", 0, 0))
     assert None not in left_over([earlier, second, third])
-
-
-@pytest.mark.parametrize("chunks", [1, 3])
-def test_at_once_what_was_made_is_sent_and_activations_are_received_right_before_their_passes(
-    chunks: int,
-) -> None:
-    for acts in orders(4, 11, chunks):
-        listed = list(at_once(acts))
-        assert sorted(listed) == sorted(acts)
-        for before, act in zip([None, *listed], listed, strict=False):
-            if act.what == "send":
-                assert before == act._replace(what="pass")
-            if before is not None and before[:2] == ("receive", "forward"):
-                assert before == act._replace(what="receive")
 
 
 def test_a_schedule_whose_passes_wait_for_each_other_is_refused() -> None:

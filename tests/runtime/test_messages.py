@@ -93,8 +93,6 @@ class Noted:
 class Notes:
     """`Communicators` that note what is launched on the plan's channels; others raise KeyError."""
 
-    one_queue = True  # so that the order is the plan's
-
     def __init__(
         self, log: list[Launched], groups: PlanGroups, listed: Sequence[Channel], all_: Group, on: Accelerator
     ) -> None:

@@ -47,8 +47,6 @@ def queue(parameters: Parameters, counting: tuple[str, ...] = BOTH) -> tuple[Buc
 class Reducing:
     """Communicators of which the reducer uses one."""
 
-    one_queue = False
-
     def __init__(self, team: Group) -> None:
         self._team = team
 

@@ -94,9 +94,6 @@ class Mesh(Protocol):
 class Communicators(Protocol):
     """All communicators of one member of a plan."""
 
-    #: An operation may have to wait for all that this member launched before, on any of them.
-    one_queue: bool
-
     def team(self, channel: Channel) -> Team:
         """Those that compute sums together."""
 
@@ -162,8 +159,6 @@ class GlooCommunicators:
     """Communicators over gloo: teams are groups, and pairs are messages in the group of all members, told
     apart by tags. Gradients are summed in two levels where a set has as many devices on each of its nodes
     (`TwoLevelTeam`). Tensors of an accelerator go by way of the host."""
-
-    one_queue = False
 
     def __init__(
         self,

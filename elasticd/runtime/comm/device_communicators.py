@@ -97,8 +97,6 @@ class Library(Protocol):
 class DeviceCommunicators:
     """`Communicators` of one member over a library."""
 
-    one_queue = True  # streams of a device need not run side by side
-
     def __init__(
         self, plan_groups: PlanGroups, channels: tuple[Channel, ...], everyone: Group, library: Library
     ) -> None:

@@ -22,7 +22,7 @@ import torch
 from elasticd_planner.cost.schedule import Pass
 from elasticd_planner.layout.channels import Channel
 from elasticd_planner.layout.launches import sums_wait
-from elasticd_planner.layout.pass_order import AHEAD, Act, acts_of_rows, at_once, stage_order
+from elasticd_planner.layout.pass_order import AHEAD, Act, acts_of_rows, stage_order
 from elasticd_planner.spec.batch import BatchRow, MicroBatch, SequencePiece, ids_of, passes_of_rows
 from elasticd_planner.spec.item_batch import GroupId, SampleItem
 from elasticd_planner.spec.plan import Plan
@@ -161,7 +161,6 @@ class StageRunner:
         """
         self._slices, self._takes, self._of_items = slices, takes or {}, gives is not None
         self._rows: list[PackedRow] = []  # of the micro-batches of the step; empty: they are padded
-        self._one_queue = peers.communicators.one_queue
         self._flights: tuple[object, dict[int, int]] = (None, {})  # the acts of a step, and what they hold
         self._ordered: tuple[object, tuple[Act, ...]] = (None, ())  # what a step does, by what it follows from
         self._made: dict[Act, list[Tensor]] = {}  # by pass what it has made for an adjacent stage
@@ -424,7 +423,7 @@ class StageRunner:
             acts = acts_of_rows(
                 stage_order(self._schedule, self._stages, self._stage, rows, len(self._chunks)), mine
             )
-            self._ordered = key, tuple(acts if self._one_queue else at_once(acts))
+            self._ordered = key, tuple(acts)
         return self._ordered[1]
 
     def forward(

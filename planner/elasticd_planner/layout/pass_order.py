@@ -87,23 +87,6 @@ def acts_of_rows(acts: Iterable[Act], rows: Sequence[int]) -> Iterator[Act]:
             yield act._replace(micro_batch=places[act.micro_batch])
 
 
-def at_once(acts: Iterable[Act]) -> Iterator[Act]:
-    """These acts in the order for messages that hold up nothing: what a pass has made is sent at once, and an
-    activation is received, its header awaited, right before its pass."""
-    listed = list(acts)
-    messages = {act for act in listed if act.what != "pass"}
-    for act in listed:
-        if act.what == "pass":
-            receipt, message = act._replace(what="receive"), act._replace(what="send")
-            if act.kind == "forward" and receipt in messages:
-                yield receipt
-            yield act
-            if message in messages:
-                yield message
-        elif (act.what, act.kind) == ("receive", "backward"):
-            yield act
-
-
 def timed_passes(
     schedule: Schedule,
     forward: Sequence[Sequence[float]],
