@@ -355,10 +355,14 @@ class LargeSearch:
         listed.sort(key=lambda entry: (entry[0], entry[1], entry[2] or 0))
         if len(numbers) <= FEW_NUMBERS:
             return listed
-        hopes = [(self._hope(d, size), reach, d, size) for reach, d, size in listed]
-        hopes.sort(key=lambda entry: (entry[0], entry[1], entry[2], entry[3] or 0))
+        hopes: list[tuple[float, Attempt]] = []
+        for attempt in listed:
+            if len(hopes) >= TRIED and attempt[0] > hopes[TRIED - 1][0]:
+                break  # no attempt takes less than its bound
+            hopes.append((self._hope(*attempt[1:]), attempt))
+            hopes.sort(key=lambda entry: (entry[0], *entry[1][:2], entry[1][2] or 0))
         promising = [entry for entry in hopes if math.isfinite(entry[0])] or hopes
-        return [(reach, d, size) for _, reach, d, size in promising[:TRIED]]
+        return [attempt for _, attempt in promising[:TRIED]]
 
     def _hope(self, pipelines: int, size: int | None) -> float:
         """Seconds in which normal nodes alone would do their part in so many pipelines."""

@@ -44,6 +44,7 @@ from elasticd_planner.search.regular import RegularLayout
 from elasticd_planner.search.sequence_parallel import sliced, where_needed
 from elasticd_planner.search.task import (
     ENUMERATED,
+    ENUMERATED_PACKED,
     ENUMERATED_SETTINGS,
     EXACT_DEVICES,
     Chained,
@@ -112,7 +113,7 @@ def plan(
     if problem.packed is not None:
 
         def dense(view: Problem, near: Form | None) -> Answer:
-            return _plain(view, number, tolerance, steady=steady, like=near)
+            return _plain(view, number, tolerance, steady=steady, like=near, looked_at=ENUMERATED_PACKED)
 
         return packed.answer(problem, dense, _regular, number, tolerance)
     if problem.given is not None:
@@ -172,8 +173,9 @@ def _plain(
     like: Form | None = None,
     brief: bool = False,
     watch: Watch | None = None,
+    looked_at: int = ENUMERATED,
 ) -> Answer:
-    """The plan of stages that are not interleaved."""
+    """The plan of stages that are not interleaved. looked_at: what enumerations may look at."""
     if all(math.isinf(rate_of(problem.rates, device.name)) for device in problem.cluster.devices):
         return Answer(plan=None, refusal="no device to plan for: every device is dead; add a node")
     settings = Settings(problem, steady=steady)
@@ -185,7 +187,7 @@ def _plain(
     made: list[_Made] = []
     refused: list[Answer] = []
     # What enumerations may still look at, of all settings together.
-    left = [ENUMERATED if len(settings.listed) == 1 else ENUMERATED_SETTINGS]
+    left = [looked_at if len(settings.listed) == 1 else min(looked_at, ENUMERATED_SETTINGS)]
     refiners: dict[Setting, dict[int | None, Refiner]] = {}
     swaps: dict[Setting, Swaps] = {}
 

@@ -1,7 +1,8 @@
 """Recomputation only where memory demands it: a plan that recomputes everywhere, with it switched off again.
 
-For each pipeline, stages are switched off one at a time, the one that helps most first, layers being divided
-anew each time; then micro-batches are dealt anew. Deterministic.
+Where memory holds the layers wherever they are, no stage recomputes. Else, for each pipeline, stages are
+switched off one at a time, the one that helps most first, layers being divided anew each time; then
+micro-batches are dealt anew. Deterministic.
 """
 
 from __future__ import annotations
@@ -43,6 +44,11 @@ class Selective:
 
     def _improved(self, pipeline: Pipeline) -> Pipeline:
         best, seconds = pipeline, self._seconds(pipeline)
+        (plain,) = flagged([pipeline], on=False)
+        terms = self._terms(plain.stages, pipeline.micro_batches)
+        if all(term.most[0] > self.task.layers - len(terms) for term in terms):
+            layers = self._layers(terms, pipeline.micro_batches, seconds)
+            return pipeline if layers is None else plain.with_layers(layers)
         while True:
             options = []
             for index, stage in enumerate(best.stages):

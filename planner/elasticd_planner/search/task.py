@@ -31,6 +31,9 @@ ENUMERATED, CURVE = 3_000_000, 50
 #: The same of all settings together, where there are several.
 ENUMERATED_SETTINGS = 1_000_000
 
+#: The same of a packed problem's view: with more, none of ten drawn packed jobs had a quicker plan.
+ENUMERATED_PACKED = 100_000
+
 #: So many micro-batches that nothing but the slowest stage counts.
 MANY = 10**6
 
