@@ -157,6 +157,19 @@ def test_modules_need_names_of_their_own_and_no_packed_rows() -> None:
         msgspec.structs.replace(problem.modules[0], items_a_sample=0.0)
 
 
+@pytest.mark.parametrize("items", [0.99, 1.99, 5.9])
+def test_the_part_of_an_item_in_the_mean_is_in_no_step_and_in_no_bound(items: float) -> None:
+    """The items of a mean step are whole, so that it takes less than the mean of all items does."""
+    problem = drawn_problem(3)
+    (module,) = problem.modules
+    few = msgspec.structs.replace(module, items_a_sample=items / 4, rows_an_item=module.rows_an_item * 40)
+    found = planned(
+        msgspec.structs.replace(problem, cluster=cluster_of(1, 2), rates={}, modules=(few,), global_batch=4)
+    )
+    assert found.prediction is not None
+    assert found.prediction.bound_seconds <= found.prediction.step_seconds
+
+
 def test_a_running_plan_stays_where_none_is_better() -> None:
     for seed in range(4):
         problem = drawn_problem(seed)

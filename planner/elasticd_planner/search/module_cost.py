@@ -372,7 +372,7 @@ class ModuleCosts:
         for module in plan.modules:
             lanes, scale = module.by_lane, 1.0
             if module.items:
-                items = self.modules[module.module].items_a_sample * plan.global_batch
+                items = self.step_items(self.modules[module.module])
                 scale = items / sum(lane.micro_batches for lane in lanes)
             times = self.lane_seconds(plan.view(module.module))
             for lane, (forward, backward) in zip(lanes, times, strict=True):

@@ -301,7 +301,9 @@ class ModulePlanner:
         left: Mapping[str, int],
     ) -> Candidate | None:
         """The module on those of these lanes that have the memory for their items; None where none has."""
-        busy, items = self.costs.busy(before.plan), module.items_a_sample * loss.global_batch
+        busy = self.costs.busy(before.plan)
+        # A mean step may have none, and lanes need their weights all the same.
+        items = self.costs.step_items(module) or module.items_a_sample * loss.global_batch
         for turn in range(REFILLED):
             if not lanes:
                 return None
