@@ -7,7 +7,7 @@ a pickle; elasticd writes it and never reads it.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -247,6 +247,9 @@ def differences(manifest: Manifest, specs: Specs, master: str | None = None) -> 
     missing = [name for name in model if name not in saved]
     extra = [name for name in saved if name not in model]
     if missing or extra:
+        was, now = _modules(saved), _modules(model)
+        if was != now:
+            return f"it has {was}, and the script's model has {now}"
         name = (missing or extra)[0]
         return (
             f"{name} is only in the {'model' if missing else 'checkpoint'} "
@@ -262,6 +265,14 @@ def differences(manifest: Manifest, specs: Specs, master: str | None = None) -> 
             was, now = saved[name].shape, parameter.shape
             return f"{name} is {was} {have} in the checkpoint and {now} {want} in the model"
     return ""
+
+
+def _modules(names: Iterable[str]) -> str:
+    """The modules of a model, in words, by the names of its tensors."""
+    firsts = sorted({name.partition(".")[0] for name in names})
+    if {*firsts} <= {"embed", "blocks", "head"}:
+        return "one module"
+    return f"the modules {', '.join(firsts)}" if len(firsts) > 1 else f"the module {firsts[0]}"
 
 
 def _stepped_on(manifest: Manifest, name: str, value: str) -> str:

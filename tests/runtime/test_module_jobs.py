@@ -17,7 +17,18 @@ import elasticd
 from elasticd.models.decoder import next_token_loss
 from elasticd.runtime.model.validation import ModelError
 from tests.runtime import image_model
-from tests.runtime.image_model import BATCH, SEED, Captions, model_of, pipeline, plan_of, stage
+from tests.runtime.image_model import (
+    BATCH,
+    RULES,
+    SEED,
+    UNITS,
+    VISION,
+    Captions,
+    model_of,
+    pipeline,
+    plan_of,
+    stage,
+)
 from tests.runtime.test_modules import ADAM, STEPS, reference, sections
 
 
@@ -74,6 +85,65 @@ def test_a_run_goes_on_from_its_newest_checkpoint(tmp_path: Path) -> None:
     expected, _ = reference()
     assert losses(job(tmp_path / "c", every=1), 2) == pytest.approx(expected[:2], abs=1e-12)
     assert losses(job(tmp_path / "c")) == pytest.approx(expected[2:], abs=1e-12)
+
+
+def beside(*encoders: tuple[str, str]) -> elasticd.Model:
+    """The language model with these modules of items, by name."""
+    vision, language = copy.deepcopy(sections())
+    parts = {
+        name: elasticd.Module(
+            embed=own[0],
+            blocks=own[1:-1],
+            head=own[-1],
+            width=VISION.width,
+            rules=RULES,
+            units=UNITS,
+            items=items,
+            name=name,
+        )
+        for name, items in encoders
+        for own in (copy.deepcopy(vision),)
+    }
+    parts["language"] = elasticd.Module(
+        embed=language[0],
+        blocks=language[1:-1],
+        head=language[-1],
+        rules=RULES,
+        units=UNITS,
+        takes={items: name for name, items in encoders},
+        name="language",
+    )
+    return elasticd.Model(modules=parts)
+
+
+class WithSounds(Captions):
+    """With items of another module, of which no sample has any."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts |= {"sounds": [0] * len(self)}
+
+
+def test_a_checkpoint_of_other_modules_is_refused_by_their_names(tmp_path: Path) -> None:
+    """One is renamed, one is added, and one is lost."""
+    assert len(losses(job(tmp_path / "c", every=1), 1)) == 1
+    _, language = copy.deepcopy(sections())
+    others: dict[str, dict[str, Any]] = {
+        "the modules encoder, language": {"model": beside(("encoder", "images"))},
+        "the modules audio, language, vision": {
+            "model": beside(("vision", "images"), ("audio", "sounds")),
+            "dataset": WithSounds(),
+        },
+        "one module": {
+            "model": elasticd.Model(embed=language[0], blocks=language[1:-1], head=language[-1]),
+            "check": False,
+        },
+    }
+    for said, changes in others.items():
+        with pytest.raises(SystemExit) as refused:
+            losses(job(tmp_path / "c", **changes))
+        assert f"it has the modules language, vision, and the script's model has {said}" in str(refused.value)
+        assert "name another folder, or train as before" in str(refused.value)
 
 
 def test_an_evaluation_is_that_of_one_process() -> None:
