@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from _gpu_sides import Ours, Plain, Size
 from _movers import environment
-from _results import Row, row
+from _results import ROOT, Row, row
 
 from elasticd.models import DecoderConfig
 from elasticd.runtime.accelerator import CPU
@@ -89,16 +89,18 @@ def calls(step: Callable[[], None]) -> int:
     return count // COUNTED
 
 
-def instructions(layers: int, micro_batches: int) -> dict[str, int]:
-    """Instructions of a step of each side, on average."""
+def instructions(layers: int, micro_batches: int, tree: Path = ROOT) -> dict[str, int]:
+    """Instructions of a step of each side, on average; `tree`: of the elasticd that is counted."""
     with tempfile.TemporaryDirectory() as folder:
         source, library, out = Path(folder, "requests.c"), Path(folder, "requests.so"), Path(folder, "out")
         source.write_text(_REQUESTS)
         subprocess.run(["cc", "-O1", "-shared", "-fPIC", str(source), "-o", str(library)], check=True)
         valgrind = ["valgrind", "--tool=callgrind", "--instr-atstart=no", "--smc-check=none"]
-        command = [*valgrind, f"--callgrind-out-file={out}", sys.executable, __file__]
+        program = str(tree / "benchmarks" / Path(__file__).name)
+        command = [*valgrind, f"--callgrind-out-file={out}", sys.executable, program]
         command += [str(layers), str(micro_batches), str(library)]
-        single = dict(environment(), OMP_NUM_THREADS="1", PYTHONHASHSEED="0")
+        parts = ":".join(str(tree / part) for part in ("benchmarks", "", "agent", "planner", "migration"))
+        single = dict(environment(), OMP_NUM_THREADS="1", PYTHONHASHSEED="0", PYTHONPATH=parts)
         subprocess.run(command, env=single, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         return dict(map(_counted, Path(folder).glob("out.*")))
 

@@ -10,11 +10,14 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import msgspec
+from _instructions import instructions, lacking
 from _pairs import Ratio, ratio
 from _results import ROOT, Row, row
 
 #: The most that the ratio may be, with all of its interval.
 STEP = 1.03
+#: The same of counted instructions.
+COUNTED = 1.01
 #: Pairs go on until half the interval is as narrow as this, or there are so many.
 NARROW, LEAST_PAIRS, MOST_PAIRS, STEPS_OF_A_PAIR = 0.01, 80, 400, 10
 #: Processes start anew after so many pairs: where one has its memory makes it faster or slower to its end.
@@ -34,6 +37,19 @@ def step_rows(before: str, *sorts: Sort, pairs: int | None = None) -> Iterator[R
             yield row(name, found.value, "x", noise=found.noise)
             top = f"{name}: upper end of the 95 % interval ({found.pairs} pairs)"
             yield row(top, found.high, "x", goal=f"<= {STEP}", met=found.high <= STEP)
+
+
+def instruction_rows(before: str, layers: int, micro_batches: int) -> Iterator[Row]:
+    """Counted instructions of a step over those of the earlier commit: they are the same on a busy machine."""
+    if missing := lacking():
+        print(f"instructions are not counted: there is no {missing} here")
+        return
+    with tree_of(before) as tree:
+        now, then = (instructions(layers, micro_batches, each)["ours"] for each in (ROOT, tree))
+    name = f"one processor, {layers} blocks, {micro_batches} micro-batches: instructions of a step"
+    yield row(
+        f"{name} over those of {before}", now / then, "x", goal=f"<= {COUNTED}", met=now / then <= COUNTED
+    )
 
 
 @contextmanager

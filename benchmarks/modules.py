@@ -24,6 +24,7 @@ from _module_parity import parity_rows
 from _module_plans import plan_rows, planning_rows
 from _module_published import published_rows
 from _results import Row, row
+from _step_before import instruction_rows
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -35,6 +36,8 @@ from tests.planner import played_modules
 from tests.planner.drawn_modules import ModuleStep, drawn_step, logs
 from tests.planner.test_module_order import check, check_ahead
 
+#: The last commit whose engine had one module alone.
+BEFORE = "c691c547"
 #: Drawn plans.
 PLANS = 10_000
 #: (stages, micro-batches, ahead) of 2,048 passes, and the most milliseconds that their order may take.
@@ -166,6 +169,11 @@ def uneven_rows(draws: int = 40) -> Iterator[Row]:
         )
 
 
+def step_rows(layers: int = 4) -> Iterator[Row]:
+    """A job of one module now, and at the last commit whose engine had one module alone."""
+    yield from instruction_rows(BEFORE, layers, 4)
+
+
 PARTS = {
     "deadlocks": Part(deadlock_rows, PLANNER, {"plans": 20}),
     "order": Part(order_rows, PLANNER, {"times": 1}),
@@ -176,6 +184,7 @@ PARTS = {
     "disjoint": Part(disjoint_rows, PLANNER, {"cells": 1}),
     "planning": Part(planning_rows, PLANNER, {"sizes": 1}),
     "emulated": Part(module_rows("_module_emulated"), TRAINING, {"smallest": True}),
+    "step": Part(step_rows, TRAINING, {"layers": 1}),
     "parity": Part(parity_rows, TRAINING, {"models": 1, "placements": 2}),
 }
 

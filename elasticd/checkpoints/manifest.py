@@ -247,9 +247,9 @@ def differences(manifest: Manifest, specs: Specs, master: str | None = None) -> 
     missing = [name for name in model if name not in saved]
     extra = [name for name in saved if name not in model]
     if missing or extra:
-        was, now = _modules(saved), _modules(model)
-        if was != now:
-            return f"it has {was}, and the script's model has {now}"
+        modules = _modules(saved), _modules(model)
+        if modules[0] != modules[1]:
+            return f"it has {modules[0]}, and the script's model has {modules[1]}"
         name = (missing or extra)[0]
         return (
             f"{name} is only in the {'model' if missing else 'checkpoint'} "
