@@ -162,7 +162,7 @@ def trained_on_cuts(
         "samples": [each.samples for each in done],
         "weights": {
             name: (box.start, box.stop, parameter.detach().cpu().numpy())
-            for name, (box, parameter) in engine.module.local.parameters.items()
+            for name, ((box,), parameter) in engine.module.local.parameters.items()
         },
     }
 

@@ -5,21 +5,31 @@ from collections.abc import Sequence
 from typing import Any
 
 from elasticd_planner.spec.model import Cut, ModelSpec, Parameter, Units
-from elasticd_planner.spec.plan import ModulePlan, Pipeline, Plan, Stage, StatePolicy, Strategy
+from elasticd_planner.spec.plan import (
+    HeldExperts,
+    ModulePlan,
+    Pipeline,
+    Plan,
+    Stage,
+    StatePolicy,
+    Strategy,
+)
 from hypothesis import strategies as st
+from msgspec import structs
 
 DEVICES = tuple(f"n{node}/{local}" for node in range(3) for local in range(3))
 LAYERS = 3
+EXPERTS = 5
 
 
-def _parameter(name: str, *shape: int, cut: tuple[int, str] | None = None, **rest: str) -> Parameter:
+def _parameter(name: str, *shape: int, cut: tuple[int, str] | None = None, **rest: Any) -> Parameter:
     rule = Cut(dim=cut[0], units=cut[1]) if cut else None
-    return Parameter(name=name, shape=shape, cut=rule, **{"dtype": "float32", **rest})  # type: ignore[arg-type]
+    return Parameter(name=name, shape=shape, cut=rule, **{"dtype": "float32", **rest})
 
 
 # Four query heads over two kv-heads: TP of three or four splits a kv group. The head is tied to the
 # embedding; widths are mixed, one parameter has no dimensions, and one is large enough to be sent by itself.
-# One is frozen in eight bits, and there is a buffer.
+# One is frozen in eight bits, there is a buffer, and plans may place experts.
 SPEC = ModelSpec(
     name="tiny",
     embed=(_parameter("tokens.weight", 80, 160, cut=(0, "vocabulary")),),
@@ -33,6 +43,7 @@ SPEC = ModelSpec(
             _parameter("old.weight", 8, 6, cut=(0, "heads"), dtype="float8_e4m3fn", kind="frozen"),
             _parameter("down.weight", 3, 12, cut=(1, "columns")),
             _parameter("angles", 5, 2, kind="buffer"),
+            _parameter("experts.up.weight", EXPERTS, 3, 2, cut=(0, "experts"), replicas="add", experts=True),
         ),
     ),
     layers=(0,) * LAYERS,
@@ -45,6 +56,7 @@ SPEC = ModelSpec(
         Units(kind="kv_heads", count=2, follows="heads"),
         Units(kind="columns", count=6),
         Units(kind="vocabulary", count=8),
+        Units(kind="experts", count=EXPERTS),
     ),
     ties=(("head.output.weight", "embed.tokens.weight"),),
     width=4,
@@ -74,6 +86,31 @@ def plan(number: int, *pipelines: Shape, zero: int = 0, replicas: int | None = N
     )
 
 
+def with_experts(made: Plan, rng: random.Random) -> Plan:
+    """The plan with experts placed in some blocks, each on one or two devices of the stage, whichever."""
+
+    def held(stage: Stage) -> HeldExperts:
+        own: list[list[int]] = [[] for _ in stage.devices]
+        for expert in range(EXPERTS):
+            for place in {rng.randrange(len(own)), rng.randrange(len(own))}:
+                own[place].append(expert)
+        return tuple(map(tuple, own))
+
+    pipelines = tuple(
+        structs.replace(
+            pipeline,
+            stages=tuple(
+                structs.replace(
+                    stage, experts=tuple(held(stage) if rng.random() < 0.7 else () for _ in range(stage.layers))
+                )
+                for stage in pipeline.stages
+            ),
+        )
+        for pipeline in made.pipelines
+    )
+    return made.replace(strategies=(Strategy(modules=(structs.replace(made.module, pipelines=pipelines),)),))
+
+
 def alone(device: str = "n0/0") -> Plan:
     """All on one device."""
     return plan(0, [(LAYERS, [(device, 1)])])
@@ -100,7 +137,9 @@ def plans(draw: st.DrawFn, number: int, least: int = 1) -> Plan:
     zero = draw(st.sampled_from([1, 2])) if replicas else 0
     carriers = draw(st.sets(st.sampled_from(sorted(free)))) if zero and free else set()
     idle = tuple(device for device in free if device not in carriers)
-    return plan(number, *pipelines, zero=zero, replicas=replicas, carriers=tuple(sorted(carriers)), idle=idle)
+    made = plan(number, *pipelines, zero=zero, replicas=replicas, carriers=tuple(sorted(carriers)), idle=idle)
+    seed = draw(st.none() | st.integers(0, 99))
+    return made if seed is None else with_experts(made, random.Random(seed))
 
 
 def random_plan(seed: int, number: int, devices: Sequence[str]) -> Plan:
@@ -122,7 +161,7 @@ def random_plan(seed: int, number: int, devices: Sequence[str]) -> Plan:
     replicas = rng.choice([None, 1, 2, 3])
     rest = [device for device in devices if device not in used]
     carriers = tuple(sorted(rng.sample(rest, min(1, len(rest))))) if replicas else ()
-    return plan(
+    made = plan(
         number,
         *pipelines,
         zero=rng.randint(1, 2) if replicas else 0,
@@ -130,3 +169,4 @@ def random_plan(seed: int, number: int, devices: Sequence[str]) -> Plan:
         carriers=carriers,
         idle=tuple(device for device in rest if device not in carriers),
     )
+    return with_experts(made, rng) if rng.random() < 0.5 else made

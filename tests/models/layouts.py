@@ -121,7 +121,7 @@ def under(
     ended = threading.Barrier(len(plan.members))
     store = TorchStore(torch.distributed.HashStore())  # type: ignore[attr-defined]
 
-    def worker(memory: MemoryPlanGroups) -> tuple[list[float], dict[str, tuple[Box, Tensor]]]:
+    def worker(memory: MemoryPlanGroups) -> tuple[list[float], dict[str, list[tuple[Box, Tensor]]]]:
         recipe = training.recipe()  # its reader is one rank's
         plan_groups = PlanGroups("under", memory.me, "127.0.0.1", store) if gloo else cast(PlanGroups, memory)
         try:
@@ -139,7 +139,7 @@ def under(
 
     def trained(
         me: str, recipe: Recipe, plan_groups: PlanGroups
-    ) -> tuple[list[float], dict[str, tuple[Box, Tensor]]]:
+    ) -> tuple[list[float], dict[str, list[tuple[Box, Tensor]]]]:
         engine = Engine(recipe, layouts, plan_groups, unpaced)
         engine.adopt(first_state(recipe.model, layouts, me, SEED, recipe.master))
         losses = [engine.step(i, lambda: 0, lambda: 0).outcome.vote.loss for i in range(training.steps)]
@@ -147,7 +147,8 @@ def under(
         if gloo:
             engine.settle()
         return losses, {
-            name: (box, p.detach().cpu()) for name, (box, p) in engine.module.local.parameters.items()
+            name: [(box, held.part(box).cpu()) for box in held.boxes]
+            for name, held in engine.module.local.parameters.items()
         }
 
     if threads:
@@ -159,7 +160,7 @@ def under(
     weights: dict[str, Tensor] = {}
     for mine, parts in results.values():
         assert mine == losses, "all ranks fold the same bits"
-        for name, (box, value) in parts.items():
+        for name, box, value in ((name, *part) for name, own in parts.items() for part in own):
             shape = layouts.value(name).shape
             whole = weights.setdefault(name, torch.full(shape, torch.nan, dtype=value.dtype))
             held = whole[box.slices(Box.whole(shape))]

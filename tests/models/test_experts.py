@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import copy
+from itertools import cycle, islice
 from typing import Any, Literal
 
+import msgspec
 import pytest
 import torch
-from elasticd_planner.spec.plan import Plan, StatePolicy
+from elasticd_planner.layout.layouts import Layouts
+from elasticd_planner.spec.batch import short_batch_plan
+from elasticd_planner.spec.model import ModelSpec
+from elasticd_planner.spec.plan import HeldExperts, Plan, Stage, StatePolicy, Strategy
+from elasticd_planner.spec.plan_checks import check_model
+from elasticd_planner.value import Invalid
 from torch import Tensor, nn
 
 import elasticd
@@ -16,7 +23,9 @@ from elasticd.models import next_token_loss
 from elasticd.models.huggingface import fused_experts
 from elasticd.models.huggingface.proof import fill
 from elasticd.runtime.comm.running_group import running_group
+from elasticd.runtime.data.collate import pad
 from elasticd.runtime.data.sample_ledger import LedgerError
+from elasticd.runtime.engine.engine import Engine
 from elasticd.runtime.model.validation import ModelError
 from elasticd.runtime.parallel.held_experts import held_experts
 from elasticd.runtime.parallel.router_choices import RouterChoices
@@ -27,6 +36,7 @@ from tests.models.families import Whole
 from tests.models.layouts import Training, alone, furthest, layouts_of, under
 from tests.models.mixture import EXPERTS, LAYERS, VOCABULARY, Margins, Mixture, MixtureBlock, StackedExperts
 from tests.models.test_huggingface import made, theirs
+from tests.models.test_huggingface_cut import Cut
 from tests.models.test_recompute import again_in
 from tests.models.texts import Text
 from tests.runtime.test_parity import plan_of, stage
@@ -51,6 +61,72 @@ PLANS |= {
                 stage(1, 2, ("b/0", 1), ("b/1", 1), later=((3, 4),)),
             ],
         )
+    ),
+}
+
+
+def placed(of: Stage, *blocks: HeldExperts) -> Stage:
+    """The stage with these experts on its devices, block by block and over again."""
+    return msgspec.structs.replace(of, experts=tuple(islice(cycle(blocks), of.layers)))
+
+
+#: Experts of three members: sets of several runs, some in two places, and none.
+SETS: list[HeldExperts] = [((0, 2, 5), (1, 3), (4, 6, 7)), ((1, 2, 3, 4, 5, 6, 7), (), (0, 2, 3, 4, 7))]
+THREE = placed(stage(0, LAYERS, ("a/0", 3), ("a/1", 3), ("a/2", 2)), *SETS)
+PLACED: dict[str, Plan] = {
+    "sets in a lane": plan_of((5, [THREE]), (3, [stage(0, 1, ("b/0", 1)), stage(1, LAYERS, ("b/1", 1))])),
+    "sets, interleaved": plan_of(
+        (
+            8,
+            [
+                placed(stage(0, 1, ("a/0", 2), ("a/1", 1), later=((2, 3),)), ((0, 3, 6), (1, 2, 4, 5, 7))),
+                stage(1, 2, ("b/0", 1), ("b/1", 1), later=((3, 4),)),
+            ],
+        )
+    ),
+}
+#: Lanes that share experts: unlike numbers of rows, an expert on two devices, one on none of a lane's.
+SHARED = placed(
+    stage(0, LAYERS, ("a/0", 2), ("a/1", 1), ("b/0", 1), lanes=(2, 1)),
+    ((0, 1, 5, 7), (0, 2, 6), (3, 4, 6)),
+    ((), (), tuple(range(EXPERTS))),
+    (),
+    ((0, 1, 2, 3), (4, 5, 6, 7), ()),
+)
+PLACED["over lanes"] = plan_of(((5, 2), [SHARED]), (1, [stage(0, LAYERS, ("c/0", 1))]))
+PLACED |= {
+    "over lanes, zero 2, recomputing": again_in(PLACED["over lanes"]).replace(
+        state=StatePolicy(zero=2, replicas=1)
+    ),
+    "over lanes, two stages": plan_of(
+        (
+            (3, 5),
+            [
+                placed(stage(0, 2, ("a/0", 1), ("b/0", 1), lanes=(1, 1)), ((0, 1, 2), (3, 4, 5, 6, 7))),
+                placed(stage(2, 4, ("a/1", 1), ("b/1", 1), ("b/2", 1), lanes=(1, 2)), SETS[0]),
+            ],
+        )
+    ),
+    "over lanes, interleaved": plan_of(
+        (
+            (2, 6),
+            [
+                placed(
+                    stage(0, 1, ("a/0", 1), ("b/0", 1), lanes=(1, 1), later=((2, 3),)),
+                    ((0, 1, 2), (3, 4, 5, 6, 7)),
+                ),
+                placed(
+                    stage(1, 2, ("a/1", 1), ("b/1", 1), lanes=(1, 1), later=((3, 4),)),
+                    ((1, 3, 5, 7), (0, 2, 4, 6)),
+                ),
+            ],
+        )
+    ),
+}
+PLACED |= {
+    "sets, zero 1, twice": PLACED["sets in a lane"].replace(state=StatePolicy(zero=1, replicas=2)),
+    "sets, zero 2, recomputing": again_in(PLACED["sets in a lane"]).replace(
+        state=StatePolicy(zero=2, replicas=1)
     ),
 }
 #: Experts in columns and one by one, dense layers before sparse ones, experts that all tokens share, biases.
@@ -129,18 +205,80 @@ def test_models_of_transformers_train_like_one_process(kind: str, cut_in: CutIn,
     assert apart(training, Whole(copy.deepcopy(model)), PLANS[name], theirs) < (NEAR, "")
 
 
+def fitting(plan: Plan, spec: ModelSpec) -> Plan:
+    """The plan with experts placed where the model has some."""
+    sparse = [block for block in range(LAYERS) if any(p.experts for p in spec.section(f"blocks.{block}"))]
+
+    def fitted(of: Stage) -> Stage:
+        blocks = [block for chunk in of.chunks for block in range(*chunk)]
+        kept = [held if block in sparse else () for block, held in zip(blocks, of.experts, strict=False)]
+        return msgspec.structs.replace(of, experts=tuple(kept))
+
+    pipelines = tuple(
+        msgspec.structs.replace(pipeline, stages=tuple(map(fitted, pipeline.stages)))
+        for pipeline in plan.pipelines
+    )
+    module = msgspec.structs.replace(plan.module, pipelines=pipelines)
+    return plan.replace(strategies=(Strategy(modules=(module,)),))
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    sizes.beside(
+        [("Qwen3Moe", "over lanes, two stages")], [(kind, name) for kind in MODELS for name in PLACED]
+    ),
+)
+def test_placed_experts_of_transformers_train_cut_sequences_like_one_process(kind: str, name: str) -> None:
+    model = with_experts(kind)
+    described = elasticd.from_hf(model, experts="experts")
+    given: dict[str, Any] = {"model": described, "loss": next_token_loss, "dataset": Text(41)}
+    training = Cut(**given) if name.startswith("over lanes") and kind != "DeepseekV3" else Training(**given)
+    whole = Whole(copy.deepcopy(model))
+    assert apart(training, whole, fitting(PLACED[name], described.spec), theirs) < (NEAR, "")
+
+
 def only_first(scores: Tensor) -> Tensor:
     """All rows go to the first two experts: the others, and all members but the first, have none."""
     return torch.arange(mixture.CHOSEN).expand(len(scores), -1)
 
 
-@pytest.mark.parametrize("name", sizes.beside(["tp3 uneven beside a pipeline", "zero 2"], PLANS))
+@pytest.mark.parametrize(
+    "name", sizes.beside(["tp3 uneven beside a pipeline", "zero 2", *PLACED], PLANS | PLACED)
+)
 @pytest.mark.parametrize("choose", [None, only_first])
 def test_experts_by_hand_train_like_one_process(choose: Any, name: str) -> None:
     torch.manual_seed(0)
     whole = Mixture(choose).double()
     training = Training(model=copy.deepcopy(whole).describe(), loss=next_token_loss, dataset=Text(VOCABULARY))
-    assert apart(training, whole, PLANS[name], lambda full: full) < (NEAR, "")
+    assert apart(training, whole, (PLANS | PLACED)[name], lambda full: full) < (NEAR, "")
+
+
+def test_an_evaluation_of_lanes_that_share_experts_is_that_of_one_process() -> None:
+    """Also of fewer samples than a step has, so that lanes have none."""
+    torch.manual_seed(0)
+    whole = Mixture().double()
+    dataset = Text(VOCABULARY)
+    totals: list[list[tuple[float, float]]] = []
+
+    def evaluate(engine: Engine) -> None:
+        held_out = engine.held_out(dataset, pad, None)
+        done = [
+            engine.forward(short_batch_plan(engine.plan, 0, ids), held_out, next_token_loss)
+            for ids in (range(8), range(2), range(1))
+        ]
+        totals.append([(float(each.loss), float(each.count)) for each in done])
+
+    training = Training(model=copy.deepcopy(whole).describe(), loss=next_token_loss, dataset=dataset, steps=0)
+    weights = {name: p.detach() for name, p in whole.named_parameters()}
+    _, found = under(training, PLACED["over lanes"], after=evaluate, within=DoubleThroughout)
+    assert furthest(([], found), ([], weights), {name: name for name in found}) < (NEAR, "")
+    for at, ids in enumerate((range(8), range(2), range(1))):
+        batches = [pad([dataset[index]]) for index in ids]
+        with torch.no_grad():
+            expected = [next_token_loss(whole(batch), batch) for batch in batches]
+        found_loss, found_count = (sum(each[at][part] for each in totals) for part in (0, 1))
+        assert found_loss == pytest.approx(sum(float(loss) for loss, _ in expected), rel=NEAR)
+        assert found_count == sum(int(count) for _, count in expected)
 
 
 def test_a_member_has_some_experts_whole_or_columns_of_each() -> None:
@@ -187,7 +325,7 @@ def test_a_member_calls_its_experts_for_their_rows_alone() -> None:
         calls.append((rows.tolist(), index.tolist(), weights.tolist()))
         return rows * weights * scale
 
-    term = held_experts(forward, range(2, 4))
+    term = held_experts(forward, [(0, 1), (2, 3)], 1, 4)
     rows, index = torch.tensor([[1.0], [2.0], [4.0]]), torch.tensor([[0, 2], [3, 2], [1, 0]])
     weights = torch.tensor([[0.5, 0.25], [1.0, 0.5], [1.0, 1.0]])
     assert term(rows, index, weights=weights, scale=2.0).tolist() == [[0.5], [6.0], [0.0]]
@@ -195,7 +333,7 @@ def test_a_member_calls_its_experts_for_their_rows_alone() -> None:
 
 
 def test_a_member_without_a_row_keeps_its_place_in_the_backward_pass() -> None:
-    term = held_experts(lambda rows, index, weights: pytest.fail("no row is its own"), range(2, 4))
+    term = held_experts(lambda rows, index, weights: pytest.fail("no row is its own"), [(0, 1), (2, 3)], 1, 4)
     rows = torch.full((2, 3), torch.inf, requires_grad=True)
     weights = torch.ones(2, 1, requires_grad=True)
     given = term(rows, torch.zeros(2, 1, dtype=torch.long), weights)
@@ -216,7 +354,7 @@ def test_a_member_whose_router_chooses_otherwise_ends_the_step_by_name(rules: An
     mixture_of = Mixture(choose).double()
     for block in mixture_of.blocks if rules is mixture.COLUMNS else ():
         block.experts.bias = None
-    model = mixture_of.describe(rules=rules)
+    model = mixture_of.describe(rules=rules, units=mixture.UNITS if rules is mixture.RULES else {})
     training = Training(model=model, loss=next_token_loss, dataset=Text(VOCABULARY))
     with pytest.raises(
         LedgerError, match=r"step 0: routers on ranks \[0, 1, 2\], one TP group, chose unlike exp"
@@ -236,6 +374,21 @@ def test_choices_are_compared_by_row_and_in_any_order_of_the_experts_of_a_row() 
     unlike = {digest([[0, 3], [1, 2]]), digest([[1, 2], [0, 3]]), digest([[1, 2], [1, 2]])}
     unlike |= {digest([[0, 3]], [[1, 2]]), digest([[1, 2]], [[0, 3]])}
     assert len(unlike) == 5
+
+
+@pytest.mark.parametrize(
+    ("held", "said"),
+    [
+        (((0, 1, 2), (3, 4, 6), (7,)), "block 0: expert 5 is on no device of a/0, a/1, a/2"),
+        (((0, 1, 2), (3, 4, 5, 6), (7, 8)), "block 0: a/2 is to have expert 8, and there are 8, from 0"),
+    ],
+)
+def test_plans_that_place_other_experts_are_refused(held: HeldExperts, said: str) -> None:
+    of = placed(stage(0, LAYERS, ("a/0", 3), ("a/1", 3), ("a/2", 2)), held)
+    with pytest.raises(Invalid, match=f"plan 1, pipeline 0, {said}"):
+        check_model(plan_of((8, [of])), Mixture().describe().spec)
+    with pytest.raises(Invalid, match="plan 1, pipeline 0, block 0: has no experts that a plan can place"):
+        Layouts(Mixture().describe(rules={}).spec, plan_of((8, [of])))
 
 
 class Uneven(MixtureBlock):

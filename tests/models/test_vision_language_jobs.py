@@ -124,7 +124,7 @@ class Case:
             return losses, {
                 module.prefix + name: (box, parameter.detach())
                 for module in engine.modules.values()
-                for name, (box, parameter) in module.local.parameters.items()
+                for name, ((box,), parameter) in module.local.parameters.items()
             }
 
 

@@ -13,7 +13,11 @@ from tests.migration.plans import SPEC as _SPEC
 
 LAYERS = 12
 #: The model of `tests.migration.plans` with more blocks.
-SPEC: ModelSpec = msgspec.structs.replace(_SPEC, layers=(0,) * LAYERS)
+MIXTURE: ModelSpec = msgspec.structs.replace(_SPEC, layers=(0,) * LAYERS)
+#: The same without experts.
+SPEC: ModelSpec = msgspec.structs.replace(
+    MIXTURE, kinds=(tuple(parameter for parameter in MIXTURE.kinds[0] if not parameter.experts),)
+)
 DEVICES = tuple(f"n{node}/{local}" for node in range(4) for local in range(4))
 
 

@@ -18,15 +18,25 @@ from elasticd_planner.spec.batch import BatchPlan, BatchRow, SequencePiece, batc
 from elasticd_planner.spec.plan import ModulePlan, Pipeline, Plan, Stage, Strategy
 
 from tests import sizes
-from tests.planner.drawn_plans import SPEC, drawn_plan
+from tests.migration.plans import with_experts
+from tests.planner.drawn_plans import MIXTURE, SPEC, drawn_plan
 
 
-def logs_of(seed: int, tensors: tuple[int, int] = (1, 1)) -> dict[str, tuple[Launch | Join, ...]]:
-    """The launches of a drawn plan, with buckets of a drawn size."""
+def plan_of(seed: int, experts: bool) -> Plan:
+    """A drawn plan, perhaps with experts that lanes share."""
     made = drawn_plan(seed)
+    return with_experts(made, random.Random(seed)) if experts else made
+
+
+def logs_of(
+    seed: int, tensors: tuple[int, int] = (1, 1), *, experts: bool = False
+) -> dict[str, tuple[Launch | Join, ...]]:
+    """The launches of a drawn plan, with buckets of a drawn size."""
+    made = plan_of(seed, experts)
     batch = batch_plan(made, 0, range(made.global_batch))
     bucket = random.Random(seed).choice([1, 1 << 10, 1 << 14, 1 << 22])
-    return launches(Layouts(SPEC, made), batch, passes, bucket=bucket, tensors=tensors)
+    layouts = Layouts(MIXTURE if experts else SPEC, made)
+    return launches(layouts, batch, passes, bucket=bucket, tensors=tensors)
 
 
 def hangs(logs: Mapping[str, Log]) -> bool:
@@ -34,9 +44,10 @@ def hangs(logs: Mapping[str, Log]) -> bool:
     return deadlock(logs) is not None or deadlock(in_one_queue(logs)) is not None
 
 
+@pytest.mark.parametrize("experts", [False, True])
 @pytest.mark.parametrize("seed", sizes.beside(range(8), range(1000)))
-def test_no_plan_deadlocks(seed: int) -> None:
-    assert not hangs(logs_of(seed))
+def test_no_plan_deadlocks(seed: int, experts: bool) -> None:
+    assert not hangs(logs_of(seed, experts=experts))
 
 
 @pytest.mark.parametrize("seed", sizes.beside(range(4), range(100)))
@@ -45,10 +56,11 @@ def test_no_plan_deadlocks_where_named_tensors_pass(seed: int) -> None:
     assert not hangs(logs_of(seed, tensors))
 
 
+@pytest.mark.parametrize("experts", [False, True])
 @pytest.mark.parametrize("seed", range(10))
-def test_all_launch_on_the_communicators_that_they_have_and_on_no_other(seed: int) -> None:
-    layouts = Layouts(SPEC, drawn_plan(seed))
-    for device, log in logs_of(seed).items():
+def test_all_launch_on_the_communicators_that_they_have_and_on_no_other(seed: int, experts: bool) -> None:
+    layouts = Layouts(MIXTURE if experts else SPEC, plan_of(seed, experts))
+    for device, log in logs_of(seed, experts=experts).items():
         launched = {entry.communicator for entry in log if isinstance(entry, Launch)}
         has = channels(layouts, device)
         assert launched <= set(map(str, has))

@@ -39,7 +39,7 @@ def test_what_a_device_holds_is_what_the_layouts_say_it_holds(made: Plan) -> Non
         held = layouts.of(device)
         for name in layouts.names:
             boxes = layouts.parameter(name).of(device)
-            assert boxes == ((held[name],) if name in held else ())
+            assert boxes == held.get(name, ())
     assert layouts.of("n9/9") == {}
 
 

@@ -83,6 +83,36 @@ def test_digest_does_not_depend_on_the_order_in_which_bindings_were_made() -> No
     assert forth.digest == back.digest
 
 
+def test_placed_experts_make_a_plan_of_version_4_and_go_with_other_layers() -> None:
+    stage = Stage(start=0, stop=2, devices=("a", "b", "c"), shares=(1, 1, 1), lanes=(2, 1))
+    held = (((0, 2), (), (1,)), ())
+    placed = msgspec.structs.replace(stage, experts=held)
+    assert [lane.experts for lane in placed.by_lane] == [(((0, 2), ()), ()), (((1,),), ())]
+    assert (placed.experts_of(0), placed.experts_of(1), stage.experts_of(0)) == (held[0], (), ())
+    assert msgspec.structs.replace(stage, experts=((), ())) == stage
+    pipeline = Pipeline(stages=(placed,), micro_batches=2, rows=(1, 1))
+    strategy = Strategy(modules=(ModulePlan(module="model", pipelines=(pipeline,)),))
+    plan = Plan(number=1, strategies=(strategy,), micro_batch=1, global_batch=2)
+    assert plan.version == 4
+    assert Plan.from_json(plan.to_json()) == plan
+    assert pipeline.with_layers([2]).stages == (stage,)
+
+
+@pytest.mark.parametrize(
+    ("experts", "said"),
+    [
+        ((((0,), (1,)),), "experts must say of each of its 2 blocks who has which"),
+        ((((0,), (1,)), ((0,),)), "experts of block 1 must be those of each of its 2 devices, not of 1"),
+        ((((1, 1), ()), ()), "a has expert 1 of block 0 twice"),
+        ((((), (2, 1)), ()), r"the experts of block 0 on b must be in order, from 0, not \(2, 1\)"),
+        ((((-1,), ()), ()), r"the experts of block 0 on a must be in order, from 0, not \(-1,\)"),
+    ],
+)
+def test_placed_experts_that_do_not_fit_their_stage_are_refused(experts: Any, said: str) -> None:
+    with pytest.raises(Invalid, match=said):
+        Stage(start=0, stop=2, devices=("a", "b"), shares=(1, 1), experts=experts)
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [

@@ -34,7 +34,7 @@ NUMBERS = Numbers(compute="bfloat16")
 def test_a_parameter_takes_eighteen_bytes_under_master_weights() -> None:
     """Value 2, gradient 4, master weight 4, two moments of 4."""
     layouts = Layouts(HALF, plan((1, [(LAYERS, ["n0/0"], [4])])))
-    elements = sum(box.size for box in layouts.of("n0/0").values())
+    elements = sum(box.size for boxes in layouts.of("n0/0").values() for box in boxes)
     cost = ProfileCost(at_rest(suited(BF16, NUMBERS)))
     assert cost.memory(LAYERS, [4], 0, first=True, last=True, in_flight=0) == 18 * elements
     plain = ProfileCost(at_rest(suited(WHOLE, None)))

@@ -20,7 +20,8 @@ def bytes_in_layouts(made_shares: list[int]) -> list[int]:
     """Bytes of parameters by member of a one-stage plan, from the boxes."""
     devices = [f"n0/{i}" for i in range(len(made_shares))]
     layouts = Layouts(SPEC, plan((1, [(LAYERS, devices, made_shares)])))
-    return [sum(4 * box.size for box in layouts.of(device).values()) for device in devices]
+    held = [layouts.of(device).values() for device in devices]
+    return [sum(4 * box.size for boxes in own for box in boxes) for own in held]
 
 
 @pytest.mark.parametrize("shares", [[4], [2, 2], [1, 1, 1, 1]])

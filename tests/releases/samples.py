@@ -170,6 +170,7 @@ MODULES = Plan(
                                     devices=("n0/0", "n0/1"),
                                     shares=(3, 1),
                                     microseconds=(1000, 2000),
+                                    experts=((), ((0, 3), (1, 2)), (), ((0, 1, 2, 3), ())),
                                 ),
                             ),
                             micro_batches=4,

@@ -62,7 +62,7 @@ def trained(device: str, plan: Plan, plan_groups: PlanGroups, recipe: Recipe) ->
         "evaluated": evaluated.loss,
         "weights": {
             name: (box.start, box.stop, p.detach().cpu().double().numpy())
-            for name, (box, p) in engine.module.local.parameters.items()
+            for name, ((box,), p) in engine.module.local.parameters.items()
         },
         "mine": [recipe.feed.dealing(plan, step)().of(place) for step in range(STEPS)],
     }

@@ -170,7 +170,7 @@ def test_dropouts_and_fused_parameters_are_those_of_eager_blocks(traced: None) -
 
     def passes(compile: bool) -> list[Tensor]:
         local = local_model(model, stage(0, 2, ("a/0", 1)), 0)
-        for name, (box, parameter) in local.parameters.items():
+        for name, ((box,), parameter) in local.parameters.items():
             parameter.data.copy_(model.first_value(name, box, 0))
         if compile:
             compile_blocks(local.modules)

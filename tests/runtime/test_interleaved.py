@@ -86,7 +86,9 @@ def test_an_interleaved_layout_trains_like_one_process(
         return {
             "losses": [each.outcome.vote.loss for each in done],
             "norms": [each.outcome.vote.norm for each in done],
-            "weights": {n: (box, p.detach().cpu()) for n, (box, p) in engine.module.local.parameters.items()},
+            "weights": {
+                n: (box, p.detach().cpu()) for n, ((box,), p) in engine.module.local.parameters.items()
+            },
             "alive": engine.module.runner.most_alive,
             "measured": done[-1].measurement,
         }

@@ -102,7 +102,9 @@ def test_lanes_train_like_one_process(
             "losses": [each.outcome.vote.loss for each in done],
             "norms": [each.outcome.vote.norm for each in done],
             "samples": [each.samples for each in done],
-            "weights": {n: (box, p.detach().cpu()) for n, (box, p) in engine.module.local.parameters.items()},
+            "weights": {
+                n: (box, p.detach().cpu()) for n, ((box,), p) in engine.module.local.parameters.items()
+            },
             "alive": engine.module.runner.most_alive,
             "measured": done[-1].measurement,
         }

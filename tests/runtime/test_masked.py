@@ -69,7 +69,7 @@ def test_micro_batches_without_targets_train_like_one_process() -> None:
 
     for made, parameters in run_threads(TWO_STAGES.members, member).values():
         assert made == pytest.approx(losses, abs=1e-10)
-        for name, (box, value) in parameters.items():
+        for name, ((box,), value) in parameters.items():
             expected = weights[name][box.slices(Box.whole(weights[name].shape))]
             assert float((value.detach().cpu() - expected).abs().max()) < 1e-10, name
 

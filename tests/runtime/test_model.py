@@ -32,7 +32,7 @@ def test_a_member_holds_its_slices_and_knows_its_units() -> None:
     other = local_model(decoder(), stage, 1).modules["blocks.0"].attention
     assert (other.heads, other.kv_heads) == (1, 1)
     assert (other.q.out_features, other.o.in_features) == (4, 4)
-    assert local.parameters["embed.tokens.weight"][0] == Box(start=(0, 0), stop=(12, 16))
+    assert local.parameters["embed.tokens.weight"].boxes == (Box(start=(0, 0), stop=(12, 16)),)
 
 
 def test_a_tied_head_is_one_parameter_where_both_are_held() -> None:

@@ -98,7 +98,7 @@ def test_fused_parts_are_cut_one_by_one() -> None:
         units={"heads": UnitsOf(attribute="blocks.*.heads")},
     )
     local = local_model(model, Stage(start=0, stop=1, devices=("a/0", "a/1"), shares=(3, 1)), 1)
-    box, held = local.parameters["blocks.0.qkv.weight"]
+    (box,), held = local.parameters["blocks.0.qkv.weight"]
     held.data = model.first_value("blocks.0.qkv.weight", box, seed=0)
     local.parameters["blocks.0.qkv.bias"][1].data.zero_()
     mine = local.modules["blocks.0"].qkv(torch.eye(8)).T

@@ -230,7 +230,7 @@ def trained(
         "weights": {
             module.prefix + name: (box, parameter.detach())
             for module in engine.modules.values()
-            for name, (box, parameter) in module.local.parameters.items()
+            for name, ((box,), parameter) in module.local.parameters.items()
         },
     }
 

@@ -176,7 +176,7 @@ def test_groups_by_shape_mean_what_they_mean_in_torch(
                 if name in job.model.fused
                 else expected[name]
             )[box.slices(type(box).whole(job.model.parameter(name).shape))]
-            for name, (box, parameter) in engine.module.local.parameters.items()
+            for name, ((box,), parameter) in engine.module.local.parameters.items()
         }
 
     for device, gaps in run_threads(PLANS[layout].members, worker).items():

@@ -71,7 +71,7 @@ def trained(device: str, plan: Plan, groups: PlanGroups, recipe: Recipe, steps: 
         "measured": done[-1].measurement,
         "weights": {
             n: (box.start, box.stop, p.detach().cpu().numpy())
-            for n, (box, p) in engine.module.local.parameters.items()
+            for n, ((box,), p) in engine.module.local.parameters.items()
         },
     }
 

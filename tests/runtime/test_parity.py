@@ -156,7 +156,7 @@ def trained(
         "norms": [d.outcome.vote.norm for d in done],
         "weights": {
             n: (box.start, box.stop, p.detach().cpu().numpy())
-            for n, (box, p) in engine.module.local.parameters.items()
+            for n, ((box,), p) in engine.module.local.parameters.items()
         },
         "alive": engine.module.runner.most_alive,
         "promised": most_alive(

@@ -78,7 +78,9 @@ def test_modules_and_state_are_of_the_boxes_that_the_rank_holds(seed: int) -> No
             for tensor in (*module.parameters(), *module.buffers())
         }
         assert not any(tensor.is_meta for tensor in tensors.values())
-        assert elements(tensors.values()) == sum(box.size for box in layouts.of(device).values())
+        assert elements(tensors.values()) == sum(
+            box.size for boxes in layouts.of(device).values() for box in boxes
+        )
         values = [parameter for held in engine.module.zero.values.values() for _, parameter in held]
         kept = {item: boxes for item, boxes in layouts.held(device).items() if item.role == "value"}
         assert elements(values) == sum(box.size for boxes in kept.values() for box in boxes)

@@ -102,14 +102,19 @@ class RankInfo:
         """The parameters on this device, by full name. Empty on standby.
 
         Returns:
-            The box of the global tensor that this device holds, and its values (not a copy).
+            The box of the global tensor that this device holds, and its values (not a copy). A parameter of
+            experts that the plan places has an entry for each run of them: "blocks.3.experts.up[2:4]".
         """
         engine = self._copied_engine
         modules = engine.modules.values() if engine is not None else ()
         return {
-            module.prefix + name: (box, parameter.detach())
+            module.prefix + name + (f"[{box.start[0]}:{box.stop[0]}]" if len(held.boxes) > 1 else ""): (
+                box,
+                held.part(box),
+            )
             for module in modules
-            for name, (box, parameter) in module.local.parameters.items()
+            for name, held in module.local.parameters.items()
+            for box in held.boxes
         }
 
     def modules(self) -> dict[str, nn.Module]:

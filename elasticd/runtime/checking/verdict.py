@@ -76,13 +76,13 @@ def _updates(model: Model, alone: Trial, other: Trial, near: float) -> Iterator[
     gradient is nearly zero are left out: its sign, which Adam's first step follows, may be rounding."""
     (one,) = alone.members.values()
     scales = _scales(model, one)
-    for name, right in one.updates.items():
+    for name, (right,) in one.updates.items():
         whole = right.by
         gradient = one.gradients[name][0].reduced if name in one.gradients else None
         clear = torch.ones_like(whole, dtype=torch.bool)
         if gradient is not None:
             clear = gradient.abs() > 2 * near * scales[name]
-        for moved in (m.updates[name] for m in other.members.values() if name in m.updates):
+        for moved in (moved for m in other.members.values() for moved in m.updates.get(name, ())):
             place = moved.box.slices(Box.whole(tuple(whole.shape)))
             gap = ((moved.by - whole[place]).abs() - right.grain[place]) * clear[place]
             apart = float(gap.max()) if gap.numel() else 0.0

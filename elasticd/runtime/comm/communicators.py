@@ -152,6 +152,7 @@ _TAGS: dict[Use, int] = {
     "state": (1 << 24) + 3,
     "context": (1 << 24) + 4,
     "items": (1 << 24) + 5,
+    "experts": (1 << 24) + 6,
 }
 
 

@@ -38,6 +38,7 @@ LABELS: dict[Use, str] = {
     "state": "reduce",
     "context": "context",
     "items": "boundary",
+    "experts": "tensor",
 }
 #: Bytes of a first sum at most: larger ones go as one of this size does.
 _LARGE = 32 << 20

@@ -387,7 +387,7 @@ def _pass_a_copy(
     alone = cast(Group, Alone(len(stage.devices), position))
     if len(stage.devices) > 1:
         for section, module in local.modules.items():
-            tp_hooks.attach(model, section, module, stage.shares, alone)
+            tp_hooks.attach(model, section, module, stage, alone)
     with running(alone):
         try:
             for call in calls[:1]:  # eagerly: what modules make in their first call is then in no graph

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext
 from typing import TypeVar
 
-from elasticd_migration.local_state import LocalState, Owned, install
+from elasticd_migration.local_state import LocalState, Owned
 from elasticd_planner.layout.channels import Channel
 from elasticd_planner.layout.gradient_buckets import buckets, last_users, passed_on
 from elasticd_planner.layout.gradient_reduction import reductions
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from elasticd.runtime.accelerator import Accelerator
 from elasticd.runtime.comm.communicators import Communicators, Peers
+from elasticd.runtime.comm.running_group import OneDevice
 from elasticd.runtime.data.collate import Collate
 from elasticd.runtime.data.loader import ItemLoader, Loader, item_counts
 from elasticd.runtime.data.sample_ledger import NO_SAMPLES
@@ -38,6 +39,7 @@ from elasticd.runtime.model.local_model import LocalModel, local_model
 from elasticd.runtime.model.model import Loss, Model
 from elasticd.runtime.model.validation import ModelError
 from elasticd.runtime.parallel import tp_hooks
+from elasticd.runtime.parallel.expert_exchange import ExpertExchange
 from elasticd.runtime.parallel.gradient_reduction import GradientReducer, gradient_dtype
 from elasticd.runtime.parallel.router_choices import RouterChoices
 from elasticd.runtime.parallel.sequence_parallel import TokenSlices
@@ -70,6 +72,7 @@ class ModuleEngine:
     reducer: GradientReducer  #: reduces its gradients, and measures the seconds of that
     slices: TokenSlices | None  #: those of its TP group, under sequence parallelism
     constants: Constants  #: the buffers that no pass may change
+    exchange: ExpertExchange | None  #: of rows for experts; None: its lane has all of them
     choices: RouterChoices  #: of the routers here, where a TP group has the device
     telemetry: Telemetry | None  #: of a module of items, of that alone
 
@@ -108,7 +111,7 @@ class ModuleEngine:
         self.trained = bool(layouts.trained)
         local = self.local = build(model, layouts.plan, peers.me, recipe.accelerator)
         if recipe.precision is not None:
-            recipe.precision.add_up(parameter for _, parameter in local.parameters.values())
+            recipe.precision.add_up(held.tensor for held in local.parameters.values())
         self.reducer = self._reducer(peers)
         self.zero = ZeroState(layouts, peers, local, self.reducer, recipe.master, recipe.accelerator)
         self.constants = Constants(local.modules)
@@ -117,7 +120,7 @@ class ModuleEngine:
         here = peers.me in layouts.plan.places
         self.telemetry = telemetry if gives is not None and here else None
         self._frozen = {name: p for name, (_, p) in local.parameters.items() if not p.requires_grad}
-        self.slices = self.runner = None
+        self.slices = self.runner = self.exchange = None
         if peers.me in layouts.plan.places:
             self._attach(model, peers.communicators)
             place = layouts.plan.places[peers.me]
@@ -133,6 +136,7 @@ class ModuleEngine:
                 on_section_done=self._section_done,
                 sums_begin=self.reducer.begins,
                 slices=self.slices,
+                exchange=self.exchange,
                 takes=takes,
                 gives=ItemSource(gives, self.name, place.pipeline, place.lane) if gives is not None else None,
             )
@@ -172,14 +176,14 @@ class ModuleEngine:
         mine = batch.of(place)
         if self.runner.reads:
             loader.prepare([piece.sample for micro in mine for piece in micro])
-        return self.runner.forward(mine, loader, loss, batch.rows(place))
+        return self.runner.forward(mine, loader, loss, batch.rows(place), batch.pipelines[place.pipeline])
 
     def _reducer(self, peers: Peers) -> GradientReducer:
         layouts, parameters = self.layouts, self.local.parameters
         mine = reductions(layouts, self._device)
 
         def dtype_of(name: str) -> str:
-            return str(gradient_dtype(parameters[name][1])).removeprefix("torch.")
+            return str(gradient_dtype(parameters[name].tensor)).removeprefix("torch.")
 
         own = {channel.members for channel in peers.channels if channel.use == "reduce"}
         listed = buckets(layouts, mine, dtype_of)
@@ -199,14 +203,29 @@ class ModuleEngine:
 
     def _attach(self, model: Model, communicators: Communicators) -> None:
         """Hooks the collectives of its TP group, if it has one, around its modules."""
-        stage = self.layouts.plan.stage(self.layouts.plan.places[self._device])
-        if len(stage.devices) == 1:
+        place = self.layouts.plan.places[self._device]
+        stage = self.layouts.plan.stage(place)
+        of_lanes = self.layouts.plan.pipelines[place.pipeline].stages[place.stage]
+        alone = len(stage.devices) == 1
+        team = None if alone else communicators.team(Channel("tensor", stage.devices))
+        if of_lanes.shared_blocks:
+            if self._graph is not None:
+                raise ModelError(
+                    f"plan {self.layouts.plan.number}: lanes share experts of module {self.name}, which a "
+                    "model of several modules cannot do: have each lane hold all experts"
+                )
+            mesh = communicators.mesh(Channel("experts", of_lanes.devices))
+            lane = team or OneDevice(self._device)
+            self.exchange = ExpertExchange(model.spec, of_lanes, self._device, mesh, lane)
+            for section, module in self.local.modules.items():
+                self.exchange.attach(model, section, module)
+        if team is None:
             return
-        team = communicators.team(Channel("tensor", stage.devices))
+        shared = self.exchange.sections if self.exchange is not None else ()
         if stage.sliced:
             self.slices = TokenSlices(team, stage.shares)
         for section, module in self.local.modules.items():
-            tp_hooks.attach(model, section, module, stage.shares, team, self.slices, self.choices)
+            tp_hooks.attach(model, section, module, stage, team, self.slices, self.choices, shared)
 
     def _section_done(self, section: str) -> None:
         self._before_sums()
@@ -224,7 +243,7 @@ class ModuleEngine:
             mine = {item: tensor for item, tensor in state.tensors.items() if item.name.startswith(self.prefix)}
             own = {Item(item.name.removeprefix(self.prefix), item.role): mine[item] for item in mine}
             state = LocalState(tensors=own)
-        install(state, self.zero.values, buffers=self.zero.buffers)
+        self.zero.install(state)
         self.constants.note()
         listed = self.zero.attach(state)
         self.owned = [part._replace(name=self.prefix + part.name) for part in listed] if self.prefix else listed
@@ -276,7 +295,7 @@ class ModuleEngine:
         place = self.layouts.plan.places[self._device]
         mine = batch.of(place)
         self.runner.prepare([*mine, *(after.of(place) if after is not None else ())])
-        passed = self.runner.run(mine, scale, batch.rows(place))
+        passed = self.runner.run(mine, scale, batch.rows(place), batch.pipelines[place.pipeline])
         self.constants.check()
         return passed
 

@@ -66,6 +66,7 @@ from elasticd.runtime.model.rng import EVALUATION, Draws, UnseededPasses, watchi
 from elasticd.runtime.model.section_passes import PassPart, back_through, forth
 from elasticd.runtime.model.validation import ModelError, sum_and_count
 from elasticd.runtime.parallel.context_parallel import ContextParallel
+from elasticd.runtime.parallel.expert_exchange import ExpertExchange
 from elasticd.runtime.parallel.packed_row import PackedRow, passing
 from elasticd.runtime.parallel.sequence_parallel import TokenSlices, single
 from elasticd.runtime.telemetry.step_times import CAPTURED, Telemetry
@@ -138,6 +139,7 @@ class StageRunner:
         on_section_done: Callable[[str], None],
         sums_begin: bool = True,
         slices: TokenSlices | None = None,
+        exchange: ExpertExchange | None = None,
         takes: Mapping[str, ItemBorder] | None = None,
         gives: ItemSource | None = None,
     ) -> None:
@@ -155,11 +157,14 @@ class StageRunner:
             on_section_done: called with a section when all gradients that this device adds to it are there.
             sums_begin: it begins sums of gradients with other devices.
             slices: of the tokens that blocks are on; None: they are on all. All tokens pass between stages.
+            exchange: of rows for experts that lanes share; None: each lane has all.
             takes: of a module that takes items: by their key in the batch the border with the module that
                 makes them.
             gives: of a module of items: where the outputs of its last stage go. None: it computes a loss.
         """
         self._slices, self._takes, self._of_items = slices, takes or {}, gives is not None
+        self._exchange = exchange
+        self._serving: dict[tuple[int, int], dict[str, Tensor]] = {}  # by chunk and row, outputs by block
         self._rows: list[PackedRow] = []  # of the micro-batches of the step; empty: they are padded
         self._flights: tuple[object, dict[int, int]] = (None, {})  # the acts of a step, and what they hold
         self._ordered: tuple[object, tuple[Act, ...]] = (None, ())  # what a step does, by what it follows from
@@ -207,14 +212,17 @@ class StageRunner:
         self._chunks = stage_chunks(recipe, model, plan, peers, passes, self._recomputed, run_of, gives, tags)
         self._context = _context(model, plan, peers)
         alone = len(stage.devices) == 1
-        self._captured = self._captured_passes(recipe, local, alone=alone and self._context is None)
+        lone = alone and self._context is None and exchange is None
+        self._captured = self._captured_passes(recipe, local, alone=lone)
         if self._captured is not None:
             self._watch.reached = self._captured.reached
         channel = Channel("tensor", stage.devices)
         self._group = OneDevice(*stage.devices) if alone else peers.communicators.team(channel)
-        self._drawing.repeats = alone and self._context is None
+        self._drawing.repeats = lone
         self.reads = any(chunk.before is None or chunk.after is None for chunk in self._chunks)
         self.most_alive = 0
+        for chunk in self._chunks if exchange is not None else ():
+            chunk.drew()  # a pass that is made once more, with seeds, would exchange rows once more
 
     def _captured_passes(self, recipe: Recipe, local: LocalModel, *, alone: bool) -> CapturedPasses | None:
         """Captures the passes of a micro-batch; None: they are eager under this plan."""
@@ -263,7 +271,11 @@ class StageRunner:
             self._captured.release()
 
     def run(
-        self, micro_batches: Sequence[MicroBatch], scale: float = 1.0, rows: Sequence[BatchRow] = ()
+        self,
+        micro_batches: Sequence[MicroBatch],
+        scale: float = 1.0,
+        rows: Sequence[BatchRow] = (),
+        of_lanes: Sequence[BatchRow] = (),
     ) -> Passed:
         """All passes of one step. Gradients accumulate in the parameters.
 
@@ -272,18 +284,29 @@ class StageRunner:
             scale: the gradients are those of the loss times this.
             rows: of all lanes of the pipeline, where each micro-batch is one row of its sequences, without
                 padding. Empty: samples are padded.
+            of_lanes: the rows of all lanes, padded or not.
         """
         count = len(micro_batches)
         mine = [number for number, row in enumerate(rows) if row.lanes[self._lane]]
-        self._rows, self._own = [self._row(rows[number].lanes) for number in mine], (mine, len(rows))
+        self._rows = [self._row(rows[number].lanes) for number in mine]
         self._watch.packed = bool(self._rows)
         waits = sums_wait(rows, self._lane, len(self._chunks))
+        if self._exchange is not None:  # all lanes pass all rows
+            rows = of_lanes
+            mine = [number for number, row in enumerate(rows) if row.lanes[self._lane]]
+            waits = waits or any(not all(row.lanes) for row in rows)
+        self._own = (mine, len(rows)) if rows else (range(count), count)
         before = self._order((self._stage - 1) % self._stages, count)
         with self.running():
             self.begin(micro_batches, acts := self._acts(count), before, scale, sums_wait=waits)
             for act in acts:
-                self.carry_out(act)
-            if not acts and torch.is_grad_enabled():  # a lane without a sequence in this step adds nothing
+                if act.what == "serve":
+                    self._serve(act)
+                else:
+                    self.carry_out(act)
+            if (
+                not self._step.order and torch.is_grad_enabled()
+            ):  # a lane without a sequence in this step adds nothing
                 for section in [name for chunk in reversed(self._chunks) for name in reversed(chunk.passes)]:
                     self._on_section_done(section)
             return self.end()
@@ -321,6 +344,8 @@ class StageRunner:
             settle_compiler()
         if self._context is not None:
             self._context.begin_step()
+        if self._exchange is not None:
+            self._exchange.begin_step()
         self._scale = scale
         self._watch.begin_step(trains=torch.is_grad_enabled())
         if self._captured is not None and torch.is_grad_enabled():
@@ -383,6 +408,28 @@ class StageRunner:
             step.losses.append(state.loss.detach())
             step.counts.append(counted)
 
+    def _serve(self, act: Act) -> None:
+        """This device's part in the pass of a row in which its lane has no micro-batch."""
+        assert self._exchange is not None
+        blocks = [section for section in self._chunks[act.chunk].passes if section in self._exchange.sections]
+        key = act.chunk, act.micro_batch
+        if act.kind == "forward":
+            self._stopwatch.where.at(FORWARD)
+            outputs = self._serving[key] = {}
+            for section in blocks:
+                again = section in self._recomputed
+                with torch.no_grad() if again else nullcontext():
+                    outputs[section] = self._exchange.serve(section)
+            if not torch.is_grad_enabled():
+                del self._serving[key]
+            return
+        self._stopwatch.where.at(BACKWARD)
+        outputs = self._serving.pop(key)
+        for section in reversed(blocks):
+            out = self._exchange.serve(section) if section in self._recomputed else outputs.pop(section)
+            if out.requires_grad:
+                out.backward(torch.zeros_like(out))
+
     def end(self) -> Passed:
         """Ends a step all of whose acts were carried out."""
         step = self._step
@@ -411,23 +458,30 @@ class StageRunner:
 
     def _order(self, stage: int, count: int) -> list[Pass]:
         """The passes of a stage of this lane. Lanes pass the rows that they share in one order, that of all."""
-        mine, rows = self._own if self._rows else (range(count), count)
+        mine, rows = self._own
         order = self._schedule(self._stages, stage, rows, len(self._chunks))
         return [Pass(*each) for each in passes_of_rows(order, mine)]
 
     def _acts(self, count: int) -> tuple[Act, ...]:
         """What this stage does in a step, in its order."""
-        mine, rows = self._own if self._rows else (range(count), count)
+        mine, rows = self._own
         key = self._schedule, tuple(mine), rows
         if self._ordered[0] != key:  # most steps are like the one before
             acts = acts_of_rows(
-                stage_order(self._schedule, self._stages, self._stage, rows, len(self._chunks)), mine
+                stage_order(self._schedule, self._stages, self._stage, rows, len(self._chunks)),
+                mine,
+                serves=self._exchange is not None,
             )
             self._ordered = key, tuple(acts)
         return self._ordered[1]
 
     def forward(
-        self, micro_batches: Sequence[MicroBatch], loader: Loader, loss: Loss, rows: Sequence[BatchRow] = ()
+        self,
+        micro_batches: Sequence[MicroBatch],
+        loader: Loader,
+        loss: Loss,
+        rows: Sequence[BatchRow] = (),
+        of_lanes: Sequence[BatchRow] = (),
     ) -> Passed:
         """The forward passes alone, of samples of another dataset, without gradients.
 
@@ -435,10 +489,10 @@ class StageRunner:
             micro_batches: of this lane.
             loader: makes batches of that dataset.
             loss: called with each output instead of the loss of the training.
-            rows: as in `run`.
+            rows, of_lanes: as in `run`.
         """
         with self.evaluating(loader, loss):
-            return self.run(micro_batches, rows=rows)
+            return self.run(micro_batches, rows=rows, of_lanes=of_lanes)
 
     @contextmanager
     def evaluating(self, loader: Loader, loss: Loss) -> Iterator[None]:

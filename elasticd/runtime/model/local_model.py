@@ -6,12 +6,13 @@ import copy
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import torch
 from elasticd_planner.layout.layouts import sections_of
 from elasticd_planner.spec.box import Box
-from elasticd_planner.spec.model import member_box, unit_range
+from elasticd_planner.spec.model import Parameter, block_of, held_units, member_boxes, unit_range
 from elasticd_planner.spec.plan import Stage
 from torch import Tensor, nn
 
@@ -23,6 +24,31 @@ from elasticd.runtime.model.tp_rules import Sharded, attribute_holders, listed, 
 from elasticd.runtime.model.validation import ModelError
 
 
+class LocalParameter(NamedTuple):
+    """What one device computes with of a parameter: a box of it, or several as one tensor."""
+
+    boxes: tuple[Box, ...]  #: disjoint and in order; several differ in one dimension alone
+    tensor: nn.Parameter  #: these boxes, one behind the other along that dimension
+
+    def slices(self, box: Box) -> tuple[slice, ...]:
+        """Where a box, which lies in one of `boxes`, lies in the tensor."""
+        if len(self.boxes) == 1:
+            return box.slices(self.boxes[0])
+        first, second = self.boxes[:2]
+        dim = next(d for d, (a, b) in enumerate(zip(first.start, second.start, strict=True)) if a != b)
+        begins = accumulate((held.shape[dim] for held in self.boxes), initial=0)
+        held, begin = next(
+            (held, at) for held, at in zip(self.boxes, begins, strict=False) if held.contains(box)
+        )
+        inside = list(box.slices(held))
+        inside[dim] = slice(inside[dim].start + begin, inside[dim].stop + begin)
+        return tuple(inside)
+
+    def part(self, box: Box) -> Tensor:
+        """The values of a box, not copied."""
+        return self.tensor.detach()[self.slices(box)]
+
+
 @dataclass(frozen=True)
 class LocalModel:
     """The part of a model that one device runs."""
@@ -30,7 +56,7 @@ class LocalModel:
     modules: dict[str, nn.Module]  #: by section, in order
     #: A pass of each section: its module's call, with draws keyed and the output checked to be a `Bundle`.
     passes: dict[str, Callable[..., Any]]
-    parameters: dict[str, tuple[Box, nn.Parameter]]  #: by full name, each with the box that is held
+    parameters: dict[str, LocalParameter]  #: by full name
     buffers: dict[str, Tensor]  #: the persistent ones, by full name
     drawing: Drawing = field(default_factory=Drawing)  #: keys the modules' random draws
     #: By section: have its modules see their fused parameters as one, before a graph of torch.compile that the
@@ -61,16 +87,19 @@ def local_model(
         module = copy.deepcopy(whole, {id(parameter): parameter for parameter in whole.parameters()})
         for rule in model.spec.section(section):
             name = model.spec.owner(f"{section}.{rule.name}")
-            box = member_box(model.spec, rule, stage.shares, position)
+            boxes = member_boxes(model.spec, rule, stage, position, block_of(section))
             path, _, leaf = rule.name.rpartition(".")
             owner = module.get_submodule(path)
-            empty = torch.empty(box.shape, dtype=getattr(torch, rule.dtype), device=accelerator.device)
+            empty = torch.empty(
+                _shape_of(rule, boxes), dtype=getattr(torch, rule.dtype), device=accelerator.device
+            )
             if rule.kind == "buffer":
                 _share(module, owner.get_buffer(leaf), local.buffers.setdefault(name, empty))
                 continue
             if name not in local.parameters:
-                local.parameters[name] = (box, nn.Parameter(empty, requires_grad=rule.kind == "trained"))
-            held = local.parameters[name][1]
+                tensor = nn.Parameter(empty, requires_grad=rule.kind == "trained")
+                local.parameters[name] = LocalParameter(boxes, tensor)
+            held = local.parameters[name].tensor
             fused = model.fused.get(f"{section}.{rule.name}")
             if fused is None:
                 setattr(owner, leaf, held)
@@ -82,6 +111,15 @@ def local_model(
         local.modules[section] = module
         local.passes[section] = pass_of(section, module, local.drawing)
     return local
+
+
+def _shape_of(rule: Parameter, boxes: tuple[Box, ...]) -> tuple[int, ...]:
+    """The shape of these boxes of a parameter, one behind the other along the dimension that is cut."""
+    if len(boxes) == 1:
+        return boxes[0].shape
+    assert rule.cut is not None
+    dim = rule.cut.dim
+    return (*rule.shape[:dim], sum(box.shape[dim] for box in boxes), *rule.shape[dim + 1 :])
 
 
 def _share(module: nn.Module, old: Tensor, new: Tensor) -> None:
@@ -141,12 +179,14 @@ def repeats(model: Model, kind: str, shares: tuple[int, ...], position: int) -> 
 
 
 def _tell_units(model: Model, section: str, module: nn.Module, stage: Stage, position: int) -> None:
+    experts = {rule.cut.units for rule in model.spec.section(section) if rule.experts and rule.cut}
     for kind, units in model.units.items():
         if not units.attribute and not units.ratio:
             continue
         count = model.spec.units_of(kind).count
-        repeated = repeats(model, kind, stage.shares, position)
-        local = len(repeated or unit_range(model.spec, kind, stage.shares, position))
+        block = block_of(section) if kind in experts else None
+        repeated = None if block is not None else repeats(model, kind, stage.shares, position)
+        local = len(repeated or held_units(model.spec, kind, stage, position, block))
         for _, found, name in attribute_holders(section, module, listed(units.attribute)):
             setattr(found, name, getattr(found, name) // count * local)
         if repeated is not None:

@@ -410,6 +410,7 @@ class Model:
                 replicas="add" if cut is not None or isinstance(rule, PartialGrad) else "same",
                 kind="trained" if parameter.requires_grad else "frozen",
                 fused=fused,
+                experts=isinstance(rule, Experts),
             )
         for name, buffer in buffers_of(section, module):
             dtype = str(buffer.dtype).removeprefix("torch.")

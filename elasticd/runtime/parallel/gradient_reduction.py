@@ -29,14 +29,15 @@ from elasticd_planner.spec.box import Box
 from torch import Tensor, nn
 
 from elasticd.runtime.comm.communicators import Peers
+from elasticd.runtime.model.local_model import LocalParameter
 from elasticd.runtime.telemetry.comm_timer import Stopwatch
 
 #: Elements whose squares are added at once on the CPU, so that rounding stays small.
 _CHUNK = 1 << 15
 
 
-#: The local parameters by name, each with the box that it holds.
-Parameters = Mapping[str, tuple[Box, nn.Parameter]]
+#: The local parameters by name.
+Parameters = Mapping[str, LocalParameter]
 
 
 def gradient_dtype(parameter: nn.Parameter) -> torch.dtype:
@@ -76,7 +77,7 @@ class GradientReducer:
             queue: see above.
             passed_on: in rounds, those of sets without a communicator.
             peers: this device, and the other members of the plan.
-            parameters: the local ones by name, each with the box that it holds.
+            parameters: the local ones by name.
             modules: the local ones by section.
             members: of the module's plan; empty: all members of the plan.
             gates: for tied parameters a section that must be done before they are reduced; see `last_users`.
@@ -87,9 +88,9 @@ class GradientReducer:
         self._keep_all, self._stopwatch = keep_all, stopwatch or Stopwatch()
         self._alone, self.queue = tuple(alone), tuple(queue)
         self._parts = [
-            (piece.name, parameter, None if piece.box == held else piece.box.slices(held))
+            (piece.name, held.tensor, None if held.boxes == (piece.box,) else held.slices(piece.box))
             for piece in alone
-            for held, parameter in (parameters[piece.name],)
+            for held in (parameters[piece.name],)
         ]
         self._teams = [peers.communicators.team(Channel("reduce", bucket.devices)) for bucket in queue]
         self._passed_on = tuple(map(tuple, passed_on))
@@ -168,12 +169,14 @@ class GradientReducer:
         for piece in bucket.pieces:
             self._left[piece.name] -= 1
             if not self._left[piece.name] and (self._whole(piece) or not self._keep_all):
-                self._parameters[piece.name][1].grad = None
+                self._parameters[piece.name].tensor.grad = None
         return flat
 
     def _look(self, pieces: Iterable[Piece]) -> None:
         """Notes which of these parameters have a gradient here."""
-        self._reached.update(piece.name for piece in pieces if self._parameters[piece.name][1].grad is not None)
+        self._reached.update(
+            piece.name for piece in pieces if self._parameters[piece.name].tensor.grad is not None
+        )
 
     def _gradients_alone(self) -> Iterator[Tensor]:
         """The gradients that no other device has a term of; notes which parameters have one."""
@@ -234,7 +237,7 @@ class GradientReducer:
                 self.squares += sum_of_squares([flat])
             for piece, part in _sums(bucket, flat):
                 if self._whole(piece):
-                    self._parameters[piece.name][1].grad = part
+                    self._parameters[piece.name].tensor.grad = part
                 else:
                     self._gradient(piece.name, piece.box).copy_(part)
         self._begin()
@@ -255,7 +258,7 @@ class GradientReducer:
                 self._note(kept)
             self._flat_bytes -= _bytes(flat)
         for piece in self._alone:
-            if self._parameters[piece.name][1].grad is not None:
+            if self._parameters[piece.name].tensor.grad is not None:
                 kept += _keep(piece, self._gradient(piece.name, piece.box), boxes.get(piece.name, ()))
                 self._note(kept)
             self._left[piece.name] -= 1
@@ -274,25 +277,26 @@ class GradientReducer:
 
     def _let_go(self, name: str, owned: Iterable[Owned]) -> None:
         """Drops a gradient unless the parameter itself is owned."""
-        parameter = self._parameters[name][1]
+        parameter = self._parameters[name].tensor
         if not any(part.parameter is parameter for part in owned):
             parameter.grad = None
 
     def _whole(self, piece: Piece) -> bool:
-        return piece.box == self._parameters[piece.name][0]
+        return self._parameters[piece.name].boxes == (piece.box,)
 
     def _term(self, piece: Piece) -> Tensor:
         """What this device adds to a piece."""
-        parameter = self._parameters[piece.name][1]
+        parameter = self._parameters[piece.name].tensor
         if parameter.grad is not None and self._device in piece.counting:
             return self._gradient(piece.name, piece.box)
         return parameter.new_zeros((piece.box.size,), dtype=gradient_dtype(parameter))
 
     def _gradient(self, name: str, box: Box) -> Tensor:
-        held, parameter = self._parameters[name]
+        held = self._parameters[name]
+        parameter = held.tensor
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter, dtype=gradient_dtype(parameter))
-        return parameter.grad[box.slices(held)]
+        return parameter.grad[held.slices(box)]
 
 
 def _users(

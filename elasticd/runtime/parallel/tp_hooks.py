@@ -8,13 +8,14 @@ Experts module each member computes its own experts' part of the output (`held_e
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from elasticd_planner.spec.model import member_box, unit_range
+from elasticd_planner.spec.model import block_of, held_units, member_box, unit_range
+from elasticd_planner.spec.plan import Stage
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear  # out_proj of nn.MultiheadAttention
 
@@ -76,10 +77,11 @@ def attach(
     model: Model,
     section: str,
     module: nn.Module,
-    shares: tuple[int, ...],
+    stage: Stage,
     group: Team,
     tokens: TokenSlices | None = None,
     choices: RouterChoices | None = None,
+    shared: Collection[str] = (),
 ) -> None:
     """Hooks the collectives of a TP group around the modules of a section whose parameters are cut.
 
@@ -87,17 +89,18 @@ def attach(
         model: has the rules.
         section: its name: "embed", "blocks.N" or "head".
         module: the section with the parameters of this member.
-        shares: of the group's members, by rank; units are apportioned by them.
+        stage: of the group alone; units are apportioned by its shares, experts as it places them.
         group: the TP group.
         tokens: the slices of tokens that blocks are on; None: they are on all tokens.
         choices: notes the experts that routers chose; None: nothing compares them.
+        shared: blocks whose experts lanes share, see `ExpertExchange`.
 
     Raises:
-        ModelError: a rule that cannot be carried out with these shares, or on this kind of module.
+        ModelError: a rule that cannot be carried out on this stage, or on this kind of module.
     """
-    hooks: _Hooks = _Hooks(model, section, shares, group)
+    hooks: _Hooks = _Hooks(model, section, stage, group)
     if tokens is not None and section.startswith("blocks."):
-        hooks = _SlicedHooks(model, section, shares, group, tokens, module)
+        hooks = _SlicedHooks(model, section, stage, group, tokens, module)
     for path, rules in model.owners(section).items():
         owner = module.get_submodule(path)
         if choices is not None and takes_rows(owner):
@@ -109,7 +112,7 @@ def attach(
         if row is not None:
             hooks.row(path, owner, row)
         experts = next((rule for rule in rules.values() if isinstance(rule, Experts)), None)
-        if experts is not None:
+        if experts is not None and section not in shared:
             hooks.experts(path, owner, experts)
     hooks.watch(module)
     if tokens is not None and section == "embed":
@@ -121,8 +124,9 @@ def attach(
 class _Hooks:
     """Registers the hooks of one section on one member of a TP group."""
 
-    def __init__(self, model: Model, section: str, shares: tuple[int, ...], group: Team) -> None:
-        self._model, self._section, self._shares, self._group = model, section, shares, group
+    def __init__(self, model: Model, section: str, stage: Stage, group: Team) -> None:
+        self._model, self._section, self._stage, self._group = model, section, stage, group
+        self._shares = stage.shares
         self._leaves = Redistribution(group, terms(group), whole(group))
         self._entering = _Entering(group)
 
@@ -187,9 +191,11 @@ class _Hooks:
 
     def experts(self, path: str, owner: nn.Module, rule: Experts) -> None:
         """Of a module, `path` in the section, of whose experts each member has some."""
-        held = unit_range(self._model.spec, rule.units, self._shares, self._group.rank)
+        spec, block = self._model.spec, block_of(self._section)
+        held = [held_units(spec, rule.units, self._stage, i, block) for i in range(len(self._shares))]
+        count = spec.units_of(rule.units).count
         self.enter(path, owner)
-        owner.forward = held_experts(owner.forward, held)
+        owner.forward = held_experts(owner.forward, held, self._group.rank, count)
         leaves = self.leave(path)
         owner.register_forward_hook(lambda _, args, output: leaves(output))
 
@@ -212,12 +218,12 @@ class _SlicedHooks(_Hooks):
         self,
         model: Model,
         section: str,
-        shares: tuple[int, ...],
+        stage: Stage,
         group: Team,
         tokens: TokenSlices,
         module: nn.Module,
     ) -> None:
-        super().__init__(model, section, shares, group)
+        super().__init__(model, section, stage, group)
         self._tokens, self._entrance = tokens, Entrance(tokens, section)
         self._regions = sequence_parallel.regions(model, section, module)
         for path in dict.fromkeys(self._regions.values()):

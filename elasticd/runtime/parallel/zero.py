@@ -8,12 +8,12 @@ the updated values of each part go from a keeper to all devices that compute wit
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import groupby
 from operator import attrgetter
 
 import torch
-from elasticd_migration.local_state import LocalState, Owned, own, torch_dtype
+from elasticd_migration.local_state import LocalState, Owned, install, own, torch_dtype
 from elasticd_planner.layout.channels import Channel
 from elasticd_planner.layout.gradient_reduction import (
     Delivery,
@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from elasticd.runtime.accelerator import CPU, Accelerator
 from elasticd.runtime.comm.communicators import Peers
-from elasticd.runtime.model.local_model import LocalModel
+from elasticd.runtime.model.local_model import LocalModel, LocalParameter
 from elasticd.runtime.parallel.gradient_reduction import GradientReducer, sum_of_squares
 
 Values = dict[str, list[tuple[Box, nn.Parameter]]]
@@ -65,6 +65,8 @@ class ZeroState:
         self._communicators = peers.communicators
         self._stage, self._master = layouts.plan.state.zero, master
         self.values = _values(layouts, device, local, accelerator)
+        #: The local parameters of several boxes, each of which is a value by itself, in the memory of all.
+        self._several = {name: held for name, held in local.parameters.items() if len(held.boxes) > 1}
         self.buffers = _buffers(layouts, device, local, accelerator)
         self.owned = []
         self._boxes: dict[str, list[Owned]] = {}
@@ -73,6 +75,21 @@ class ZeroState:
         self._back = values_back(layouts, device)
         self._copies = buffers_away(layouts, device)
         self._leads = leading(layouts, device)
+
+    def install(self, state: LocalState) -> None:
+        """Makes a state's values and buffers those of this device, which adopt its tensors. Values of one local
+        parameter are copied into its memory."""
+        install(state, self.values, buffers=self.buffers)
+        for name, held in self._several.items():
+            parts = self._parts_of(name, held)
+            for box, part in parts.items():
+                held.tensor.detach()[held.slices(box)].copy_(part)
+                part.data = held.part(box)
+            held.tensor.grad = None
+
+    def _parts_of(self, name: str, held: LocalParameter) -> Mapping[Box, nn.Parameter]:
+        """The values of a local parameter of several boxes."""
+        return {box: value for box, value in self.values[name] if box in held.boxes}
 
     def attach(self, state: LocalState) -> list[Owned]:
         """Makes the parts that the optimizer is to step on, as views of the values.
@@ -87,6 +104,7 @@ class ZeroState:
             if not part.box.empty:
                 self._boxes.setdefault(part.name, []).append(part)
         listed = [parameter for boxes in self.values.values() for _, parameter in boxes]
+        listed += [held.tensor for held in self._several.values()]
         self._cleared = list(dict.fromkeys([*listed, *(part.parameter for part in self.owned)]))
         return self.owned
 
@@ -101,11 +119,13 @@ class ZeroState:
         """
         if not self._stage:
             self._reducer()
+            self._divide()
             if self._master is not None:
                 self._view()
             return self._reducer.squares
         if self._stage == 1:
             self._reducer()
+            self._divide()
             self._view()
         else:
             self._reducer.into([part for parts in self._boxes.values() for part in parts])
@@ -159,6 +179,17 @@ class ZeroState:
         """Drops all gradients."""
         for parameter in self._cleared:
             parameter.grad = None
+
+    def _divide(self) -> None:
+        """Values of a local parameter of several boxes read their gradients where they are."""
+        for name, held in self._several.items():
+            for box, part in self._parts_of(name, held).items():
+                gradient = held.tensor.grad
+                part.grad = None
+                if gradient is not None:
+                    if gradient.dtype != part.dtype:
+                        part.grad_dtype = gradient.dtype
+                    part.grad = gradient[held.slices(box)]
 
     def _view(self) -> None:
         """Owned parts of local parameters read their gradients where they are."""
@@ -252,8 +283,11 @@ def _values(layouts: Layouts, device: str, local: LocalModel, accelerator: Accel
         dtype = torch_dtype(layouts.rule(name).dtype)
         for box in boxes:
             mine = local.parameters.get(name)
-            if mine is not None and mine[0] == box:
-                found.setdefault(name, []).append(mine)
+            if mine is not None and mine.boxes == (box,):
+                found.setdefault(name, []).append((box, mine.tensor))
+            elif mine is not None and box in mine.boxes:
+                part = nn.Parameter(mine.part(box), requires_grad=mine.tensor.requires_grad)
+                found.setdefault(name, []).append((box, part))
             else:
                 empty = torch.empty(box.shape, dtype=dtype, device=accelerator.device)
                 found.setdefault(name, []).append((box, nn.Parameter(empty, requires_grad=False)))

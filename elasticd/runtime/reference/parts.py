@@ -52,7 +52,7 @@ class Values:
     def fill(self, local: LocalModel, modules: Mapping[str, nn.Module]) -> None:
         """Gives the parameters of `modules` their values, on the device; those without storage have none."""
         wanted = {id(parameter) for module in modules.values() for parameter in module.parameters()}
-        for name, (box, parameter) in local.parameters.items():
+        for name, ((box,), parameter) in local.parameters.items():
             if id(parameter) not in wanted or parameter.is_meta:
                 continue
             value = self._whole.get(name)
@@ -210,7 +210,7 @@ def part_of(
     values.fill(local, {section: module})
     if len(shares) > 1:
         # The hooks that a job's engine makes, around nobody.
-        tp_hooks.attach(model, section, module, shares, cast(Group, Alone(len(shares))))
+        tp_hooks.attach(model, section, module, stage, cast(Group, Alone(len(shares))))
     return ProfiledPart(
         label=label,
         width=len(shares),

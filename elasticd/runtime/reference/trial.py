@@ -18,6 +18,7 @@ from elasticd.runtime.comm.in_memory import MemoryPlanGroups, run_threads, unpac
 from elasticd.runtime.comm.torch_store import TorchStore
 from elasticd.runtime.engine.engine import Engine, first_state
 from elasticd.runtime.engine.recipe import Recipe
+from elasticd.runtime.model.local_model import LocalParameter
 from elasticd.runtime.parallel.sequence_parallel import TokenSlices
 from elasticd.runtime.reference.layouts import Variation
 
@@ -60,7 +61,7 @@ class Member:
 
     outputs: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     gradients: dict[str, list[GradientPart]] = field(default_factory=dict)
-    updates: dict[str, Moved] = field(default_factory=dict)
+    updates: dict[str, list[Moved]] = field(default_factory=dict)
     drew: set[str] = field(default_factory=set)
     inside: list[str] = field(default_factory=list)
 
@@ -145,26 +146,26 @@ def _step(
     engine.settle()
     for held in chain.from_iterable(seen.gradients.values()):
         held.reduced.mul_(outcome.vote.count)
-    for name, (box, parameter) in parameters.items():
-        if parameter.requires_grad:
-            after = parameter.detach()
-            grain = torch.finfo(after.dtype).eps * torch.maximum(after.abs(), first[name].abs())
-            seen.updates[name] = Moved(box, after - first[name], grain)
+    for name, own in parameters.items():
+        for box in own.boxes if own.tensor.requires_grad else ():
+            after, before = own.part(box), first[name][own.slices(box)]
+            grain = torch.finfo(after.dtype).eps * torch.maximum(after.abs(), before.abs())
+            seen.updates.setdefault(name, []).append(Moved(box, after - before, grain))
     return outcome.loss, outcome.vote.apply
 
 
 def _cut(
-    parameters: Mapping[str, tuple[Box, nn.Parameter]],
+    parameters: Mapping[str, LocalParameter],
     engine: Engine,
     terms: dict[str, Tensor],
     name: str,
     box: Box,
 ) -> Tensor:
     """What the member computed of a box; nothing where it computes with another one."""
-    around = parameters[name][0] if name in terms else None
-    if around is None or not around.contains(box):
+    held = parameters[name] if name in terms else None
+    if held is None or not any(around.contains(box) for around in held.boxes):
         return torch.zeros(box.shape, device=engine.accelerator.device)
-    return terms[name][box.slices(around)]
+    return terms[name][held.slices(box)]
 
 
 def _keep(terms: dict[str, Tensor], name: str, parameter: Tensor) -> None:

@@ -6,7 +6,8 @@ parameter is cut at all their borders, and a device may be in dozens of sets. Se
 the fewest bytes, and what ZeRO delivers, go as messages over one communicator of all members.
 
 Where sequences may be cut over lanes, the devices of a stage with several lanes have one communicator more, for
-keys and values: it is the same whichever lanes share a sequence. Every plan with lanes has room for it.
+keys and values: it is the same whichever lanes share a sequence. Every plan with lanes has room for it. So do
+those of a stage whose lanes share experts, for the rows that go to them.
 
 The limit is about NCCL, whose communicators take memory of the device. Over gloo a set that is summed in two
 levels is one communicator in this count, and three groups with fewer connections than a single one has.
@@ -31,8 +32,9 @@ MOST = 24
 #: What a communicator is for. "tensor": collectives inside of sections. "reduce": sums of gradients.
 #: "activation", "gradient": between stages, forth and back. "state": what ZeRO delivers, between any members.
 #: "context": keys and values of cut sequences, between any members of a stage's lanes. "items": what a module
-#: of items makes, and its gradients back, between any members of both ends.
-Use = Literal["tensor", "reduce", "activation", "gradient", "state", "context", "items"]
+#: of items makes, and its gradients back, between any members of both ends. "experts": rows and outputs of
+#: experts, between any members of a stage's lanes.
+Use = Literal["tensor", "reduce", "activation", "gradient", "state", "context", "items", "experts"]
 
 
 class Channel(NamedTuple):
@@ -153,7 +155,8 @@ def _fixed(plan: Plan) -> _Fixed:
     found: dict[str, set[Channel]] = defaultdict(set)
     stages = [stage for pipeline in plan.pipelines for stage in pipeline.stages]
     of_lanes = (Channel("context", stage.devices) for stage in stages if stage.lanes)
-    for channel in chain(of_lanes, *map(_of_lane, plan.by_lane)):
+    of_experts = (Channel("experts", stage.devices) for stage in stages if stage.shared_blocks)
+    for channel in chain(of_lanes, of_experts, *map(_of_lane, plan.by_lane)):
         for device in channel.members:
             found[device].add(channel)
     return found

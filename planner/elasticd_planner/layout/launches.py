@@ -3,11 +3,11 @@
 Tensors of the model go over communicators: one for each TP group, one for each set of devices that reduce
 gradients together, one for each direction between two devices of neighbouring stages, and under ZeRO one of all
 members, over which they deliver values to each other in rounds. Devices of a stage with several lanes have one
-more, for keys of sequences that are cut over lanes. A communicator carries out the operations of a
-rank one after the other, as NCCL does: messages have no tags, and a receive takes the next message of exactly
-its size. So all members of a communicator must launch the same
-operations in the same order. `launches` derives that order from the plan and the batch; the runtime launches in
-it, and `deadlock(launches(...))` says whether it can be carried out at all, whatever the timing.
+more, for keys of sequences that are cut over lanes, and one where the lanes share experts. A communicator
+carries out the operations of a rank one after the other, as NCCL does: messages have no tags, and a receive
+takes the next message of exactly its size. So all members of a communicator must launch the same operations in
+the same order. `launches` derives that order from the plan and the batch; the runtime launches in it, and
+`deadlock(launches(...))` says whether it can be carried out at all, whatever the timing.
 
 The order can also be carried out in one queue (`launch_order.in_one_queue`), where each rank's operations and
 passes run strictly one after the other. Each stage has its part of one order of the passes and messages of its
@@ -68,7 +68,8 @@ def launches(
     """What each member of a plan launches in one step, and where its computation waits for it, in its order.
 
     The collectives of a section of one pass count as one, and so do the rounds in which lanes exchange the keys
-    of a block: of all lanes that sequences of the row connect. A rank alone in a set launches nothing for it.
+    of a block: of all lanes that sequences of the row connect; and those of rows for experts that lanes share:
+    of all lanes. A rank alone in a set launches nothing for it.
 
     Args:
         layouts: of the plan.
@@ -122,13 +123,20 @@ class _Rank:
             self._rows = [(number, row) for number, row in enumerate(rows) if row.lanes[place.lane]]
             of_lanes = layouts.plan.pipelines[place.pipeline].stages[place.stage]
             self._context, self._lanes = Channel("context", of_lanes.devices), of_lanes.by_lane
-            count = len(batch.of(place))
-            acts = stage_order(schedule, len(pipeline.stages), place.stage, len(rows) or count, pipeline.chunks)
-            numbers = [number for number, _ in self._rows] if rows else range(count)
+            self._experts = Channel("experts", of_lanes.devices)
+            self._shared = {f"blocks.{block}" for block in of_lanes.shared_blocks}
+            all_rows = batch.pipelines[place.pipeline] if self._shared else rows
+            self._numbers = [number for number, row in enumerate(all_rows) if row.lanes[place.lane]]
+            if not all_rows:
+                self._numbers = list(range(len(batch.of(place))))
+            count = len(all_rows) or len(self._numbers)
+            acts = stage_order(schedule, len(pipeline.stages), place.stage, count, pipeline.chunks)
             here = [section for sections in self._sections for section in sections]
             self._gates = last_users(layouts.spec, here)
             waits = sums_wait(rows, place.lane, pipeline.chunks)
-            self._carry_out(list(acts_of_rows(acts, numbers)), sums_wait=waits)
+            uneven = any(not all(row.lanes) for row in all_rows)
+            listed = list(acts_of_rows(acts, self._numbers, serves=bool(self._shared)))
+            self._carry_out(listed, sums_wait=waits or (bool(self._shared) and uneven))
         self._reduce(None)
         for together in passed_on(layouts, mine, own):
             self._pass_on(together)
@@ -145,6 +153,11 @@ class _Rank:
         last = {act.chunk: act for act in acts if (act.what, act.kind) == ("pass", "backward")}
         done: set[str] = set()
         for act in acts:
+            if act.what == "serve":
+                listed = self._sections[act.chunk]
+                for section in listed if act.kind == "forward" else reversed(listed):
+                    self._exchange(act.kind, act.micro_batch, section)
+                continue
             messages = self._messages(act)
             if act.what != "pass":
                 for channel, operation in messages:
@@ -182,10 +195,16 @@ class _Rank:
             operation = f"{self._context}: {kind} {number} {section} of lanes {joined}"
             ends = tuple(device for lane in joined for device in self._lanes[lane].devices)
             self.log += [Launch(str(self._context), (Operation(operation, ends),)), Join(operation)]
+        self._exchange(kind, self._numbers[index], section)
         cut = any(parameter.cut is not None for parameter in self._layouts.spec.section(section))
         if cut and len(self._stage.devices) > 1:
             channel = Channel("tensor", self._stage.devices)
             self._launch(channel, f"{channel}: {kind} {index} {section}", join=True)
+
+    def _exchange(self, kind: str, row: int, section: str) -> None:
+        """The rows of all lanes to experts that lanes share."""
+        if section in self._shared:
+            self._launch(self._experts, f"{self._experts}: {kind} {row} {section}", join=True)
 
     def _reduce(self, done: set[str] | None) -> None:
         """Launches the next buckets whose gradients are all there; None: all that are left."""

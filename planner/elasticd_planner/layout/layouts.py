@@ -15,8 +15,9 @@ from typing import Literal, NamedTuple
 
 from elasticd_planner.layout.optimizer_sharding import Dealer, Dealt, Part, joined
 from elasticd_planner.spec.box import Box, Holding, TensorLayout
-from elasticd_planner.spec.model import ModelSpec, Parameter, Specs, member_box
-from elasticd_planner.spec.plan import Plan, Stage
+from elasticd_planner.spec.model import ModelSpec, Parameter, Specs, block_of, member_boxes
+from elasticd_planner.spec.plan import HeldExperts, Plan, Stage
+from elasticd_planner.spec.plan_checks import check_experts
 from elasticd_planner.value import refuse
 
 Role = Literal["value", "state", "buffer"]
@@ -68,6 +69,7 @@ class Layouts:
 
     def _describe(self, spec: ModelSpec, plan: Plan) -> None:
         """Finds the families of a model's parameters."""
+        check_experts(plan, spec)
         sections = _stages_by_section(spec, plan)
         sets = {section: tuple((p, s) for p, s, _ in held) for section, held in sections.items()}
         numbers: dict[Hashable, int] = {}
@@ -82,13 +84,17 @@ class Layouts:
         sliced = any(stage.sliced for _, _, stage in plan.walk())
         for name, held in owners.items():
             key = tuple(
-                (number.get(section, -1), parameter, sliced and section.startswith("blocks."))
+                (
+                    number.get(section, -1),
+                    parameter,
+                    sliced and section.startswith("blocks."),
+                    _placed(parameter, section, sections.get(section, [])),
+                )
                 for section, parameter in held
             )
             if key not in self._families:
                 uses = [
-                    _Use(sections.get(section, []), parameter, section.startswith("blocks."))
-                    for section, parameter in held
+                    _Use(sections.get(section, []), parameter, block_of(section)) for section, parameter in held
                 ]
                 self._families[key] = _Family(len(self._families), uses, stages)
             self._families[key].names.append(name)
@@ -185,15 +191,15 @@ class Layouts:
         """
         return self._layout(name, self._family[name].gradient)
 
-    def of(self, device: str) -> dict[str, Box]:
-        """The box of every parameter that one device computes with."""
+    def of(self, device: str) -> dict[str, tuple[Box, ...]]:
+        """The boxes of every parameter that one device computes with."""
         place = self.plan.places.get(device)
         if place is None:
             return {}
         stage = self.plan.stage(place)
         return {
-            self.spec.owner(f"{section}.{parameter.name}"): member_box(
-                self.spec, parameter, stage.shares, place.position
+            self.spec.owner(f"{section}.{parameter.name}"): member_boxes(
+                self.spec, parameter, stage, place.position, block_of(section)
             )
             for section in sections_of(self.spec, stage)
             for parameter in self.spec.section(section)
@@ -232,49 +238,64 @@ def _stages_by_section(spec: ModelSpec, plan: Plan) -> dict[str, list[tuple[int,
     return found
 
 
+def _placed(
+    parameter: Parameter, section: str, stages: Sequence[tuple[int, int, Stage]]
+) -> tuple[HeldExperts, ...]:
+    """The experts of a section by stage, if the parameter has them and the plan places them."""
+    block = block_of(section)
+    if not parameter.experts or block is None:
+        return ()
+    return tuple(stage.experts_of(block) for _, _, stage in stages)
+
+
 class _Stages:
     """The boxes and the holdings of one parameter on one TP group, by group and rule."""
 
     def __init__(self, spec: ModelSpec) -> None:
         self._spec = spec
-        self._boxes: dict[tuple[Parameter, tuple[int, ...]], tuple[Box, ...]] = {}
-        self._held: dict[tuple[int, int, Parameter, Gradient | None], _Holders] = {}
+        self._boxes: dict[Hashable, tuple[tuple[Box, ...], ...]] = {}
+        self._held: dict[Hashable, _Holders] = {}
 
-    def held(
-        self, p: int, s: int, stage: Stage, parameter: Parameter, gradient: Gradient | None = None
-    ) -> _Holders:
+    def held(self, p: int, s: int, stage: Stage, use: _Use, gradient: Gradient | None = None) -> _Holders:
         """Of the parameter, or of its gradient: the members have the same, or each a term of its own."""
-        key = p, s, parameter, gradient
+        key = p, s, use.parameter, gradient, use.placed(stage)
         if key not in self._held:
-            boxes = self.boxes(parameter, stage.shares)
             term = {None: None, "same": f"{p}.{s}"}
             self._held[key] = tuple(
                 Holding(device=device, box=box, partial=term.get(gradient, f"{p}.{s}.{position}"))
-                for position, (device, box) in enumerate(zip(stage.devices, boxes, strict=True))
+                for position, (device, boxes) in enumerate(
+                    zip(stage.devices, self.boxes(stage, use), strict=True)
+                )
+                for box in boxes
             )
         return self._held[key]
 
-    def boxes(self, parameter: Parameter, shares: tuple[int, ...]) -> tuple[Box, ...]:
+    def boxes(self, stage: Stage, use: _Use) -> tuple[tuple[Box, ...], ...]:
         """By position."""
-        key = parameter, shares
+        key = use.parameter, stage.shares, use.placed(stage)
         if key not in self._boxes:
             self._boxes[key] = tuple(
-                member_box(self._spec, parameter, shares, position) for position in range(len(shares))
+                member_boxes(self._spec, use.parameter, stage, position, use.block)
+                for position in range(len(stage.shares))
             )
         return self._boxes[key]
 
 
 class _Use(NamedTuple):
-    """A section that uses a parameter: the stages that have it, and whether it is a block."""
+    """A section that uses a parameter: the stages that have it, and which block it is, if it is one."""
 
     stages: Sequence[tuple[int, int, Stage]]
     parameter: Parameter
-    block: bool
+    block: int | None
 
     def gradient(self, stage: Stage) -> Gradient:
         """What the members of a stage have of its gradient. Each has seen tokens of its own where a block is
         on slices of them."""
-        return "add" if self.block and stage.sliced else self.parameter.replicas
+        return "add" if self.block is not None and stage.sliced else self.parameter.replicas
+
+    def placed(self, stage: Stage) -> HeldExperts:
+        """The experts of each member, if the parameter has them and the plan places them."""
+        return stage.experts_of(self.block) if self.parameter.experts and self.block is not None else ()
 
 
 class _Family:
@@ -301,7 +322,7 @@ class _Family:
 
     @cached_property
     def parameter(self) -> _Holders:
-        parts = [self._stages.held(p, s, stage, use.parameter) for p, s, stage, use in self._copies()]
+        parts = [self._stages.held(p, s, stage, use) for p, s, stage, use in self._copies()]
         flat = [holding for part in parts for holding in part]
         tied = len(self._uses) > 1  # a device may have both sections
         return tuple(dict.fromkeys(flat)) if tied else tuple(flat)
@@ -310,7 +331,7 @@ class _Family:
     def gradient(self) -> _Holders:
         found: dict[tuple[str, Box], Holding] = {}
         for p, s, stage, use in self._copies():
-            for holding in self._stages.held(p, s, stage, use.parameter, use.gradient(stage)):
+            for holding in self._stages.held(p, s, stage, use, use.gradient(stage)):
                 # A device that has it in two sections (tied, one stage) holds the sum of both terms.
                 found.setdefault((holding.device, holding.box), holding)
         return tuple(found.values())
@@ -341,14 +362,15 @@ class _Family:
         if device not in self.devices:
             return ()
         carried, computed = (self._keeping.get((device, computes), ()) for computes in (False, True))
-        own = (self._computing[device],) if device in self._computing else ()
+        own = self._computing.get(device, ())
         return (*carried, *computed) if role == "state" and self._dealt is not None else (*own, *carried)
 
     def deal(self, dealer: Dealer) -> None:
         """Takes the layout of the state."""
         holders: dict[Box, list[str]] = defaultdict(list)
-        for device, box in self._computing.items():
-            holders[box].append(device)
+        for device, boxes in self._computing.items():
+            for box in boxes:
+                holders[box].append(device)
         self._dealt, self._rank = dealer.deal(holders, len(self.names)), dealer.rank
 
     def _copies(self) -> Iterator[tuple[int, int, Stage, _Use]]:
@@ -357,11 +379,11 @@ class _Family:
                 yield p, s, stage, use
 
     @cached_property
-    def _computing(self) -> Mapping[str, Box]:
-        """The box that a device computes with: one, since tied parameters are cut alike."""
-        found: dict[str, Box] = {}
+    def _computing(self) -> Mapping[str, tuple[Box, ...]]:
+        """The boxes that a device computes with: those of one section, since tied parameters are cut alike."""
+        found: dict[str, tuple[Box, ...]] = {}
         for _, _, stage, use in self._copies():
-            found.update(zip(stage.devices, self._stages.boxes(use.parameter, stage.shares), strict=True))
+            found.update(zip(stage.devices, self._stages.boxes(stage, use), strict=True))
         return found
 
     @cached_property

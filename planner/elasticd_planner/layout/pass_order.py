@@ -39,11 +39,12 @@ AHEAD = 2
 
 class Act(NamedTuple):
     """A pass of a stage, or one end of a message with an adjacent stage: of an activation where `kind` is
-    "forward", of its gradient where it is "backward"."""
+    "forward", of its gradient where it is "backward". Or, of a lane that has no micro-batch in a row, its part
+    in the passes of other lanes: its experts serve."""
 
-    what: Literal["receive", "pass", "send"]
+    what: Literal["receive", "pass", "send", "serve"]
     kind: str
-    micro_batch: int
+    micro_batch: int  #: where the lane serves, the row
     chunk: int  #: that the pass goes through: of this stage, whichever stage the message goes to
 
 
@@ -78,13 +79,15 @@ def stage_order(
     return _orders(schedule, stages, micro_batches, chunks)[stage]
 
 
-def acts_of_rows(acts: Iterable[Act], rows: Sequence[int]) -> Iterator[Act]:
+def acts_of_rows(acts: Iterable[Act], rows: Sequence[int], *, serves: bool = False) -> Iterator[Act]:
     """Of the acts for all rows of a pipeline those of a lane that has a part of these rows alone, which count
-    as its micro-batches."""
+    as its micro-batches. `serves`: it serves in the passes of others."""
     places = {row: place for place, row in enumerate(rows)}
     for act in acts:
         if act.micro_batch in places:
             yield act._replace(micro_batch=places[act.micro_batch])
+        elif serves and act.what == "pass":
+            yield act._replace(what="serve")
 
 
 def timed_passes(

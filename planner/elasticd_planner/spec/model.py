@@ -11,6 +11,7 @@ from functools import lru_cache
 from typing import Literal, TypeVar
 
 from elasticd_planner.spec.box import Box
+from elasticd_planner.spec.plan import Stage
 from elasticd_planner.value import Value, refuse
 
 
@@ -41,6 +42,7 @@ class Parameter(Value, frozen=True, kw_only=True, omit_defaults=True):
     replicas: what the copies inside one TP group hold as gradient: "same" (each the whole gradient: count
     once) or "add" (each a term of it, as a kv projection replicated because the group cuts its kv-head).
     fused: the dimension that counts the parts of a fused parameter, which its module has as one with the next.
+    experts: its units are experts, which a plan may place one by one.
     """
 
     name: str
@@ -50,6 +52,7 @@ class Parameter(Value, frozen=True, kw_only=True, omit_defaults=True):
     replicas: Literal["same", "add"] = "same"
     kind: Literal["trained", "frozen", "buffer"] = "trained"
     fused: int | None = None
+    experts: bool = False
 
     def __post_init__(self) -> None:
         if self.kind == "buffer" and self.cut is not None:
@@ -246,6 +249,53 @@ def member_box(spec: ModelSpec, parameter: Parameter, shares: Sequence[int], pos
     size = parameter.shape[dim] // spec.units_of(kind).count
     units = unit_range(spec, kind, shares, position)
     return whole.cropped(dim, units.start * size, units.stop * size)
+
+
+def member_boxes(
+    spec: ModelSpec, parameter: Parameter, stage: Stage, position: int, block: int | None = None
+) -> tuple[Box, ...]:
+    """The boxes of `parameter` that the member at `position` of a TP group holds, in order: one, or where the
+    plan places the experts of a block those of its runs of experts, which may be none.
+
+    Args:
+        spec: of the model.
+        parameter: one of its parameters or buffers.
+        stage: of a single lane.
+        position: of the member in it.
+        block: that has the parameter; None: the embedding or the head has it.
+    """
+    placed = stage.experts_of(block) if parameter.experts and block is not None else ()
+    if not placed:
+        return (member_box(spec, parameter, stage.shares, position),)
+    assert parameter.cut is not None
+    dim = parameter.cut.dim
+    size = parameter.shape[dim] // spec.units_of(parameter.cut.units).count
+    whole = Box.whole(parameter.shape)
+    return tuple(whole.cropped(dim, run.start * size, run.stop * size) for run in runs(placed[position]))
+
+
+def runs(numbers: Sequence[int]) -> tuple[range, ...]:
+    """Ascending numbers as ranges of consecutive ones."""
+    found: list[range] = []
+    for number in numbers:
+        if found and found[-1].stop == number:
+            found[-1] = range(found[-1].start, number + 1)
+        else:
+            found.append(range(number, number + 1))
+    return tuple(found)
+
+
+def held_units(
+    spec: ModelSpec, kind: str, stage: Stage, position: int, block: int | None = None
+) -> tuple[int, ...]:
+    """The units of a kind of experts that a member has; arguments as of `member_boxes`."""
+    placed = stage.experts_of(block) if block is not None else ()
+    return placed[position] if placed else tuple(unit_range(spec, kind, stage.shares, position))
+
+
+def block_of(section: str) -> int | None:
+    """The number of the block that a section is; None: it is the embedding or the head."""
+    return int(section.removeprefix("blocks.")) if section.startswith("blocks.") else None
 
 
 def item_size(dtype: str) -> int:

@@ -22,7 +22,7 @@ from elasticd_planner.value import StoredValue, Value, refuse
 #: Version of the JSON form of a plan; a reader accepts its own and all older ones. A plan has the lowest
 #: version that can say what it has, so that an older release refuses what it does not know, and nothing else.
 #: 2: interleaved stages, or a 0.1 leader whose chaos shifted the data. 3: stages of several lanes, sequence
-#: parallelism, devices in several modules, packed rows. 4: modules of items, times of passes.
+#: parallelism, devices in several modules, packed rows. 4: modules of items, times of passes, experts placed.
 PLAN_VERSION = 4
 
 #: Times of the passes of a stage that are not known.
@@ -30,6 +30,9 @@ NO_TIMES = (0, 0)
 
 #: Blocks [start, stop).
 Span = tuple[int, int]
+
+#: The experts of one block that each device of a stage has, in order.
+HeldExperts = tuple[tuple[int, ...], ...]
 
 
 def spanned(spans: Iterable[Span]) -> str:
@@ -56,6 +59,10 @@ class Stage(Value, frozen=True, kw_only=True, omit_defaults=True):
     # [us] of a forward and of a backward pass of a micro-batch through all chunks; of a module of items, of
     # 1,024 rows. Predicted, and for the order of passes alone; (0, 0): not known.
     microseconds: tuple[int, int] = NO_TIMES
+    # Of each block, chunk by chunk, the experts that each device has, in the order of `devices`. A device may
+    # have any, or none; an expert may be on several. Empty of a block, or at all: each lane has all experts,
+    # divided by its shares.
+    experts: tuple[HeldExperts, ...] = ()
 
     def __post_init__(self) -> None:
         before = 0
@@ -75,6 +82,29 @@ class Stage(Value, frozen=True, kw_only=True, omit_defaults=True):
             refuse(f"stage: microseconds of its passes must not be negative, not {self.microseconds}")
         if self.microseconds == NO_TIMES:  # the one that is left out of JSON
             msgspec.structs.force_setattr(self, "microseconds", NO_TIMES)
+        self._check_experts()
+
+    def _check_experts(self) -> None:
+        if not any(self.experts):  # one way to write that none are placed
+            msgspec.structs.force_setattr(self, "experts", ())
+            return
+        if len(self.experts) != self.layers:
+            refuse(f"stage: experts must say of each of its {self.layers} blocks who has which")
+        blocks = (block for chunk in self.chunks for block in range(*chunk))
+        for block, held in zip(blocks, self.experts, strict=True):
+            if held and len(held) != len(self.devices):
+                refuse(
+                    f"stage: experts of block {block} must be those of each of its {len(self.devices)} "
+                    f"devices, not of {len(held)}"
+                )
+            for device, own in zip(self.devices, held, strict=False):
+                twice = next((expert for expert, count in Counter(own).items() if count > 1), None)
+                if twice is not None:
+                    refuse(f"stage: {device} has expert {twice} of block {block} twice")
+                if own != tuple(sorted(own)) or (own and own[0] < 0):
+                    refuse(
+                        f"stage: the experts of block {block} on {device} must be in order, from 0, not {own}"
+                    )
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -88,7 +118,11 @@ class Stage(Value, frozen=True, kw_only=True, omit_defaults=True):
             return (self,)
         return tuple(
             msgspec.structs.replace(
-                self, devices=self.devices[first:stop], shares=self.shares[first:stop], lanes=()
+                self,
+                devices=self.devices[first:stop],
+                shares=self.shares[first:stop],
+                lanes=(),
+                experts=tuple(held[first:stop] for held in self.experts),
             )
             for first, stop in pairwise(accumulate(self.lanes, initial=0))
         )
@@ -102,6 +136,25 @@ class Stage(Value, frozen=True, kw_only=True, omit_defaults=True):
     def layers(self) -> int:
         """How many blocks it has, in all chunks."""
         return sum(stop - start for start, stop in self.chunks)
+
+    def experts_of(self, block: int) -> HeldExperts:
+        """The experts of a block of the model that each of its devices has; empty: none are placed."""
+        if not self.experts:
+            return ()
+        listed = [each for chunk in self.chunks for each in range(*chunk)]
+        return self.experts[listed.index(block)]
+
+    @property
+    def shared_blocks(self) -> tuple[int, ...]:
+        """The blocks of the model of which a lane lacks experts that other lanes have."""
+        listed = [block for chunk in self.chunks for block in range(*chunk)]
+        ends = [0, *accumulate(self.widths)]
+        found = []
+        for block, held in zip(listed, self.experts, strict=False):
+            lanes = [{*chain.from_iterable(held[first:stop])} for first, stop in pairwise(ends)]
+            if any(lane != lanes[0] for lane in lanes):
+                found.append(block)
+        return tuple(found)
 
     @property
     def named(self) -> str:
@@ -202,14 +255,14 @@ class Pipeline(Value, frozen=True, kw_only=True, omit_defaults=True):
 
     def with_layers(self, layers: Sequence[int]) -> Pipeline:
         """The same TP groups with other layers: a number for each chunk of layers, in the order in which a
-        micro-batch meets them, so that as many numbers as stages make a plain pipeline. Times of passes
-        were those of the layers before: they are not known any more."""
+        micro-batch meets them, so that as many numbers as stages make a plain pipeline. Times of passes and
+        placed experts were those of the layers before: there are none any more."""
         spans, depth = tuple(pairwise(accumulate(layers, initial=0))), len(self.stages)
         stages = []
         for at, stage in enumerate(self.stages):
             (start, stop), *later = spans[at::depth]
             layers_of = {"start": start, "stop": stop, "later": tuple(later)}
-            stages.append(msgspec.structs.replace(stage, microseconds=NO_TIMES, **layers_of))
+            stages.append(msgspec.structs.replace(stage, microseconds=NO_TIMES, experts=(), **layers_of))
         return msgspec.structs.replace(self, stages=tuple(stages))
 
     @property
@@ -540,7 +593,7 @@ class Plan(StoredValue, frozen=True, kw_only=True, dict=True, tag="plan"):
     def _least_version(self) -> int:
         pipelines = [pipeline for module in self.modules for pipeline in module.pipelines]
         stages = [stage for pipeline in pipelines for stage in pipeline.stages]
-        timed = any(stage.microseconds != NO_TIMES for stage in stages)
+        timed = any(stage.microseconds != NO_TIMES or stage.experts for stage in stages)
         if timed or any(module.items for module in self.modules):
             return 4
         sliced = any(stage.sequence_parallel for stage in stages)

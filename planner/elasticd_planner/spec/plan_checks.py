@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from elasticd_planner.spec.model import ModelSpec
-from elasticd_planner.spec.plan import Plan
+from elasticd_planner.spec.plan import HeldExperts, Plan, Stage
 from elasticd_planner.value import refuse
 
 
 def check_model(plan: Plan, spec: ModelSpec) -> None:
     """Refuses a plan that is none of this model: of other blocks, or with TP groups of more devices than there
-    are units of some rule (heads, rows of a linear layer).
+    are units of some rule (heads, rows of a linear layer), or that places other experts than the model has.
 
     Raises:
         Invalid: with the stage, and what it would need.
@@ -20,13 +20,46 @@ def check_model(plan: Plan, spec: ModelSpec) -> None:
             f"the plan has {layers} blocks in each pipeline, and the model has "
             f"{len(spec.layers)}: make the plan of this model, with elasticd.annotations.plan_of"
         )
+    check_experts(plan, spec)
+    experts = {cut.units for each in spec.parameters.values() if each.experts and (cut := each.cut)}
     for _, _, stage in plan.walk():
         for units in spec.units:
+            if stage.experts and units.kind in experts:
+                continue  # a device may have none
             if units.follows is None and units.count < len(stage.devices):
                 refuse(
                     f"the plan splits blocks {stage.named} over {len(stage.devices)} devices, and the model "
                     f"has {units.count} {units.kind}: use narrower TP groups"
                 )
+
+
+def check_experts(plan: Plan, spec: ModelSpec) -> None:
+    """Refuses a plan of one module that places other experts than the model has, or not all of them.
+
+    Raises:
+        Invalid: with the block and the expert.
+    """
+    for p, pipeline in enumerate(plan.pipelines):
+        for stage in pipeline.stages:
+            if not stage.experts:
+                continue
+            for block in (block for chunk in stage.chunks for block in range(*chunk)):
+                if held := stage.experts_of(block):
+                    where = f"plan {plan.number}, pipeline {p}, block {block}"
+                    _check_placement(spec, where, block, stage, held)
+
+
+def _check_placement(spec: ModelSpec, where: str, block: int, stage: Stage, held: HeldExperts) -> None:
+    kinds = {each.cut.units for each in spec.section(f"blocks.{block}") if each.experts and each.cut}
+    if not kinds:
+        refuse(f"{where}: has no experts that a plan can place; give its experts the rule Experts")
+    for count in {spec.units_of(kind).count for kind in kinds}:
+        for device, own in zip(stage.devices, held, strict=True):
+            if own and own[-1] >= count:
+                refuse(f"{where}: {device} is to have expert {own[-1]}, and there are {count}, from 0")
+        missing = sorted({*range(count)} - {expert for own in held for expert in own})
+        if missing:
+            refuse(f"{where}: expert {missing[0]} is on no device of {', '.join(stage.devices)}")
 
 
 def check_batch(plan: Plan, global_batch: int, micro_batch: int) -> None:
