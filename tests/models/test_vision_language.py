@@ -216,6 +216,33 @@ def test_dropouts_of_functions_are_refused_by_name() -> None:
         split_model(model)
 
 
+def test_samples_that_act_on_each_other_are_refused() -> None:
+    class Acting(transformers.LlavaForConditionalGeneration):  # type: ignore[misc, name-defined]
+        """Each sample's logits have those of the others in them."""
+
+        def forward(self, input_ids: Any = None, **kwargs: Any) -> Any:
+            output = super().forward(input_ids=input_ids, **kwargs)
+            output.logits = output.logits - output.logits.mean(0, keepdim=True) / 2
+            return output
+
+    model = made("Llava")
+    acting = Acting(model.config).double().train()
+    with pytest.raises(ModelError, match="what Acting gives for a sample depends on the others of the micro-b"):
+        split_model(acting)
+
+
+def test_the_width_of_an_encoder_is_that_of_its_activation() -> None:
+    """Qwen2-VL's configuration calls it embed_dim, and the language model's hidden_size."""
+    config = vision_language.made("Qwen2VL").config
+    config.vision_config.embed_dim, config.vision_config.num_heads = 32, 2
+    assert config.vision_config.hidden_size != 32
+    with torch.device("meta"):
+        model = transformers.Qwen2VLForConditionalGeneration(config)
+    modules = split_model(model).modules
+    assert modules["vision"].width == 32
+    assert modules["language"].width == config.text_config.hidden_size
+
+
 @pytest.mark.parametrize(
     ("path", "name"), [("model", "Llava"), ("model.vision_tower.encoder", "Llava"), ("model.visual", "Qwen3VL")]
 )

@@ -15,8 +15,8 @@ from elasticd_planner.problem import Problem, SearchSpace
 from elasticd_planner.search import module_cost
 from elasticd_planner.search.item_lanes import ItemLane, filled, weights
 from elasticd_planner.search.module_cost import ModuleCosts
-from elasticd_planner.search.modules import left_devices, smaller
-from elasticd_planner.search.planner import plan
+from elasticd_planner.search.modules import left_devices, smaller, with_pair
+from elasticd_planner.search.planner import TOLERANCE, plan
 from elasticd_planner.spec.plan import NO_TIMES, Pipeline, Plan, Stage, StatePolicy
 from elasticd_planner.value import Invalid
 
@@ -261,3 +261,57 @@ def test_passes_of_a_few_microseconds_have_a_plan() -> None:
     )
     answer = plan(made, 1)
     assert answer.plan is not None, answer.refusal
+
+
+def guessed(problem: Problem, factor: float) -> Problem:
+    """The problem with encoders that take so many times as long."""
+    modules = []
+    for module in problem.modules:
+        block = msgspec.structs.replace(module.profile.block, seconds=module.profile.block.seconds * factor)
+        profile = msgspec.structs.replace(module.profile, block=block)
+        modules.append(msgspec.structs.replace(module, profile=profile))
+    return msgspec.structs.replace(problem, modules=tuple(modules))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_running_plan_takes_what_its_passes_take_in_its_own_order(seed: int) -> None:
+    """Each pass in the order of the times that the plan was made with, with the times of the problem."""
+    true = drawn_problem(seed)
+    made = with_pair(planned(true), 2, 1)
+    for factor in (0.1, 10.0):
+        guess = guessed(true, factor)
+        running = ModuleCosts(guess).timed(made)
+        costs = ModuleCosts(true)
+        assert ModuleCosts(guess).running_seconds(running) == ModuleCosts(guess).seconds(running)
+        batches, taken = costs.batches(running), costs.timed(running)
+        order = [each.act for each in module_pass_times(running, batches, passes)]
+        times = {each.act: each.stop - each.start for each in module_pass_times(taken, batches, passes)}
+        played = module_pass_times(running, batches, passes, actual=taken)
+        assert [each.act for each in played] == order
+        assert all(each.stop - each.start == times[each.act] for each in played)
+        busy: dict[str, int] = {}
+        for each in played:
+            own = running.view(each.act.module).pipelines[each.act.pipeline].by_lane[each.act.lane]
+            for device in own.stages[each.act.stage].devices:
+                assert each.start >= busy.get(device, 0), "a device runs one pass at a time, in this order"
+                busy[device] = each.stop
+        assert costs.running_seconds(running) >= max(each.stop for each in played) / 1e6
+
+
+@pytest.mark.parametrize("seed", range(number(40, 1)))
+def test_a_plan_with_the_times_of_a_guess_is_replaced_once_and_stays(seed: int) -> None:
+    """By one that is quicker, which is the answer to the same question from then on."""
+    true = drawn_problem(seed)
+    running = ModuleCosts(guessed(true, (10.0, 0.1)[seed % 2])).timed(with_pair(planned(true), 2, 1))
+    costs = ModuleCosts(true)
+    answer = plan(msgspec.structs.replace(true, current=running), 4)
+    found = answer.plan
+    assert found is not None
+    assert found.prediction is not None
+    assert answer.current_seconds == costs.running_seconds(running)
+    assert found.prediction.step_seconds <= answer.current_seconds * (1 + TOLERANCE)
+    assert found.prediction.step_seconds == costs.running_seconds(found)
+    again = plan(msgspec.structs.replace(true, current=found), 5)
+    assert again.plan is not None
+    assert again.plan.strategies == found.strategies
+    assert again.current_seconds == found.prediction.step_seconds

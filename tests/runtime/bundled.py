@@ -63,6 +63,7 @@ class Block(nn.Module):
         )
         if index == 0:
             self.gate = nn.Linear(WIDTH, 2, dtype=torch.float64)
+            self.unread = nn.Linear(WIDTH, 1, dtype=torch.float64)  # it has no gradient, and is not decayed
 
     def forward(self, bundle: Named) -> Named:
         x = bundle["hidden"]
@@ -74,7 +75,7 @@ class Block(nn.Module):
         made = {**bundle, "hidden": x + self.o(y.transpose(1, 2).flatten(2))}
         if self.index == 0:
             gate = self.gate(x).softmax(-1)
-            made |= {"gate": gate, "busy": gate.detach().sum((0, 1)), "spare": self.norm(x).mean(-1)}
+            made |= {"gate": gate, "busy": gate.detach().sum((0, 1)), "spare": self.unread(self.norm(x))}
         if self.index == READS:
             del made["feature"]
         return made

@@ -165,13 +165,13 @@ def in_one_process(
         stepped.zero_grad(set_to_none=True)
         total, count = torch.zeros((), dtype=F64), 0
         for sample in batch:
-            rows = []
+            rows: list[Any] = []
             for image in sample["images"]:
                 x: Any = image[None]
                 for section in parts["vision"]:
                     x = section(x)
-                rows.append(x[0])
-            x = {"inputs": sample["inputs"][None], "images": torch.cat(rows) if rows else None}
+                rows.append(x)
+            x = {"inputs": sample["inputs"][None], "images": _rows_of(rows)}
             for section in parts["language"]:
                 x = section(x)
             loss, targets = next_token_loss(x, {"targets": sample["targets"][None]})
@@ -181,6 +181,13 @@ def in_one_process(
         stepped.step()
         losses.append(float(total.detach()) / count)
     return losses, {name: parameter.detach() for name, parameter in named.items()}
+
+
+def _rows_of(images: list[Any]) -> Any:
+    """What the encoder made of all images, one behind the other; None: there are none."""
+    if not images or isinstance(images[0], Tensor):
+        return torch.cat(images, 1)[0] if images else None
+    return {name: torch.cat([each[name] for each in images], 1)[0] for name in images[0]}
 
 
 def stage(start: int, stop: int, *members: tuple[str, int], **said: Any) -> Stage:

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 from elasticd_planner.layout.layouts import Layouts
-from elasticd_planner.spec.item_batch import ItemBatch
+from elasticd_planner.spec.item_batch import ItemBatch, SampleItem, item_batch
 from elasticd_planner.spec.plan import Plan
 
 from elasticd.runtime.comm.in_memory import run_threads, unpaced
-from elasticd.runtime.data.loader import sample_tokens
+from elasticd.runtime.data.loader import ItemSizes, sample_tokens
 from elasticd.runtime.data.options import DataOptions
 from elasticd.runtime.data.prefetch import SampleError
 from elasticd.runtime.data.sample_ledger import LedgerError
@@ -24,6 +24,7 @@ from elasticd.runtime.engine.compiled_blocks import compile_ahead
 from elasticd.runtime.engine.engine import Engine, first_state
 from elasticd.runtime.engine.parallelism import ParallelismOptions
 from tests.compiling import graphs
+from tests.planner.test_item_batch import batch_of, planned
 from tests.runtime.image_model import SEED, Captions
 from tests.runtime.test_modules import PLACEMENTS, STEPS, make_recipe, reference
 from tests.sizes import beside
@@ -211,6 +212,35 @@ def test_tokens_of_a_sample_are_those_of_its_text() -> None:
     assert sample_tokens(ImagesFirst()) == sample_tokens(Captions())
 
 
+def test_of_samples_with_many_images_few_are_read_before_a_job() -> None:
+    """Whole samples, of a dataset that gives no parts: as many as have 64 images. Of parts 64 are read."""
+
+    class Albums:
+        """Samples of 16 images, which counts what is read."""
+
+        def __init__(self) -> None:
+            self.counts, self.read = {"images": [16] * 100}, list[int]()
+
+        def __len__(self) -> int:
+            return 100
+
+        def __getitem__(self, index: int) -> Any:
+            self.read.append(index)
+            return {"images": [torch.zeros(1, 2)] * 16, "inputs": torch.arange(5)}
+
+    class InParts(Albums):
+        """The same in parts."""
+
+        def part(self, index: int, kinds: Any) -> Any:
+            assert not kinds
+            self.read.append(index)
+            return {"inputs": torch.arange(5)}
+
+    albums, parts = Albums(), InParts()
+    assert sample_tokens(albums) == sample_tokens(parts) == 5
+    assert (len(albums.read), len(parts.read)) == (4, 64)
+
+
 def test_a_sample_counted_below_zero_is_named() -> None:
     data = Captions()
     wrong = make_recipe().sampler.samples(0)[1]
@@ -363,3 +393,25 @@ def test_blocks_of_all_modules_are_compiled_beforehand(traced: None, name: str, 
     for found in run_threads(plan.members, losses).values():
         assert found == pytest.approx(reference()[0], abs=1e-12)
     assert graphs() == ahead, "training has made none"
+
+
+def test_items_are_dealt_by_what_they_take_and_not_by_their_rows_alone() -> None:
+    """Each row of an image attends to all of its rows."""
+    plan, rise = planned((1, 1), (2,), ahead=2), 1 / 1024
+    rows = {SampleItem(0, 0): 4096} | {SampleItem(1, n): 256 for n in range(64)}
+    sizes = ItemSizes({0: 1, 1: 64}, rows)
+
+    def seconds(by: ItemSizes) -> list[float]:
+        batch = item_batch(plan, "vision", batch_of(plan), *by)
+        return [
+            sum(rows[item] * (1 + rise * rows[item]) for lane in lanes for each in lane for item in each.items)
+            for lanes in batch.pipelines
+        ]
+
+    by_rows, by_costs = seconds(sizes), seconds(sizes.costs(rise))
+    assert max(by_rows) > 1.5 * min(by_rows)
+    assert max(by_costs) < 1.1 * min(by_costs)
+    assert sizes.costs(0.0) == sizes
+    alike = ItemSizes({0: 2}, {SampleItem(0, n): 64 for n in range(2)})
+    assert alike.costs(rise) == alike
+    assert ItemSizes({0: 2}, None).costs(rise) == ItemSizes({0: 2}, None)

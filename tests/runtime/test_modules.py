@@ -41,7 +41,10 @@ from tests.runtime.image_model import (
     RULES,
     SEED,
     TEXT,
+    VISION,
     Captions,
+    Merge,
+    Projector,
     in_one_process,
     language_sections,
     model_of,
@@ -292,6 +295,69 @@ def test_a_step_without_an_image_leaves_the_encoder_as_it_is() -> None:
                 assert torch.equal(one, other), name
             moved += not torch.equal(second[name][0], third[name][0])
     assert moved, "the third step has images"
+
+
+class Leaving(Merge):
+    """Leaves out the images of samples whose first token is even, and all the notes that come with images."""
+
+    def forward(self, batch: Any) -> torch.Tensor:
+        even = int(batch["inputs"][0, 0]) % 2 == 0
+        images = None if batch["images"] is None or even else batch["images"]["rows"]
+        return super().forward({**batch, "images": images})
+
+
+class Noting(Projector):
+    """Gives with the rows of an image notes, which have parameters of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.notes = torch.nn.Linear(VISION.width, TEXT.width, dtype=torch.float64)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return {"rows": super().forward(x), "notes": self.notes(x)}
+
+
+@pytest.mark.parametrize("first", ["some", "all"])
+@pytest.mark.parametrize("name", ["one device", "disjoint", "zero 1", "encoder pp 2, language interleaved"])
+def test_what_the_embedding_leaves_out_has_no_gradient(name: str, first: str) -> None:
+    """As in one process: weight decay of AdamW would move it, and its moments. Of the third step's samples all
+    are left out, or those with an even token."""
+    plan, data = PLACEMENTS[name], Leavable(all_even=first == "all")
+    torch.manual_seed(1)
+    vision, language = [*vision_sections()[:-1], Noting()], [Leaving(), *language_sections()[1:]]
+    recipe = replace(make_recipe(), model=model_of(*copy.deepcopy((vision, language))), dataset=data)
+    batches = [[data[index] for index in recipe.sampler.samples(step)] for step in range(STEPS)]
+    losses, weights = in_one_process(vision, language, batches, **ADAM)
+
+    def trained_so(memory: Any) -> list[float]:
+        layouts = Layouts(recipe.model.specs, plan)
+        engine = Engine(recipe, layouts, memory, unpaced)
+        engine.adopt(first_state(recipe.model, layouts, memory.me, SEED))
+        found = [engine.step(step, lambda: 0, lambda: 0).outcome.vote.loss for step in range(STEPS)]
+        engine.settle()
+        for module in engine.modules.values():
+            for own, (box, parameter) in module.local.parameters.items():
+                whole = weights[module.prefix + own]
+                expected = whole[box.slices(Box.whole(whole.shape))]
+                assert float((parameter.detach() - expected).abs().max()) < 1e-12, own
+        return found
+
+    for found in run_threads(plan.members, trained_so).values():
+        assert found == pytest.approx(losses, abs=1e-12)
+
+
+class Leavable(Captions):
+    """Samples whose first tokens are even in the third step, if all are to be."""
+
+    def __init__(self, *, all_even: bool) -> None:
+        super().__init__()
+        self._even = set(make_recipe().sampler.samples(2)) if all_even else set[int]()
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        sample = super().__getitem__(index)
+        if index in self._even:
+            sample["inputs"][0] = 4
+        return sample
 
 
 class ItemMessages(GlooCommunicators):

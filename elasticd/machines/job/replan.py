@@ -514,10 +514,11 @@ def _worth_it(turn: Turn, plan: Plan, new: Plan, found: Deferred) -> Decision:
     job, policy = turn.job, turn.settings.policy
     if leave := to_leave(turn):
         return Decision(replan=True, reason=words(turn, leave))
-    if new.strategies[0].untimed == plan.strategies[0].untimed:
-        return Decision(replan=False, reason="it is the best plan still")
+    best_still = Decision(replan=False, reason="it is the best plan still")
+    if new.strategies == plan.strategies:
+        return best_still
     seconds = new.prediction.step_seconds if new.prediction is not None else math.inf
-    return decide(
+    decision = decide(
         policy,
         found.answer.current_seconds,
         seconds,
@@ -525,6 +526,12 @@ def _worth_it(turn: Turn, plan: Plan, new: Plan, found: Deferred) -> Decision:
         price=measured_price(policy, job.moved),
         payoff=payoff_horizon(job.stability, found.basis.rates, job.rates.step, policy.horizon_steps),
     )
+    if new.strategies[0].untimed != plan.strategies[0].untimed:
+        return decision
+    if not decision.replan and decision.again_in is None:
+        return best_still
+    reason = f"the same layout, with passes in the order of the times that they take now: {decision.reason}"
+    return msgspec.structs.replace(decision, reason=reason)
 
 
 def _bytes_to_move(problem: Problem, old: Plan, new: Plan) -> int:

@@ -49,6 +49,8 @@ class EncoderAnatomy(Anatomy):
     embeddings: Mapping[str, int]  #: of `before` tables that are looked up by numbers: their widths
     kept: tuple[int, ...]  #: layers beside the last whose outputs what follows takes
     last: int  #: the last layer whose output what follows takes
+    #: A norm's parameter of each layer with as many elements as a row of the activation; empty: none has.
+    wide: str
 
 
 class NotInBlocks(Exception):
@@ -72,7 +74,7 @@ def encoder_anatomy(base: Any, language: str, item: Mapping[str, Tensor], depth:
         path: part for path, part in parts(base, layers).items() if not f"{path}.".startswith(f"{language}.")
     }
     _refuse_parameters(base, layers, language)
-    phases, returns = _watched(base, layers, own, item)
+    phases, returns, width = _watched(base, layers, own, item)
     found: dict[str, list[str]] = {n: [] for n in ("before", "between", "after", "anywhere", "unused")}
     for path, part in own.items():
         seen, trained = phases.get(path, set()), any(True for _ in part.parameters())
@@ -100,6 +102,7 @@ def encoder_anatomy(base: Any, language: str, item: Mapping[str, Tensor], depth:
         },
         kept=taken[:-1],
         last=taken[-1],
+        wide=_wide(base.get_submodule(f"{layers}.0"), width),
     )
 
 
@@ -133,17 +136,20 @@ def _refuse_parameters(base: Any, layers: str, language: str) -> None:
 
 def _watched(
     base: Any, layers: str, own: Mapping[str, nn.Module], item: Mapping[str, Tensor]
-) -> tuple[dict[str, set[str]], dict[type, int]]:
-    """When the parts are called, "before", "between" or "after" the layers; and what layers return."""
+) -> tuple[dict[str, set[str]], dict[type, int], int]:
+    """When the parts are called, "before", "between" or "after" the layers; what layers return; and the width
+    of the activation."""
     every = list(base.get_submodule(layers).children())
     order: list[int] = []
     phases: dict[str, set[str]] = {}
     returns: dict[type, int] = {}
-    inside = [0]
+    inside, width = [0], [0]
 
     def enter(index: int, args: Any, kwargs: Any) -> None:
-        if not isinstance(hidden_of(args, kwargs), Tensor):
+        hidden = hidden_of(args, kwargs)
+        if not isinstance(hidden, Tensor):
             raise NotInBlocks("its layers are not called with an activation")
+        width[0] = hidden.shape[-1]
         order.append(index)
         inside[0] += 1
 
@@ -171,7 +177,13 @@ def _watched(
             hook.remove()
     if order != list(range(len(every))):
         raise NotInBlocks("its layers are not called once each, in order")
-    return phases, returns
+    return phases, returns, width[0]
+
+
+def _wide(layer: nn.Module, width: int) -> str:
+    """The name of a norm's parameter of a layer that has so many elements; empty: there is none."""
+    named = (name for name, each in layer.named_parameters() if "norm" in name and each.shape == (width,))
+    return next(named, "")
 
 
 def _taken(base: Any, layers: str, item: Mapping[str, Tensor]) -> tuple[int, ...]:

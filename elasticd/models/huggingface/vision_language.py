@@ -366,11 +366,15 @@ def _encoder(model: Any, seam: Seam) -> HfModule:
         return HfModule(
             embed=HfImage(), blocks=[HfVision(model, seam)], head=HfRows(), width=width, items=IMAGES
         )
+    if found.wide:
+        width = base.get_submodule(f"{found.layers}.0").get_parameter(found.wide).numel()
+    else:
+        width = getattr(model.config.vision_config, "hidden_size", width)
     return HfModule(
         embed=HfEncoderEmbed(base, found, start),
         blocks=[HfEncoderBlock(base, found, index, start) for index in range(found.last + 1)],
         head=HfEncoderHead(base, found, start),
-        width=getattr(model.config.vision_config, "hidden_size", width),
+        width=width,
         items=IMAGES,
     )
 

@@ -111,6 +111,7 @@ def prove_modules(model: Any, adapters: Adapters | None = None) -> VisionLanguag
         apart, idle = compared_modules(copy_, samples, seam, anatomy)
         with torch.no_grad():
             _refuse_masks(copy_, samples)
+            _refuse_others(copy_, samples, modules_of(copy_, anatomy, seam))
             whole = samples[0].whole()
             counted = all(_counts_from_zero(copy_, sample) for sample in samples)
             shifts = shifted_by(copy_, whole, logits_of(copy_(**whole, **arguments(copy_))))
@@ -180,6 +181,36 @@ def _refuse_masks(model: Any, samples: list[ImageSample]) -> None:
             raise ModelError(
                 f"in {name} the tokens of a sample attend to padding behind it, unless an attention_mask says "
                 "where it ends, and a batch of a Job has none"
+            )
+
+
+def _refuse_others(model: Any, samples: list[ImageSample], modules: Mapping[str, HfModule]) -> None:
+    """Raises ModelError where a sample's logits depend on the others of its micro-batch, which a layout
+    chooses: those of the modules on all samples, padded, are compared with the model's on each."""
+    name, take = type(model).__name__, arguments(model)
+
+    def padded(tensors: Sequence[Tensor]) -> Tensor:
+        return torch.nn.utils.rnn.pad_sequence([each[0] for each in tensors], batch_first=True)
+
+    beside = {
+        key: padded([each.beside[key] for each in samples])
+        if key in TOKEN_TYPES
+        else torch.cat([each.beside[key] for each in samples if key in each.beside])
+        for key in dict.fromkeys(key for each in samples for key in each.beside)
+    }
+    items: list[Any] = [Chain(modules[VISION], image).output for each in samples for image in each.images]
+    batch = {"input_ids": padded([each.ids for each in samples]), IMAGES: _joined(items), **beside}
+    try:
+        logits = Chain(modules[LANGUAGE], batch).output
+    except Exception as error:
+        raise ModelError(
+            f"the modules of {name} fail with several samples ({first_failure(error)}): {REMEDY}"
+        ) from error
+    for row, sample in zip(logits, samples, strict=True):
+        own = logits_of(model(**sample.whole(), **take))[0]
+        if not difference(row[: len(own)], own) <= NEAR:
+            raise ModelError(
+                f"what {name} gives for a sample depends on the others of the micro-batch: {REMEDY}"
             )
 
 

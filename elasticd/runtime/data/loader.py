@@ -112,6 +112,19 @@ class ItemSizes(NamedTuple):
     counts: Mapping[int, int]  #: by sample id
     rows: Mapping[SampleItem, int] | None  #: of each item [tokens]; None: not known
 
+    def costs(self, rise: float) -> ItemSizes:
+        """The same with what each item costs in the place of its rows: the rows of items of the mean size that
+        take as long. The same on all ranks.
+
+        Args:
+            rise: by what a row costs more for each row of its item.
+        """
+        if not self.rows:
+            return self
+        each = 1 + rise * sum(self.rows.values()) / len(self.rows)
+        costs = {item: max(1, round(size * (1 + rise * size) / each)) for item, size in self.rows.items()}
+        return ItemSizes(self.counts, costs)
+
 
 def item_sizes(dataset: object, items: str, samples: Iterable[int]) -> ItemSizes:
     """The items of some samples, as a dataset says.
@@ -146,7 +159,8 @@ def item_sizes(dataset: object, items: str, samples: Iterable[int]) -> ItemSizes
 def sample_tokens(
     dataset: Dataset, collate: Collate = pad, reads: BatchFormat | None = None, most: int = 64
 ) -> float:
-    """The mean number of tokens of the first `most` samples, which the planner takes for all.
+    """The mean number of tokens of the first `most` samples, which the planner takes for all. Of samples that
+    are read with their items as many have so many items.
 
     Args:
         dataset: has samples whose first tensor has an entry for each token.
@@ -161,8 +175,10 @@ def sample_tokens(
     count = min(len(dataset), most)
     if count == 0:
         raise ValueError("dataset is empty: it must hold at least one sample")
-    total, items = 0, getattr(dataset, "counts", None) or ()
+    total, items = 0, getattr(dataset, "counts", None) or {}
     part = getattr(dataset, "part", None) if items else None
+    if part is None:
+        count = _having(items, count, most)
     for index in range(count):
         sample = dataset[index] if part is None else part(index, ())
         if items and isinstance(sample, Mapping):
@@ -184,6 +200,16 @@ def sample_tokens(
             )
         total += tokens
     return total / count
+
+
+def _having(counts: Mapping[str, Sequence[int]], samples: int, most: int) -> int:
+    """Of so many samples the first ones that have as many items as `most`; all where they have fewer."""
+    read = 0
+    for index in range(samples):
+        read += sum(int(each[index]) for each in counts.values())
+        if read >= most:
+            return index + 1
+    return samples
 
 
 def _tensors(part: Any) -> Iterator[Tensor]:

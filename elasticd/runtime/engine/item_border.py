@@ -23,7 +23,7 @@ from elasticd.runtime.accelerator import Accelerator
 from elasticd.runtime.comm.communicators import Peers
 from elasticd.runtime.data.sample_ledger import entries
 from elasticd.runtime.engine.activation_header import TensorHeader, empty_header, pack_header, unpack_header
-from elasticd.runtime.engine.p2p import gradient_messages
+from elasticd.runtime.engine.p2p import LeftOut, gradient_messages
 from elasticd.runtime.model.bundle import Bundle, Gradients, entering, going_back, tensors
 from elasticd.runtime.model.validation import ModelError
 
@@ -61,7 +61,7 @@ class ItemBorder:
         self.trained, self._everyone, self._me = trained, peers.everyone, peers.me
         self._source, self._target, self._dtype, self._accelerator = source, target, dtype, accelerator
         self._mesh = peers.communicators.mesh(channel) if peers.me in channel.members else None
-        self._first_tag = first_tag
+        self._first_tag, self._left_out = first_tag, LeftOut()
         self._flows: dict[tuple[int, int, int, int], TensorFlow] = {}
 
     @property
@@ -205,6 +205,7 @@ class ItemBorder:
         else:
             grads = {} if isinstance(x, Tensor) else dict.fromkeys(x)
             grads.update(zip(going_back(x), self._gradients.pop(key), strict=True))
+        grads = self._left_out.without(grads)
         return grads[""] if isinstance(x, Tensor) else grads
 
     def end_step(self) -> None:

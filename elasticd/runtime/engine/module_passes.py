@@ -89,9 +89,8 @@ class ModulePasses:
         self._make = StepMaker(layouts, graph.own, device, recipe.schedule, buckets)
         self._runners = {name: module.runner for name, module in modules.items() if module.runner is not None}
         self._device = device
-        self._dealing = {
-            name: ItemDealing(layouts.plan, name, item_rise(layouts.views[name].spec)) for name in self._items
-        }
+        self._rises = {name: item_rise(layouts.views[name].spec) for name in self._items}
+        self._dealing = {name: ItemDealing(layouts.plan, name, rise) for name, rise in self._rises.items()}
         self._ratios = struct.Struct(f"<{len(self._items)}d")
         self._now: tuple[BatchPlan, ModuleStep] | None = None
         self._next: tuple[BatchPlan, Future[ModuleStep]] | None = None
@@ -99,7 +98,10 @@ class ModulePasses:
     def _making(self, batch: BatchPlan, dataset: object, *, backward: bool) -> Callable[[], ModuleStep]:
         """A function that makes the step of a batch, in any thread. The dataset is asked here."""
         samples = batch.samples()
-        sizes = {name: item_sizes(dataset, items, samples) for name, items in self._items.items()}
+        sizes = {
+            name: item_sizes(dataset, items, samples).costs(self._rises[name])
+            for name, items in self._items.items()
+        }
         speeds = {name: dealing.of(batch.step) for name, dealing in self._dealing.items()}
         return partial(self._make, batch, sizes, speeds, backward=backward)
 

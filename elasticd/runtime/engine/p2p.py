@@ -5,7 +5,8 @@ activation is a tensor or named tensors (`elasticd.runtime.model.bundle`). The r
 names, shapes and types. A header goes ahead of them, as a word of the host; its receipt is posted some passes
 early. The payload is received when its pass has come, a message for each tensor, into a tensor of its size.
 Gradients need no header: each is as its tensor was, and its receipt is posted early. Not all named tensors have
-one. When messages are launched, at both ends, is said by `elasticd_planner.layout.pass_order`.
+one, and of those that have, the next stage may leave one out: a message of -0.0 alone says so (`LeftOut`). When
+messages are launched, at both ends, is said by `elasticd_planner.layout.pass_order`.
 
 In an interleaved pipeline two stages have a boundary for each chunk of layers. Their messages follow each
 other in the order of passes, which is the same on both ends.
@@ -168,7 +169,7 @@ class PrevStage(_Neighbour):
 
 
 def gradient_messages(x: Bundle, given: Gradients) -> list[Tensor]:
-    """What goes back of the gradients of an activation; where there is none, zeros.
+    """What goes back of the gradients of an activation; where there is none, -0.0.
 
     Args:
         x: the activation, as it came.
@@ -176,7 +177,36 @@ def gradient_messages(x: Bundle, given: Gradients) -> list[Tensor]:
     """
     of = given if isinstance(given, Mapping) else {"": given}
     grads = ((part, of[name]) for name, part in going_back(x).items())
-    return [torch.zeros_like(part) if grad is None else grad for part, grad in grads]
+    return [torch.full_like(part, -0.0) if grad is None else grad for part, grad in grads]
+
+
+class LeftOut:
+    """Tells the gradients of tensors that the receiver of an activation left out from others.
+
+    On an accelerator the host would wait for each gradient: there a tensor that was used once counts as used.
+    """
+
+    def __init__(self) -> None:
+        self._used: set[str] = set()
+
+    def without(self, grads: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
+        """Gradients by name as they came, and None where the other stage had none."""
+        return {
+            name: None if grad is None or self._is_none(name, grad) else grad for name, grad in grads.items()
+        }
+
+    def _is_none(self, name: str, grad: Tensor) -> bool:
+        if name in self._used or not grad.numel():
+            return False
+        if _is_negative_zero(grad.flatten()[:1]) and _is_negative_zero(grad):
+            return True
+        if grad.device.type != "cpu":
+            self._used.add(name)
+        return False
+
+
+def _is_negative_zero(x: Tensor) -> bool:
+    return bool(((x == 0) & torch.signbit(x)).all())
 
 
 class NextStage(_Neighbour):
@@ -184,6 +214,10 @@ class NextStage(_Neighbour):
 
     _uses = ("gradient", "activation")
     _gradients: dict[int, tuple[dict[str, Tensor | None], list[tuple[Any, bool]]]]
+
+    def __init__(self, *connection: Any, **about: Any) -> None:
+        super().__init__(*connection, **about)
+        self._left_out = LeftOut()
 
     def announce(self, index: int, x: Bundle, ids: Sequence[int]) -> None:
         """Sends the header of the activation of a micro-batch, with its sample ids; returns at once.
@@ -215,4 +249,5 @@ class NextStage(_Neighbour):
             self._receives.finish(work)
         if self._implies_all_received and any(came for _, came in works):  # of an empty one nothing came
             self._arrived(index)
+        grads = self._left_out.without(grads)
         return grads[""] if list(grads) == [""] else grads

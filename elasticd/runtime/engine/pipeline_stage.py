@@ -59,7 +59,7 @@ from elasticd.runtime.engine.pass_watch import FIRST, PassPacer, PassWatch
 from elasticd.runtime.engine.recipe import Recipe
 from elasticd.runtime.engine.stage_chunks import StageChunk, stage_chunks
 from elasticd.runtime.engine.step_state import MicroBatchState, Passed, StepState
-from elasticd.runtime.model.bundle import Bundle, Gradients, gradients, nothing, tensors
+from elasticd.runtime.model.bundle import Bundle, Gradients, gradients, tensors, zeros
 from elasticd.runtime.model.local_model import LocalModel
 from elasticd.runtime.model.model import Loss, Model
 from elasticd.runtime.model.rng import EVALUATION, Draws, UnseededPasses, watching
@@ -761,7 +761,7 @@ class StageRunner:
         else:
             grads = None
         telemetry.mark()
-        if self._slices is not None and not chunk.ends_with_head:
+        if self._slices is not None and not chunk.ends_with_head and grads is not None:
             grads = self._slices.cut(single(grads))
         if state.slot is not None:
             grads = self._replay_backward(state.slot, grads, chunk, last=last)
@@ -776,8 +776,8 @@ class StageRunner:
         if state.received is not None:
             out = state.received
             if self._slices is not None:
-                grad = torch.zeros_like(single(out)) if grads is None else single(grads)
-                out, grads = self._like(out, state), self._slices.join(grad)
+                joined_grads = None if grads is None else self._slices.join(single(grads))
+                out, grads = self._like(out, state), joined_grads
             self._made[act] = gradient_messages(out, grads)
 
     def _replay_backward(self, slot: PassSlot, grads: Gradients, chunk: StageChunk, *, last: bool) -> Gradients:
@@ -785,6 +785,8 @@ class StageRunner:
         alone, beside the rest of it."""
         assert self._captured is not None
         assert not isinstance(grads, Mapping)
+        if slot.factor is None and grads is None:  # the next stage left it out
+            grads = torch.zeros_like(slot.output)
         received = self._captured.backward(slot, self._scale if grads is None else grads)
         self._telemetry.passed(CAPTURED)
         for section in reversed(chunk.passes) if last else ():
@@ -797,7 +799,7 @@ class StageRunner:
         assert state.loss is not None
         segment = state.segments[-1]
         if _none(state.targets):  # no sample of it has a target: nothing is added to any gradient
-            return nothing(segment.out)
+            return zeros(segment.out)
         if self._trains and not state.loss.requires_grad:
             raise ModelError(
                 "the loss has no gradient, and parameters are trained: compute it from the model's output "

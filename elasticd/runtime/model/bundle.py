@@ -56,22 +56,24 @@ def gradients(entered: Bundle) -> Gradients:
 
 
 def backward(bundle: Bundle, given: Gradients) -> None:
-    """The backward pass of the section that made a bundle, from the gradients that the next section gave."""
+    """The backward pass of the section that made a bundle, from the gradients that the next section gave. A
+    tensor without one was left out there: what made it alone is not reached, as in one graph of both."""
     if isinstance(bundle, Tensor):
         assert given is None or isinstance(given, Tensor)
-        torch.autograd.backward(bundle, torch.zeros_like(bundle) if given is None else given)
+        if given is not None:
+            torch.autograd.backward(bundle, given)
         return
     assert isinstance(given, Mapping)
-    # A leaf passed through the section as it came.
-    roots = {n: x for n, x in bundle.items() if x.requires_grad and not (x.is_leaf and given[n] is None)}
+    roots = {name: x for name, x in bundle.items() if x.requires_grad and given[name] is not None}
     if roots:
-        grads = [torch.zeros_like(x) if (g := given[name]) is None else g for name, x in roots.items()]
-        torch.autograd.backward(tuple(roots.values()), grads)
+        torch.autograd.backward(tuple(roots.values()), tuple(given[name] for name in roots))
 
 
-def nothing(bundle: Bundle) -> Gradients:
-    """Gradients that nobody gave."""
-    return None if isinstance(bundle, Tensor) else dict.fromkeys(bundle)
+def zeros(bundle: Bundle) -> Gradients:
+    """Gradients of a bundle that change none."""
+    if isinstance(bundle, Tensor):
+        return torch.zeros_like(bundle)
+    return {name: torch.zeros_like(x) if x.requires_grad else None for name, x in bundle.items()}
 
 
 def going_back(bundle: Bundle) -> dict[str, Tensor]:

@@ -132,10 +132,16 @@ def module_pass_times(
 
 
 def step_microseconds(
-    plan: Plan, batches: Mapping[str, BatchPlan | ItemBatch], schedule: Schedule, delay: Delay
+    plan: Plan,
+    batches: Mapping[str, BatchPlan | ItemBatch],
+    schedule: Schedule,
+    delay: Delay,
+    actual: Plan | None = None,
 ) -> int:
     """The end of the last pass of that order [us]. Arguments as for `module_pass_times`."""
     order = _ModuleRun(ModulePasses(plan, batches, schedule, backward=True)).order
+    if actual is not None:
+        _set_times(order, actual, batches)
     _delayed(order, len(plan.members), delay)
     return max(one.end for one in order)
 

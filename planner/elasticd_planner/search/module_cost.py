@@ -55,9 +55,8 @@ def item_profile(module: ModuleProblem) -> ModelProfile:
 
 
 def predicted_seconds(plan: Plan, problem: Problem) -> float:
-    """Seconds of a mean step of a plan of several modules, whatever its times of passes are."""
-    costs = ModuleCosts(problem)
-    return costs.seconds(costs.timed(plan))
+    """Seconds of a mean step of a running plan of several modules: see `ModuleCosts.running_seconds`."""
+    return ModuleCosts(problem).running_seconds(plan)
 
 
 class ModuleCosts:
@@ -126,6 +125,14 @@ class ModuleCosts:
         part, share = self._part(plan)
         batches = self.batches(part, share)
         end = step_microseconds(part, batches, passes, self._delay(part, batches))
+        return end / 1e6 + self.after_seconds(plan)
+
+    def running_seconds(self, plan: Plan) -> float:
+        """Seconds of a mean step of a plan whose passes take what the profiles say now, in the order that the
+        plan's own times make: those that it was made with, perhaps by a guess."""
+        part, share = self._part(plan)
+        batches = self.batches(part, share)
+        end = step_microseconds(part, batches, passes, self._delay(part, batches), actual=self.timed(part))
         return end / 1e6 + self.after_seconds(plan)
 
     def pass_times(

@@ -107,13 +107,14 @@ class ModulePlanner:
     def answer(self) -> Answer:
         """The plan, or why there is none."""
         candidates = sorted(self.candidates(), key=self._estimate)
-        current = self._current()
-        now = current.prediction.step_seconds if current is not None and current.prediction else None
+        running = self._running()
+        now = None if running is None else _seconds(running)
         count = sum(each.candidates for each in self.tried) + len(candidates)
         if not candidates:
             return Answer(plan=None, refusal=self._refusal(), current_seconds=now, candidates=count)
         slack = self.tolerance if self.problem.current is not None else 0.0
-        options = [*self._options(candidates, slack), *([] if current is None else [current])]
+        current = [] if running is None else [running, self._predicted(self.costs.timed(running))]
+        options = [*self._options(candidates, slack), *current]
         limit = _seconds(min(options, key=_seconds)) * (1 + slack) * (1 + EQUAL)
         near = [option for option in options if _seconds(option) <= limit]
         chosen = min(near, key=lambda option: (self._moved(option), _seconds(option)))
@@ -476,8 +477,9 @@ class ModulePlanner:
         seconds, memory = self.costs.seconds(plan), self.costs.memory(plan)
         return plan.replace(prediction=Prediction(step_seconds=seconds, bound_seconds=0.0, memory=memory))
 
-    def _current(self) -> Plan | None:
-        """The current plan with a prediction; None where it cannot run, or is of another problem."""
+    def _running(self) -> Plan | None:
+        """The current plan as it runs, with its own times and a prediction; None where it cannot run, or is of
+        another problem."""
         plan, problem = self.problem.current, self.problem
         if plan is None or (plan.global_batch % problem.micro_batch, plan.global_batch) != (
             0,
@@ -490,11 +492,10 @@ class ModulePlanner:
             return None
         if given_plan.missing(plan, problem):
             return None
-        plan = self._predicted(
-            self.costs.timed(plan.replace(number=self.number, idle=self._idle(plan), binding={}))
-        )
-        assert plan.prediction is not None
-        return plan if fits(plan.prediction.memory, problem.cluster) else None
+        plan = plan.replace(number=self.number, idle=self._idle(plan), binding={})
+        seconds, memory = self.costs.running_seconds(plan), self.costs.memory(plan)
+        prediction = Prediction(step_seconds=seconds, bound_seconds=0.0, memory=memory)
+        return plan.replace(prediction=prediction) if fits(memory, problem.cluster) else None
 
     def _moved(self, plan: Plan) -> int:
         """Bytes that move from the current plan, of all modules."""
