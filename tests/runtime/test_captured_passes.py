@@ -23,7 +23,7 @@ from elasticd.runtime import accelerator
 from elasticd.runtime.accelerator import CPU, Accelerator, Event
 from elasticd.runtime.comm.groups import PlanGroups
 from elasticd.runtime.comm.in_memory import MemoryPlanGroups, MemoryWorld
-from elasticd.runtime.engine import captured_passes, pipeline_stage
+from elasticd.runtime.engine import captured_passes, pass_watch, pipeline_stage
 from elasticd.runtime.engine.engine import Engine
 from elasticd.runtime.engine.parallelism import ParallelismOptions
 from elasticd.runtime.engine.pass_watch import FIRST
@@ -184,6 +184,22 @@ def test_a_block_that_draws_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> 
     forward = Block.forward
     monkeypatch.setattr(Block, "forward", lambda self, x: forward(self, x) * (1 + 0.1 * torch.rand(())))
     assert compared(monkeypatch, recipe_of()).captures == 0
+
+
+def test_draws_that_begin_after_a_capture_are_noticed_in_the_next_step_that_looks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    forward, noise = Block.forward, [0.0]
+
+    def noisy(self: Block, x: Tensor) -> Tensor:
+        return forward(self, x) * (1 + noise[0] * torch.rand(())) if noise[0] else forward(self, x)
+
+    def between(step: int, engine: Engine) -> None:
+        noise[0] = 0.1 * (step >= 5)
+
+    monkeypatch.setattr(Block, "forward", noisy)
+    monkeypatch.setattr(pass_watch, "_SELDOM", 6)
+    assert compared(monkeypatch, recipe_of(), between).replays == (5 - FIRST) * 2 * 8
 
 
 def test_passes_go_on_eagerly_where_a_capture_fails(

@@ -21,6 +21,7 @@ Captured are passes without collectives whose shapes repeat. Eager are
 
 - the first steps of a plan, which show whether a pass draws random numbers (a graph would draw the same ones
   again), which parameters have a gradient, and what seconds the kinds of computation take;
+- each hundredth step, which shows whether a pass draws by now: a graph draws none that begin after its capture;
 - packed rows, evaluations, blocks that recompute, devices with an emulated speed, TP groups, models of several
   modules;
 - micro-batches of a new shape, of more shapes than `_SHAPES`, and beyond the slots;
@@ -201,6 +202,13 @@ class CapturedPasses:
             if captured is not None and not self._capture(chunk, shape, captured):
                 return
 
+    def give_up(self, reason: str) -> None:
+        """Drops all that was captured, for good."""
+        if not self.failed:
+            log.warning("passes are not captured as CUDA graphs, and run eagerly: %s", reason)
+            self.release()
+            self.failed = True
+
     def release(self) -> None:
         """Drops all that was captured: passes are eager again until they were captured anew."""
         self._shapes.clear()
@@ -288,10 +296,7 @@ class CapturedPasses:
             shape.slots.append(self._slot((chunk, len(shape.slots)), shape.entered, passes))
             log.info("passes of %s are CUDA graphs, %d under way", _text(shape.entered), len(shape.slots))
         except (CannotCapture, RuntimeError) as error:
-            self.release()
-            self.failed = True
-            reason = str(error).strip().partition("\n")[0]
-            log.warning("passes are not captured as CUDA graphs, and run eagerly: %s", reason)
+            self.give_up(str(error).strip().partition("\n")[0])
         finally:
             for parameter, gradient in zip(self._parameters, before, strict=True):
                 parameter.grad = gradient

@@ -109,6 +109,11 @@ class PassWatch(SectionWatch):
         self._notes, self._communicated, self.reached = False, 0.0, None
         self.everywhere = True
 
+    @property
+    def looks(self) -> bool:
+        """True in steps that show whether passes draw random numbers: none of them is a graph of the device."""
+        return self.steps <= FIRST or self.steps % _SELDOM == 0
+
     def begin_step(self, *, trains: bool) -> None:
         """Begins a step.
 
@@ -198,8 +203,7 @@ class PassWatch(SectionWatch):
 
     def backward(self, segment: GraphSegment, given: Gradients) -> None:
         """See `SectionWatch`."""
-        watches = self.steps <= FIRST or self.steps % _SELDOM == 0
-        draws, last = watching() if watches else nullcontext(Draws()), segment.parts[-1].sections[-1]
+        draws, last = watching() if self.looks else nullcontext(Draws()), segment.parts[-1].sections[-1]
         with self._drawing.keyed(f"{last}, backward"), draws as drawn:
             back(segment, given)
         self.draws = self.draws or drawn.drew

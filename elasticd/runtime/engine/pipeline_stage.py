@@ -55,7 +55,7 @@ from elasticd.runtime.engine.compiled_blocks import (
 from elasticd.runtime.engine.item_border import ItemBorder, ItemSource, in_order_of, joined, row_of
 from elasticd.runtime.engine.mixed_precision import converted
 from elasticd.runtime.engine.p2p import HEADERS, PrevStage, gradient_messages
-from elasticd.runtime.engine.pass_watch import FIRST, PassPacer, PassWatch
+from elasticd.runtime.engine.pass_watch import PassPacer, PassWatch
 from elasticd.runtime.engine.recipe import Recipe
 from elasticd.runtime.engine.stage_chunks import StageChunk, stage_chunks
 from elasticd.runtime.engine.step_state import MicroBatchState, Passed, StepState
@@ -244,6 +244,8 @@ class StageRunner:
         """Begins a step whose passes may be graphs."""
         if acts is not self._flights[0]:
             self._flights = acts, under_way(acts)
+        if self._watch.draws or self._loss_draws or any(chunk.draws for chunk in self._chunks):
+            captured.give_up("a pass draws random numbers, which a graph would draw once for all")
         modes = tuple(module.training for module in self._modules.values())
         captured.begin_step(modes, self._flights[1], self._to_capture)
 
@@ -261,7 +263,7 @@ class StageRunner:
 
     def _may_replay(self) -> bool:
         """Returns True if passes of this step may be graphs of the device."""
-        if self._watch.steps <= FIRST or self._rows or not self._drawing.may_leave_seeds_out:
+        if self._watch.looks or self._rows or not self._drawing.may_leave_seeds_out:
             return False
         return torch.is_grad_enabled() and not (self._watch.paced or self._watch.draws)
 
@@ -723,7 +725,7 @@ class StageRunner:
         """Computes the loss of a micro-batch. Returns the count of its targets."""
         logits = self._precision.leaving(output) if self._precision else output
         self._stopwatch.where.at(LOSS)
-        watches = self._captured is not None and self._watch.steps <= FIRST
+        watches = self._captured is not None and self._watch.looks
         with self._drawing.keyed("loss"), watching() if watches else nullcontext(Draws()) as draws:
             state.loss, counted = sum_and_count(self.loss(logits, batch))  # on every member of the last stage
         self._loss_draws = self._loss_draws or draws.drew

@@ -70,6 +70,11 @@ class StageChunk:
         self._unseeded[id(graphs)] = made
         return made
 
+    @property
+    def draws(self) -> bool:
+        """True if a section drew random numbers, in a later pass than the first one."""
+        return self._draws
+
     def drew(self) -> None:
         """A section drew random numbers for the first time: all have seeds from now on."""
         self._draws = True
