@@ -85,15 +85,20 @@ def test_a_device_that_only_encodes_becomes_slow_and_a_device_of_both_dies(model
 @pytest.mark.full  # the test before it takes plans of a script
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_the_planner_places_both_modules_anew_for_a_slow_device_and_for_a_dead_one() -> None:
+@pytest.mark.parametrize("model", ["by hand", "vlm"])
+def test_the_planner_places_both_modules_anew_for_a_slow_device_and_for_a_dead_one(model: str) -> None:
     with Cluster({"a": 2, "b": 1}, settings=JobSettings(retry_seconds=0.5)) as cluster:
-        cluster.run(SCRIPT)
+        cluster.run(SCRIPT, model=model)
         cluster.runs(1, steps=6)
         before = len(cluster.events("recorded"))
         cluster.pace("a/0", SLOW)
         until(lambda: len(cluster.events("recorded")) > before, lambda: said(cluster))
+        assert "a/0" in {event["data"]["device"] for event in cluster.events("slow")}, said(cluster)
         steps = die_and_finish(cluster)
-        compare(cluster, steps, *by_hand(steps), near=1e-10)
+        if model == "by hand":
+            compare(cluster, steps, *by_hand(steps), near=1e-10)
+        else:
+            compare(cluster, steps, *alone(cluster.folder / "alone", steps), near=SINGLE)
 
 
 @pytest.mark.slow

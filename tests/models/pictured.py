@@ -13,9 +13,11 @@ from torch import Tensor
 
 from elasticd.models.huggingface.anatomy import arguments
 from elasticd.models.huggingface.batches import shifted
+from elasticd.models.huggingface.encoder import features_of
 from elasticd.models.huggingface.image_batches import sample_of
 from elasticd.models.huggingface.small_images import IMAGE_TOKEN, TEXT, images_of
 from elasticd.models.huggingface.vision_language import beside_tokens, seam_of
+from elasticd.models.huggingface.vision_language_proof import takes_by_sample
 from tests.runtime.image_model import Captions
 
 
@@ -26,8 +28,11 @@ class Pictured:
         inner = model.get_submodule(seam_of(model)[0])
         self.counts = Captions().counts
         self._forms = [item for item, _ in islice(images_of(inner, model.config), 2)]
+        self._by_sample = takes_by_sample(inner, self._forms[0])
         with torch.no_grad():
-            outputs = [inner.get_image_features(**form, return_dict=True).pooler_output for form in self._forms]
+            outputs = [
+                features_of(inner, form, by_sample=self._by_sample).pooler_output for form in self._forms
+            ]
         each = [x if isinstance(x, Tensor) else torch.cat(list(x)) for x in outputs]
         self._rows = [x.flatten(0, -2).shape[0] for x in each]
         seam: Any = type("Seam", (), {"base": seam_of(model)[0]})
@@ -57,9 +62,8 @@ class Pictured:
             }
             for f in (self._forms[kind] for kind in kinds)
         ]
-        return given | {
-            name: torch.cat([image[name] for image in images]) for name in (images[0] if images else {})
-        }
+        joined = {name: torch.cat([image[name] for image in images]) for name in (images[0] if images else {})}
+        return given | {name: x[None] if self._by_sample else x for name, x in joined.items()}
 
     def whole(self, index: int) -> dict[str, Tensor]:
         """What the whole model's forward is called with."""

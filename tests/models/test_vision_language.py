@@ -11,6 +11,8 @@ import torch
 from elasticd_planner.spec.batch import SequencePiece
 
 import elasticd
+from elasticd.models.huggingface.encoder import image_of
+from elasticd.models.huggingface.image_batches import sample_of
 from elasticd.models.huggingface.split import split_model
 from elasticd.models.huggingface.vision_language import (
     IMAGES,
@@ -61,6 +63,22 @@ def test_logits_and_gradients_are_those_of_the_whole_model(name: str) -> None:
         assert [len(sample.images) for sample in samples] == [2, 0, 1, 3]
         apart, _ = compared_modules(model, samples, seam, anatomy, copied(modules_of(model, anatomy, seam)))
     assert apart < 1e-12
+
+
+def test_images_by_sample_are_taken_one_by_one() -> None:
+    """The encoders of Idefics are called with [samples, images, ...], and find padding by its values."""
+    model = made("Idefics3")
+    with DoubleThroughout():
+        split = split_model(model)
+    assert split.apart < 1e-12
+    assert split.proof.one_block == "it takes images by sample"
+    pixels = torch.randn(1, 2, 3, 8, 8)
+    mask = torch.ones(1, 2, 8, 8, dtype=torch.long)
+    encoded = {"input_ids": torch.tensor([[5, 6]]), "pixel_values": pixels, "pixel_attention_mask": mask}
+    images = sample_of(encoded)[IMAGES]
+    assert [tuple(x.shape) for x in images[1].values()] == [(1, 3, 8, 8), (1, 8, 8)]
+    again = image_of({name: x[None] for name, x in images[1].items()})
+    assert all(torch.equal(again[name], x) for name, x in images[1].items())
 
 
 @pytest.mark.parametrize("name", sizes.beside(["Qwen3VL"], vision_language.MODELS))

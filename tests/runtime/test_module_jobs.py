@@ -194,10 +194,19 @@ class Samples(Captions):
         return self.make(super().__getitem__(index))
 
 
+class Unknown(Captions):
+    """A dataset that does not know how many images a sample has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = {"images": [*self.counts["images"][:3], -1, *self.counts["images"][4:]]}
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
         ({"dataset": Uncounted()}, "give it an attribute counts"),
+        ({"dataset": Unknown()}, "counts say that sample 3 has -1 images: the number of each must be known"),
         (
             {"dataset": torch.utils.data.Subset(Captions(), range(4))},
             "Subset does not pass on that of the dataset that it is made of, nor rows and part",
@@ -243,6 +252,7 @@ class Samples(Captions):
     ],
     ids=[
         "counts",
+        "unknown counts",
         "subset",
         "tuples",
         "no list",

@@ -39,6 +39,8 @@ KEPT = "kept"
 ROWS, DEEP = "rows", "deep"
 #: What an encoder takes of an image: pixels, and of an encoder of patches how many there are in each direction.
 PIXELS, GRID = "pixel_values", "image_grid_thw"
+#: And which of its pixels are none of padding.
+PIXEL_MASK = "pixel_attention_mask"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -408,7 +410,8 @@ def image_of(item: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors of an image as a dataset gives it, without a dimension of 1 that a collate function put
     before theirs.
 
-    Pixels are [images, channels, height, width], or [patches, numbers] with a grid; all else [images, ...].
+    Pixels are [images, channels, height, width], or [patches, numbers] with a grid; their mask is [images,
+    height, width]; all else [images, ...].
 
     Raises:
         ModelError: it is no mapping with pixels.
@@ -419,4 +422,18 @@ def image_of(item: Mapping[str, Tensor]) -> dict[str, Tensor]:
             "elasticd.models.huggingface.sample_of makes a sample of that"
         )
     dims = dict.fromkeys(item, 2) | {PIXELS: 2 if GRID in item else 4}
+    if PIXEL_MASK in item and item[PIXEL_MASK].shape[-2:] == item[PIXELS].shape[-2:]:
+        dims[PIXEL_MASK] = 3
     return {name: x.flatten(0, max(0, x.dim() - dims[name])) for name, x in item.items()}
+
+
+def features_of(base: Any, item: Mapping[str, Tensor], *, by_sample: bool) -> Any:
+    """What an encoder gives of one image.
+
+    Args:
+        base: the model that has `get_image_features`.
+        item: as `image_of` gives it.
+        by_sample: the function takes images by sample, [samples, images, ...].
+    """
+    given = {name: x[None] for name, x in item.items()} if by_sample else item
+    return base.get_image_features(**given, return_dict=True)

@@ -23,12 +23,12 @@ import torch
 from torch import Tensor
 
 from elasticd.models.huggingface.batches import IDS, HfBatches
-from elasticd.models.huggingface.encoder import GRID, PIXELS
+from elasticd.models.huggingface.encoder import GRID, PIXEL_MASK, PIXELS
 from elasticd.models.huggingface.vision_language import IMAGES, OF_IMAGES
 from elasticd.runtime.data.collate import Unlike
 
 #: What a processor gives with a row for each image, which an image's item may have.
-_ROWS = (*OF_IMAGES, "pixel_attention_mask", "image_position_ids")
+_ROWS = (*OF_IMAGES, PIXEL_MASK, "image_position_ids")
 
 
 #: Numbers in a row of each.
@@ -73,7 +73,9 @@ def _items(encoded: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
     if GRID in beside:
         sizes = beside[GRID].prod(-1).tolist()
     else:
-        pixels = pixels[0] if pixels.dim() == 5 and len(pixels) == 1 and OF_IMAGES[1] not in beside else pixels
+        if pixels.dim() == 5 and len(pixels) == 1 and OF_IMAGES[1] not in beside:
+            beside = {name: of_all[0] if of_all.dim() > 2 else of_all for name, of_all in beside.items()}
+            pixels = pixels[0]
         sizes = [1] * len(pixels)
     wrong = [name for name, rows in beside.items() if len(rows) != len(sizes)]
     if sum(sizes) != len(pixels) or wrong:

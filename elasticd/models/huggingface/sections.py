@@ -149,7 +149,16 @@ class Zeros(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.like: Tensor | None = None
+        self._parameters["zeros"] = None
+
+    @property
+    def like(self) -> Tensor | None:
+        """Among the parameters, of whose device and type transformers says that they are the model's."""
+        return self._parameters["zeros"]
+
+    @like.setter
+    def like(self, zeros: Tensor | None) -> None:
+        self._parameters["zeros"] = zeros  # type: ignore[assignment]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.like is None:

@@ -32,6 +32,7 @@ from elasticd.models.huggingface.encoder import (
     HfEncoderBlock,
     HfEncoderEmbed,
     HfEncoderHead,
+    features_of,
     image_of,
     rows_of,
 )
@@ -50,6 +51,8 @@ from elasticd.runtime.parallel.packed_row import current_row
 
 #: The items that the vision module runs on, and the key of a batch that has its outputs.
 IMAGES = "images"
+#: What the model that has an encoder calls its language model.
+_LANGUAGES = ("language_model", "text_model")
 #: The names of the two modules.
 VISION, LANGUAGE = "vision", "language"
 #: An argument of a forward that says of each token what it is: 1 of an image, 0 of text.
@@ -70,6 +73,7 @@ class Seam:
     language: str  #: its language model: "model.language_model"
     listed: bool  #: `pooler_output` is a list with a tensor for each image, not one tensor
     dims: int  #: dimensions of such a tensor
+    by_sample: bool = False  #: the encoder takes images by sample: `pixel_values` [samples, images, ...]
     #: What its encoder is made of, by paths in `base`; None: it is one block.
     encoder: EncoderAnatomy | None = None
     one_block: str = ""  #: why it is one block
@@ -104,11 +108,12 @@ def seam_of(model: Any) -> tuple[str, str]:
         ModelError: the model has no such seam.
     """
     for path, module in model.named_modules():
-        if path and _has_seam(module) and isinstance(getattr(module, "language_model", None), nn.Module):
-            return path, f"{path}.language_model"
+        for name in _LANGUAGES:
+            if path and _has_seam(module) and isinstance(getattr(module, name, None), nn.Module):
+                return path, f"{path}.{name}"
     raise ModelError(
         f"{type(model).__name__} has no model inside that takes its encoder's output (mm_encoder_outputs) and "
-        f"calls a language_model: {REMEDY}"
+        f"calls a {' or a '.join(_LANGUAGES)}: {REMEDY}"
     )
 
 
@@ -144,7 +149,7 @@ class HfVision(nn.Module):
             self.register_buffer(name, buffer, persistent=name not in base._non_persistent_buffers_set)
             self._bound.append((shell._buffers, name, self._buffers))
         self.paths = {name: f"{seam.base}.{name}" for *_, name, _ in self._bound}
-        self._shell = (shell,)  # no submodule
+        self._shell, self._by_sample = (shell,), seam.by_sample  # no submodule
 
     def forward(self, item: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Runs the model's encoder on one image.
@@ -161,8 +166,7 @@ class HfVision(nn.Module):
         shell.training = self.training
         dtype = next(self.parameters()).dtype
         given = {name: x.to(dtype) if x.is_floating_point() else x for name, x in item.items()}
-        output = shell.get_image_features(**given, return_dict=True)
-        return rows_of(output)
+        return rows_of(features_of(shell, given, by_sample=self._by_sample))
 
 
 class HfRows(nn.Module):

@@ -21,7 +21,7 @@ from torch import Tensor
 from elasticd.models.huggingface import tiny_config
 from elasticd.models.huggingface.adapters import Adapters
 from elasticd.models.huggingface.anatomy import REMEDY, Anatomy, Watched, arguments, logits_of
-from elasticd.models.huggingface.encoder import EncoderAnatomy, NotInBlocks, encoder_anatomy
+from elasticd.models.huggingface.encoder import EncoderAnatomy, NotInBlocks, encoder_anatomy, features_of
 from elasticd.models.huggingface.proof import (
     ModelMaker,
     drawn_inside,
@@ -68,12 +68,19 @@ class ImageSample:
     ids: Tensor  #: [1, tokens]
     images: tuple[dict[str, Tensor], ...]  #: what the encoder takes of each
     beside: Mapping[str, Tensor]  #: what the whole model's forward takes beside them
+    by_sample: bool = False  #: see `Seam`
 
     def whole(self) -> dict[str, Tensor]:
         """What the whole model's forward is called with."""
         pixels = [each["pixel_values"] for each in self.images]
-        joined = {"pixel_values": torch.cat(pixels)} if pixels else {}
-        return {"input_ids": self.ids, **self.beside, **joined}
+        if not pixels:
+            return {"input_ids": self.ids, **self.beside}
+        joined = torch.cat(pixels)
+        return {
+            "input_ids": self.ids,
+            **self.beside,
+            "pixel_values": joined[None] if self.by_sample else joined,
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -326,8 +333,9 @@ def samples_of(model: Any) -> tuple[list[ImageSample], Seam, Anatomy]:
     """Samples for a small copy, where it is cut, and what its language model is made of."""
     base, language = seam_of(model)
     inner, pool = model.get_submodule(base), images_of(model.get_submodule(base), model.config)
+    by_sample = takes_by_sample(inner, next(pool)[0])
     with torch.no_grad():
-        output = inner.get_image_features(**next(pool)[0], return_dict=True)
+        output = features_of(inner, next(pool)[0], by_sample=by_sample)
     pooled = output.pooler_output
     listed = not isinstance(pooled, Tensor)
     seam = Seam(
@@ -335,18 +343,21 @@ def samples_of(model: Any) -> tuple[list[ImageSample], Seam, Anatomy]:
         language=language,
         listed=listed,
         dims=(pooled[0] if listed else pooled).dim(),
+        by_sample=by_sample,
     )
     depth = encoder_depth(model.config.vision_config)
     try:
         if depth is None:
             raise NotInBlocks("its configuration does not say how many layers it has")
+        if by_sample:
+            raise NotInBlocks("it takes images by sample")
         image = next(images_of(inner, model.config))[0]
         found = encoder_anatomy(inner, language.removeprefix(f"{base}."), image, depth)
         seam = replace(seam, encoder=found)
     except NotInBlocks as why:
         seam = replace(seam, one_block=str(why))
     with torch.no_grad():
-        samples = [_sample(model, inner, count, list(islice(pool, count))) for count in COUNTS]
+        samples = [_sample(model, inner, list(islice(pool, count)), by_sample=by_sample) for count in COUNTS]
     text = samples[COUNTS.index(0)]
     anatomy = Watched(model, text.ids, within=language, beside=text.beside).anatomy
     caught: list[dict[str, Any]] = []
@@ -367,12 +378,26 @@ def samples_of(model: Any) -> tuple[list[ImageSample], Seam, Anatomy]:
     return samples, replace(seam, constants=caught[0]), anatomy
 
 
-def _sample(model: Any, inner: Any, count: int, images: list[Any]) -> ImageSample:
-    """A sample of tokens, with so many images at their places in it."""
-    seeds = torch.Generator().manual_seed(count)
+def takes_by_sample(inner: Any, image: Mapping[str, Tensor]) -> bool:
+    """Returns True if an encoder takes images by sample, and not one behind the other."""
+    with torch.no_grad():
+        try:
+            features_of(inner, image, by_sample=False)
+        except Exception as error:
+            try:
+                features_of(inner, image, by_sample=True)
+            except Exception:
+                raise error from None
+            return True
+    return False
+
+
+def _sample(model: Any, inner: Any, images: list[Any], *, by_sample: bool) -> ImageSample:
+    """A sample of tokens, with images at their places in it."""
+    seeds = torch.Generator().manual_seed(len(images))
     ids, taken = torch.randint(2, TEXT, (1, 6), generator=seeds), []
     for item, _ in images:
-        output = inner.get_image_features(**item, return_dict=True).pooler_output
+        output = features_of(inner, item, by_sample=by_sample).pooler_output
         rows = output if isinstance(output, Tensor) else torch.cat(list(output))
         place = torch.full((1, rows.flatten(0, -2).shape[0]), IMAGE_TOKEN)
         ids = torch.cat((ids[:, :3], place, torch.full((1, 1), 7), ids[:, 3:]), 1)  # text between two images
@@ -382,7 +407,7 @@ def _sample(model: Any, inner: Any, count: int, images: list[Any]) -> ImageSampl
     joined = {
         name: torch.cat([beside[name] for _, beside in images]) for name in (images[0][1] if images else {})
     }
-    return ImageSample(ids=ids, images=tuple(taken), beside=types | joined)
+    return ImageSample(ids=ids, images=tuple(taken), beside=types | joined, by_sample=by_sample)
 
 
 def compared_modules(

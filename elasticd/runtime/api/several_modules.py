@@ -47,14 +47,24 @@ def check_graph(recipe: Recipe, held_out: Mapping[str, HeldOut]) -> None:
         )
     for name in graph.encoders:
         items = graph.modules[name].items
-        item_counts(recipe.dataset, items)
+        _check_counts(item_counts(recipe.dataset, items), items)
         item_rows(recipe.dataset, items)
         for said, held in held_out.items():
             try:
-                item_counts(held.dataset, items)
+                _check_counts(item_counts(held.dataset, items), items)
                 item_rows(held.dataset, items)
             except ValueError as error:
                 raise ValueError(f"held-out set {said!r}: {error}") from None
+
+
+def _check_counts(counts: Sequence[int], items: str) -> None:
+    """Raises ValueError for a sample of which nobody knows how many items it has."""
+    wrong = next((index for index, count in enumerate(counts) if int(count) < 0), None)
+    if wrong is not None:
+        raise ValueError(
+            f"the dataset's counts say that sample {wrong} has {counts[wrong]} {items}: the number of each "
+            "must be known before it is read, and at least 0; count them once"
+        )
 
 
 def check_plan_of(plan: Plan, graph: ModelGraph[Module]) -> None:
