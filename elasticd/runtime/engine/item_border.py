@@ -23,7 +23,7 @@ from elasticd.runtime.accelerator import Accelerator
 from elasticd.runtime.comm.communicators import Peers
 from elasticd.runtime.data.sample_ledger import entries
 from elasticd.runtime.engine.activation_header import TensorHeader, empty_header, pack_header, unpack_header
-from elasticd.runtime.engine.p2p import LeftOut, gradient_messages
+from elasticd.runtime.engine.p2p import AbsentGradients, gradient_messages
 from elasticd.runtime.model.bundle import Bundle, Gradients, entering, going_back, tensors
 from elasticd.runtime.model.validation import ModelError
 
@@ -61,7 +61,7 @@ class ItemBorder:
         self.trained, self._everyone, self._me = trained, peers.everyone, peers.me
         self._source, self._target, self._dtype, self._accelerator = source, target, dtype, accelerator
         self._mesh = peers.communicators.mesh(channel) if peers.me in channel.members else None
-        self._first_tag, self._left_out = first_tag, LeftOut()
+        self._first_tag, self._left_out = first_tag, AbsentGradients()
         self._flows: dict[tuple[int, int, int, int], TensorFlow] = {}
 
     @property

@@ -5,7 +5,7 @@ activation is a tensor or named tensors (`elasticd.runtime.model.bundle`). The r
 names, shapes and types. A header goes ahead of them, as a word of the host; its receipt is posted some passes
 early. The payload is received when its pass has come, a message for each tensor, into a tensor of its size.
 Gradients need no header: each is as its tensor was, and its receipt is posted early. Not all named tensors have
-one, and of those that have, the next stage may leave one out: a message of -0.0 alone says so (`LeftOut`). When
+one, and of those that have, the next stage may leave one out: a message of -0.0 alone says so (`AbsentGradients`). When
 messages are launched, at both ends, is said by `elasticd_planner.layout.pass_order`.
 
 In an interleaved pipeline two stages have a boundary for each chunk of layers. Their messages follow each
@@ -180,7 +180,7 @@ def gradient_messages(x: Bundle, given: Gradients) -> list[Tensor]:
     return [torch.full_like(part, -0.0) if grad is None else grad for part, grad in grads]
 
 
-class LeftOut:
+class AbsentGradients:
     """Tells the gradients of tensors that the receiver of an activation left out from others.
 
     On an accelerator the host would wait for each gradient: there a tensor that was used once counts as used.
@@ -217,7 +217,7 @@ class NextStage(_Neighbour):
 
     def __init__(self, *connection: Any, **about: Any) -> None:
         super().__init__(*connection, **about)
-        self._left_out = LeftOut()
+        self._left_out = AbsentGradients()
 
     def announce(self, index: int, x: Bundle, ids: Sequence[int]) -> None:
         """Sends the header of the activation of a micro-batch, with its sample ids; returns at once.
