@@ -5,8 +5,8 @@ activation is a tensor or named tensors (`elasticd.runtime.model.bundle`). The r
 names, shapes and types. A header goes ahead of them, as a word of the host; its receipt is posted some passes
 early. The payload is received when its pass has come, a message for each tensor, into a tensor of its size.
 Gradients need no header: each is as its tensor was, and its receipt is posted early. Not all named tensors have
-one, and of those that have, the next stage may leave one out: a message of -0.0 alone says so (`AbsentGradients`). When
-messages are launched, at both ends, is said by `elasticd_planner.layout.pass_order`.
+one, and of those that have, the next stage may leave one out: a message of -0.0 alone says so
+(`AbsentGradients`). When messages are launched, at both ends, is said by `elasticd_planner.layout.pass_order`.
 
 In an interleaved pipeline two stages have a boundary for each chunk of layers. Their messages follow each
 other in the order of passes, which is the same on both ends.
