@@ -26,7 +26,7 @@ LANGUAGE = [pipeline(5, stage(0, 2, ("a/0", 1)), stage(2, 5, ("a/1", 1)))]
 #: By the slow or dead device: b/0 encodes alone, then with a/1, and then a/0 does.
 PLANS = {
     "": plan_of([pipeline(1, stage(0, 2, ("b/0", 1)))], LANGUAGE, ahead=2),
-    "b/0": plan_of([pipeline(1, stage(0, 1, ("b/0", 1)), stage(1, 2, ("a/1", 1)))], LANGUAGE, ahead=2),
+    "a/1": plan_of([pipeline(1, stage(0, 1, ("b/0", 1)), stage(1, 2, ("a/1", 1)))], LANGUAGE, ahead=2),
     "without b/0": plan_of([pipeline(1, stage(0, 2, ("a/0", 1)))], LANGUAGE),
 }
 #: Those of `train_modules.die_in`; some are of a switch of vision.
@@ -44,7 +44,7 @@ def test_the_only_encoder_dies_in_a_phase_of_a_step(phase: str) -> None:
         whole_snapshot(cluster, 2)
         (cluster.folder / "die").touch()
         if phase in SWITCH:
-            cluster.pace("b/0", SLOW)
+            cluster.pace("a/1", SLOW)
         until(lambda: cluster.events("fenced"), lambda: said(cluster))
         until(lambda: cluster.job()["phase"] == "running", lambda: said(cluster))
         (recovered,) = cluster.events("recorded")[1:]
