@@ -22,13 +22,16 @@ from _results import Row, row
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import torch
+
 import elasticd
 from elasticd.models import next_token_loss
 from elasticd.models.huggingface.fused_experts import CutIn
-from tests.models import families, test_experts
+from tests.models import families, mixture, test_experts
 from tests.models.layouts import Training
 from tests.models.test_huggingface import theirs
 from tests.models.texts import Text
+from tests.runtime import test_expert_exchange
 
 #: The classes of transformers 5.23 with experts, that an earlier release of elasticd refused for these.
 CLASSES = (
@@ -96,7 +99,30 @@ def parity_rows(cases: int = len(test_experts.CASES)) -> Iterator[Row]:
         yield row(title, gap, "", goal=f"<= {test_experts.NEAR:g}", met=gap <= test_experts.NEAR)
 
 
+def placed_rows(cases: int = len(test_experts.PLACED)) -> Iterator[Row]:
+    """Experts that the plan places: parity of a mixture by hand, and what lanes that share experts send."""
+    worst = 0.0
+    for name in [*test_experts.PLACED][:cases]:
+        for choose in (None, test_experts.only_first):
+            torch.manual_seed(0)
+            whole = mixture.Mixture(choose).double()
+            model = copy.deepcopy(whole).describe()
+            dataset = Text(mixture.VOCABULARY)
+            training = replace(Training(model=model, loss=next_token_loss, dataset=dataset), steps=STEPS)
+            gap, _ = test_experts.apart(training, whole, test_experts.PLACED[name], lambda full: full)
+            worst = max(worst, gap)
+    title = (
+        f"weights after {STEPS} steps against one process, a mixture by hand, worst of {cases} layouts with "
+        "placed experts, with routers' choices and with all rows to two experts"
+    )
+    yield row(title, worst, "", goal=f"<= {test_experts.NEAR:g}", met=worst <= test_experts.NEAR)
+    sent, least = test_expert_exchange.sent_and_least(1024)
+    title = "bytes of rows to experts of other lanes and back over distinct (row, device) x width of 1,024"
+    yield row(title, sent / least, "", goal="<= 1.02", met=sent <= 1.02 * least)
+
+
 PARTS = {
+    "placed": Part(placed_rows, TRAINING, {"cases": 1}),
     "parity": Part(parity_rows, TRAINING, {"cases": 2}),
     "classes": Part(class_rows, TRAINING, {"classes": 2}),
 }
