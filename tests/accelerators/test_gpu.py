@@ -171,9 +171,9 @@ PIPES = plan_of(
 @pytest.mark.parametrize(
     ("kind", "plan"),
     [
-        pytest.param("vgpu", PIPES, marks=pytest.mark.slow),
-        pytest.param("cuda", ALONE, marks=gpu),
-        pytest.param("cuda", PIPES, marks=with_nccl),
+        pytest.param("vgpu", PIPES, marks=pytest.mark.slow, id="vgpu-pipelines"),
+        pytest.param("cuda", ALONE, marks=gpu, id="cuda-alone"),
+        pytest.param("cuda", PIPES, marks=with_nccl, id="cuda-pipelines"),
     ],
 )
 def test_captured_passes_train_as_compiled_ones(kind: str, plan: Plan) -> None:
