@@ -299,9 +299,6 @@ def check_modules(recipe: Recipe) -> None:
     if isinstance(recipe.dataset, Stream):
         log.info("a stream's samples are not tried before the job starts: run `elasticd check`")
         return
-    if recipe.model.graph is not None:
-        log.info("a step of several modules is not tried before the job starts")
-        return
     needed, free = _COPIES * _bytes(recipe.model), recipe.accelerator.free_bytes()
     if needed > free:
         gib = needed / (1 << 30), free / (1 << 30)
@@ -324,7 +321,9 @@ def check_modules(recipe: Recipe) -> None:
 
 
 def _bytes(model: Model) -> int:
-    return sum(parameter.nbytes for section in model.sections.values() for parameter in section.parameters())
+    modules = [model] if model.graph is None else model.graph.modules.values()
+    sections = [section for module in modules for section in module.sections.values()]
+    return sum(parameter.nbytes for section in sections for parameter in section.parameters())
 
 
 def job_spec(

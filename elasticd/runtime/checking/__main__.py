@@ -17,14 +17,13 @@ import torch
 
 from elasticd.runtime.api.script import CannotRun, recipe_of
 from elasticd.runtime.checking.module_layouts import modules_compared, one_process
-from elasticd.runtime.checking.verdict import findings
+from elasticd.runtime.checking.verdict import findings, own_modules_agree
 from elasticd.runtime.data.collate import pad
 from elasticd.runtime.engine.recipe import Recipe
 from elasticd.runtime.model.validation import ModelError
 from elasticd.runtime.parallel.sequence_mixing import packable
 from elasticd.runtime.parallel.sequence_parallel import refuse_model
 from elasticd.runtime.reference import layouts
-from elasticd.runtime.reference.comparison import NotCompared, refuse_differences
 from elasticd.runtime.reference.layouts import Variation
 from elasticd.runtime.reference.trial import Trial, tried
 
@@ -44,13 +43,7 @@ def compared(recipe: Recipe, say: Callable[[str], None]) -> bool:
     say(f"{model.name}: {model.layers} blocks; one process has a loss of {one.loss:.6g}")
     if model.proved:
         say(f"ok    {model.proved}")
-    try:
-        refuse_differences(recipe, samples)
-        say("ok    your own modules, without the engine")
-    except NotCompared as why:
-        say(f"note  not tried: your own modules, without the engine ({why})")
-    except ModelError as error:
-        say(f"WRONG your own modules, without the engine\n      {error}")
+    if not own_modules_agree(recipe, samples, say):
         return False
 
     def right(said: str, variation: Variation, alone: Trial, outputs: bool) -> bool:

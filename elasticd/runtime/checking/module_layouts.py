@@ -13,37 +13,17 @@ from typing import Any
 from elasticd_planner.spec.plan import Edge, ModulePlan, Pipeline, Plan, Stage, Strategy
 
 from elasticd.runtime.api.script import CannotRun
-from elasticd.runtime.checking.verdict import findings
-from elasticd.runtime.data.loader import item_counts
+from elasticd.runtime.checking.verdict import findings, own_modules_agree
 from elasticd.runtime.engine.recipe import Recipe
 from elasticd.runtime.model.model import Module
 from elasticd.runtime.model.model_graph import ModelGraph
 from elasticd.runtime.model.validation import ModelError
+from elasticd.runtime.reference.chosen_samples import ChosenSamples, first_items
 from elasticd.runtime.reference.layouts import Variation, widest
 from elasticd.runtime.reference.trial import Member, Trial, tried
 
 #: Samples of the step: of two pipelines the second has two micro-batches.
 _SAMPLES = 3
-#: So many samples of the dataset are looked at for some with and without items.
-_LOOKED_AT = 4096
-
-
-class ChosenSamples:
-    """Some samples of a dataset, as a dataset."""
-
-    def __init__(self, dataset: Any, indices: Sequence[int]) -> None:
-        self._dataset, self._indices = dataset, list(indices)
-        for name in ("counts", "rows"):
-            if isinstance(known := getattr(dataset, name, None), Mapping):
-                setattr(self, name, {key: [of[index] for index in indices] for key, of in known.items()})
-        if hasattr(dataset, "part"):
-            self.part = lambda index, keys: dataset.part(self._indices[index], keys)
-
-    def __len__(self) -> int:
-        return len(self._indices)
-
-    def __getitem__(self, index: int) -> Any:
-        return self._dataset[self._indices[index]]
 
 
 def modules_compared(recipe: Recipe, say: Callable[[str], None]) -> bool:
@@ -51,9 +31,7 @@ def modules_compared(recipe: Recipe, say: Callable[[str], None]) -> bool:
     graph, dataset = recipe.model.graph, recipe.dataset
     assert graph is not None
     recipe = replace(recipe, micro_batch=1)
-    totals = [
-        sum(counts) for counts in zip(*(_first_counts(dataset, kind) for kind in graph.items), strict=True)
-    ]
+    totals = first_items(dataset, graph.items)
     order = sorted(range(len(totals)), key=totals.__getitem__)  # of the fewest items: they are read and tried
     with_items, without = [i for i in order if totals[i]], [i for i in order if not totals[i]]
     if not with_items:
@@ -64,6 +42,8 @@ def modules_compared(recipe: Recipe, say: Callable[[str], None]) -> bool:
     layers = {name: module.layers for name, module in graph.modules.items()}
     named = ", ".join(f"{name} of {count} blocks" for name, count in layers.items())
     say(f"{graph.name}: {named}; one process has a loss of {one.loss:.6g}")
+    if not own_modules_agree(some, len(chosen), say):
+        return False
     good = [_right(graph, said, one, tried(some, each), say) for said, each in _layouts(graph, len(chosen))]
     if not without:
         say("note  not tried: a step without items (every sample has some)")
@@ -74,11 +54,6 @@ def modules_compared(recipe: Recipe, say: Callable[[str], None]) -> bool:
     variation = Variation(plan=_plan(graph, count, lambda name, first: [[(first, 1)]]))
     good.append(_right(graph, "a step without items, modules apart", alone, tried(bare, variation), say))
     return all(good)
-
-
-def _first_counts(dataset: object, kind: str) -> list[int]:
-    counts = item_counts(dataset, kind)
-    return [int(counts[index]) for index in range(min(len(counts), _LOOKED_AT))]
 
 
 def _of(recipe: Recipe, dataset: object, chosen: Sequence[int]) -> Recipe:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from elasticd_planner.spec.box import Box
 from torch import Tensor
 
+from elasticd.runtime.engine.recipe import Recipe
 from elasticd.runtime.model.model import Model, split_name
 from elasticd.runtime.model.rng import Dropout
 from elasticd.runtime.model.tp_rules import PartialGrad
-from elasticd.runtime.reference.comparison import difference
+from elasticd.runtime.model.validation import ModelError
+from elasticd.runtime.reference.comparison import NotCompared, difference, refuse_differences
 from elasticd.runtime.reference.trial import Member, Trial
 
 #: Relative differences that rounding explains, by type of the parameters.
@@ -186,3 +188,20 @@ def _said(model: Model, name: str) -> str:
     fields = ", ".join(repr(v) if k == "units" else f"{k}={v!r}" for k, v in vars(rule).items() if v)
     fields = fields.replace(", parts=1", "")
     return f"the rule {model.pattern(name)!r}: {type(rule).__name__}({fields})"
+
+
+def own_modules_agree(recipe: Recipe, samples: int, say: Callable[[str], None]) -> bool:
+    """Compares a step of the user's own modules with one of the engine, and says what came of it.
+
+    Returns:
+        False if they differ.
+    """
+    try:
+        refuse_differences(recipe, samples)
+        say("ok    your own modules, without the engine")
+    except NotCompared as why:
+        say(f"note  not tried: your own modules, without the engine ({why})")
+    except ModelError as error:
+        say(f"WRONG your own modules, without the engine\n      {error}")
+        return False
+    return True

@@ -250,10 +250,7 @@ class ModuleEngine:
 
     def begin(self, step: int) -> None:
         """Begins a step: keys its draws, in each module by other numbers."""
-        seed = self._seed
-        if self.prefix:
-            digest = hashlib.blake2b(f"{seed}/{self.name}".encode(), digest_size=7).digest()
-            seed = int.from_bytes(digest, "big")
+        seed = draw_seed(self._seed, self.name) if self.prefix else self._seed
         self.local.drawing.begin(seed, step, dataset=self._seed)
         self.choices.begin()
         if self.telemetry is not None:
@@ -308,3 +305,9 @@ class ModuleEngine:
                     "job's optimizer does not have it: give it unfrozen, and freeze it in Callback.before_step "
                     "until then"
                 )
+
+
+def draw_seed(seed: int, module: str) -> int:
+    """The seed of the draws of one of several modules, under a job's seed."""
+    digest = hashlib.blake2b(f"{seed}/{module}".encode(), digest_size=7).digest()
+    return int.from_bytes(digest, "big")

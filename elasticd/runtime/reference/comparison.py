@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,11 +17,15 @@ import torch
 from torch import Tensor
 
 from elasticd.runtime.comm.communicators import GlooCommunicators
+from elasticd.runtime.data.stream import Stream
 from elasticd.runtime.engine.engine import Engine
+from elasticd.runtime.engine.mixed_precision import converted
+from elasticd.runtime.engine.module_engine import ModuleEngine
 from elasticd.runtime.engine.recipe import Recipe
 from elasticd.runtime.model.model import Model, split_name
 from elasticd.runtime.model.validation import ModelError
 from elasticd.runtime.reference import layouts
+from elasticd.runtime.reference.chosen_samples import ChosenSamples, first_items
 from elasticd.runtime.reference.plain_step import MicroBatch, PlainStep, plain_step
 from elasticd.runtime.reference.trial import Member, Trial, tried
 
@@ -40,7 +44,8 @@ class NotCompared(Exception):
 
 
 def refuse_differences(recipe: Recipe, samples: int) -> PlainStep:
-    """Compares one step of the user's modules with one of the engine, on this process's device.
+    """Compares one step of the user's modules with one of the engine, on this process's device. Of a model of
+    several modules the samples have items, as far as samples of the dataset have some.
 
     Args:
         recipe: of the job.
@@ -54,11 +59,14 @@ def refuse_differences(recipe: Recipe, samples: int) -> PlainStep:
         NotCompared: one of the two steps cannot be made.
     """
     model = recipe.model
-    if model.handed_over.retired:
+    if any(module.handed_over.retired for module in _modules(model).values()):
         raise NotCompared("your modules were given to an earlier job")
     data = replace(recipe.data, packing=None, global_tokens=None)
     recipe = replace(recipe, data=data, clip=None, connect=GlooCommunicators)  # which one member needs not
-    engine, batches = _engine_step(recipe, samples)
+    if model.graph is not None:
+        recipe = _with_items(recipe, model.graph.items, samples)
+        samples = recipe.global_batch
+    engine, batches, items = _engine_step(recipe, samples)
     where, error = engine.failed or ("", None)
     (member,) = engine.members.values()
     if isinstance(error, ModelError):
@@ -69,7 +77,7 @@ def refuse_differences(recipe: Recipe, samples: int) -> PlainStep:
     if error is None and not engine.applied:
         raise NotCompared("its gradients are not finite, or its samples have no target")
     try:
-        plain = plain_step(recipe, batches[-1])
+        plain = plain_step(recipe, batches[-1], items)
     except ModelError:
         raise
     except Exception as failure:
@@ -95,17 +103,41 @@ def refuse_differences(recipe: Recipe, samples: int) -> PlainStep:
     return plain
 
 
-def _engine_step(recipe: Recipe, samples: int) -> tuple[Trial, list[MicroBatch]]:
-    """A step of the engine, and the batch that it got; none where it failed before. Raises ModelError where its
-    backward pass reaches parameters of the user's modules."""
-    batches = list[MicroBatch]()
-    originals = recipe.model.handed_over.parameters()
+def _modules(model: Model) -> Mapping[str, Model]:
+    """The modules of a model by the prefix of their names."""
+    return (
+        {"": model} if model.graph is None else {f"{name}.": each for name, each in model.graph.modules.items()}
+    )
+
+
+def _with_items(recipe: Recipe, kinds: Collection[str], samples: int) -> Recipe:
+    """The recipe of a step of some of the first samples that have items, of the fewest."""
+    assert not isinstance(recipe.dataset, Stream)
+    counts = first_items(recipe.dataset, kinds)
+    chosen = sorted(range(len(counts)), key=lambda index: (not counts[index], counts[index]))[:samples]
+    dataset = ChosenSamples(recipe.dataset, chosen)
+    return replace(recipe, dataset=dataset, global_batch=len(chosen), micro_batch=len(chosen))
+
+
+def _engine_step(recipe: Recipe, samples: int) -> tuple[Trial, list[MicroBatch], dict[str, list[MicroBatch]]]:
+    """A step of the engine, and the batch that it got, with its items by module; none where it failed before.
+    Raises ModelError where its backward pass reaches parameters of the user's modules."""
+    batches, items, graph = list[MicroBatch](), dict[str, list[MicroBatch]](), recipe.model.graph
+    originals = {
+        prefix + name: parameter
+        for prefix, module in _modules(recipe.model).items()
+        for name, parameter in module.handed_over.parameters().items()
+    }
     gradients = {name: parameter.grad for name, parameter in originals.items()}
     for parameter in originals.values():
         parameter.grad = None
     try:
-        alone = layouts.alone(recipe.model.spec, samples)
-        trial = tried(recipe, alone, lambda engine: _keep_batch(engine, batches))
+        if graph is None:
+            alone = layouts.alone(recipe.model.spec, samples)
+        else:
+            described = {name: (module.spec, module.items) for name, module in graph.modules.items()}
+            alone = layouts.modules_alone(described, samples)
+        trial = tried(recipe, alone, lambda engine: _keep_batch(engine, batches, items))
         reached = [name for name, parameter in originals.items() if parameter.grad is not None]
     finally:
         for name, parameter in originals.items():
@@ -117,28 +149,51 @@ def _engine_step(recipe: Recipe, samples: int) -> tuple[Trial, list[MicroBatch]]
             "would never be trained. Write it as a method that uses self, and give the loss what it needs as "
             f"an output; {_SEE}"
         )
-    return trial, batches
+    return trial, batches, items
 
 
-def _keep_batch(engine: Engine, batches: list[MicroBatch]) -> None:
-    """Keeps the first batch that the engine calls its embedding and its loss with."""
-    assert engine.module.runner is not None
-    entered, loss = list[Any](), engine.module.runner.loss
+def _keep_batch(engine: Engine, batches: list[MicroBatch], items: dict[str, list[MicroBatch]]) -> None:
+    """Keeps the first batch that the engine calls its embedding and its loss with, and all batches of modules
+    of items."""
+    for name, each in engine.modules.items():
+        if each.layouts.plan.module.items:
+            items[name] = []
+            _keep_items(each, items[name])
+    own = engine.modules[engine.loss_plan.module.module]
+    assert own.runner is not None
+    entered, loss = list[Any](), own.runner.loss
     ids: list[int] = []
 
     def enters(_: Any, args: tuple[Any, ...]) -> None:
         if not entered:
-            entered[:] = [args[0], copy.deepcopy(args[0])]
-            ids[:] = engine.module.local.drawing.samples or ()
+            entered[:] = [args[0], _copied(args[0])]
+            ids[:] = own.local.drawing.samples or ()
             batches.append(MicroBatch(entered=entered[1], targets=entered[1], ids=ids))
 
     def watched(output: Any, batch: Any) -> tuple[Tensor, float | Tensor]:
-        if len(batches) == 1 and batch is not entered[0]:  # converted for the modules
-            batches.append(MicroBatch(entered=entered[1], targets=copy.deepcopy(batch), ids=ids))
+        if len(batches) == 1 and batch is not entered[0]:  # converted for the modules, or without items
+            batches.append(MicroBatch(entered=entered[1], targets=_copied(batch), ids=ids))
         return loss(output, batch)
 
-    engine.module.local.modules["embed"].register_forward_pre_hook(enters, prepend=True)
-    engine.module.runner.loss = watched
+    own.local.modules["embed"].register_forward_pre_hook(enters, prepend=True)
+    own.runner.loss = watched
+
+
+def _keep_items(module: ModuleEngine, items: list[MicroBatch]) -> None:
+    """Keeps the batches of a module of items."""
+
+    def enters(_: Any, args: tuple[Any, ...]) -> None:
+        entered = _copied(args[0])
+        items.append(MicroBatch(entered=entered, targets=entered, ids=list(module.local.drawing.samples or ())))
+
+    module.local.modules["embed"].register_forward_pre_hook(enters, prepend=True)
+
+
+def _copied(batch: Any) -> Any:
+    """A batch as it is now; what another module made is no longer of its graph."""
+    return copy.deepcopy(
+        converted(batch, lambda tensor: tensor.detach() if tensor.grad_fn is not None else tensor)
+    )
 
 
 def _differences(model: Model, plain: PlainStep, mean: float, engine: Member) -> Iterator[str]:
@@ -156,25 +211,38 @@ def _differences(model: Model, plain: PlainStep, mean: float, engine: Member) ->
     if not math.isclose(mean, right, rel_tol=near, abs_tol=near):
         yield f"the loss is {right:.6g}, and {mean:.6g} of the copies"
     lacking = [name for name in plain.gradients if name not in engine.gradients]
-    beyond = [name for name in engine.gradients if name not in plain.gradients]
+    beyond = [
+        name
+        for name, (part, *_) in engine.gradients.items()
+        # An item that embed leaves out counts as used: its gradient is zero.
+        if name not in plain.gradients and (model.graph is None or part.reduced.any())
+    ]
     if lacking:
         yield f"{_some(lacking)} would get no gradient"
     if beyond:
         yield f"{_some(beyond)} would get a gradient, and has none in your own step"
     sizes: dict[str, float] = {}
     for name, expected in plain.gradients.items():
-        section = split_name(name)[0]
+        section = _section(model, name)
         sizes[section] = max(sizes.get(section, 0.0), _size(expected))
     off_by = {}
     for name in [name for name in plain.gradients if name in engine.gradients]:
         expected, (part,) = plain.gradients[name], engine.gradients[name]
-        size = max(_size(expected), 1e-3 * sizes[split_name(name)[0]])
+        size = max(_size(expected), 1e-3 * sizes[_section(model, name)])
         gap = float((part.reduced.reshape(expected.shape).double() - expected.double()).abs().max())
         if not gap <= near * size:
             off_by[name] = gap / max(size, 1e-300)
     if off_by:
         worst = max(off_by, key=lambda name: off_by[name])
         yield f"the gradient of {_some([worst, *(off_by.keys() - {worst})])} by {off_by[worst]:.1e} of its size"
+
+
+def _section(model: Model, name: str) -> str:
+    """The section of a parameter, with its module."""
+    if model.graph is None:
+        return split_name(name)[0]
+    module, _, rest = name.partition(".")
+    return f"{module}.{split_name(rest)[0]}"
 
 
 def _cause(plain: PlainStep, engine: Member) -> str:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import msgspec
 from elasticd_planner.spec.model import ModelSpec
-from elasticd_planner.spec.plan import ModulePlan, Pipeline, Plan, Stage, StatePolicy, Strategy
+from elasticd_planner.spec.plan import Edge, ModulePlan, Pipeline, Plan, Stage, StatePolicy, Strategy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +23,28 @@ class Variation:
 def alone(spec: ModelSpec, samples: int) -> Variation:
     """One process, all samples in one micro-batch."""
     return Variation(plan=_plan([_pipeline(_stage(0, len(spec.layers), 0, (1,)))], samples))
+
+
+def modules_alone(modules: Mapping[str, tuple[ModelSpec, str]], samples: int) -> Variation:
+    """One process with all modules, all samples in one micro-batch.
+
+    Args:
+        modules: by name: the description of each, and what it takes of a sample; empty: it has the loss.
+        samples: of the step.
+    """
+    listed = [
+        ModulePlan(
+            module=name,
+            pipelines=(_pipeline(_stage(0, len(spec.layers), 0, (1,))),),
+            items=items,
+            trainable=any(parameter.kind == "trained" for parameter in spec.parameters.values()),
+        )
+        for name, (spec, items) in modules.items()
+    ]
+    own = next(module.module for module in listed if not module.items)
+    edges = tuple(Edge(source=module.module, target=own) for module in listed if module.items)
+    strategy = Strategy(modules=tuple(listed), edges=edges)
+    return Variation(plan=Plan(number=1, strategies=(strategy,), micro_batch=samples, global_batch=samples))
 
 
 def by_sample(spec: ModelSpec, samples: int) -> Variation:

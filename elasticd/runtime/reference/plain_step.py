@@ -12,12 +12,15 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from elasticd_planner.spec.box import Box
 from torch import Tensor, nn
 
+from elasticd.runtime.engine.item_border import joined, row_of
+from elasticd.runtime.engine.module_engine import draw_seed
 from elasticd.runtime.engine.recipe import Recipe
 from elasticd.runtime.model.handed_over import REGISTERED
 from elasticd.runtime.model.model import Loss, Model
@@ -51,38 +54,100 @@ class PlainStep:
     is_mean: bool  #: whether the loss is a mean beside a count: the same for the batch and for all of it twice
 
 
-def plain_step(recipe: Recipe, batch: MicroBatch) -> PlainStep:
-    """Takes one step of the modules that the user gave. Raises what they raise."""
-    drawing, precision = Drawing(), recipe.precision
-    drawing.begin(recipe.seed, 0)
-    drawing.samples = list(batch.ids)
-    outputs: dict[str, dict[str, Tensor]] = {}
-    with _lent(recipe.model, recipe.seed, recipe.accelerator.device) as (sections, parameters):
-        before, x = _attributes(sections), batch.entered
-        with torch.enable_grad(), passing(None), drawing.kept():
-            for section, module in sections.items():
-                called = _with_keyed_dropouts(section, module, drawing)
-                with drawing.section(section):
-                    x = called(x)
-                named = {"": x} if isinstance(x, Tensor) else x
-                outputs[section] = {k: v.detach().clone() for k, v in named.items() if isinstance(v, Tensor)}
-            with drawing.keyed("loss"):
+def plain_step(
+    recipe: Recipe, batch: MicroBatch, items: Mapping[str, Sequence[MicroBatch]] = MappingProxyType({})
+) -> PlainStep:
+    """Takes one step of the modules that the user gave. Raises what they raise.
+
+    Args:
+        recipe: of the job.
+        batch: of the module that computes the loss.
+        items: of a model of several modules: the items of the batch, in their order, by module.
+    """
+    precision, graph, device = recipe.precision, recipe.model.graph, recipe.accelerator.device
+    modules = {recipe.model.name: recipe.model} if graph is None else graph.modules
+    with ExitStack() as lent:
+        plain = {
+            name: _PlainModule(
+                f"{name}." if graph is not None else "",
+                recipe.seed if graph is None else draw_seed(recipe.seed, name),
+                *lent.enter_context(_lent(module, recipe.seed, device)),
+            )
+            for name, module in modules.items()
+        }
+        own, entered = plain[recipe.model.name if graph is None else graph.own], batch.entered
+        before = {name: value for each in plain.values() for name, value in each.attributes()}
+        with torch.enable_grad(), passing(None), own.drawing.kept():
+            for key, name in graph.loss_module.takes.items() if graph is not None else ():
+                with plain[name].drawing.kept():
+                    made = [row_of(plain[name].forward(each), 0) for each in items[name]]
+                entered = {**entered, key: joined(made)}
+            x = own.forward(batch, entered)
+            with own.drawing.keyed("loss"):
                 output = precision.leaving(x) if precision else x
                 total, count = sum_and_count(recipe.loss(output, batch.targets))
                 is_mean = _is_mean(recipe.loss, output, batch, total, count)
-            after = _attributes(sections)
+            after = {name: value for each in plain.values() for name, value in each.attributes()}
             with watching() as draws:
                 if total.requires_grad:
                     total.backward()
         return PlainStep(
             loss=float(total.detach()),
             targets=float(count),
-            outputs=outputs,
-            gradients={name: p.grad.detach() for name, p in parameters.items() if p.grad is not None},
+            outputs={name: value for each in plain.values() for name, value in each.outputs.items()},
+            gradients={name: value for each in plain.values() for name, value in each.gradients()},
             draws_backward=draws.drew,
             attributes=tuple(name for name, value in after.items() if before.get(name) is not value),
             is_mean=is_mean,
         )
+
+
+class _PlainModule:
+    """The sections of one module of the user's, as a plain script calls them."""
+
+    outputs: dict[str, dict[str, Tensor]]  #: by section, of the first micro-batch
+
+    def __init__(
+        self,
+        prefix: str,
+        seed: int,
+        sections: Mapping[str, nn.Module],
+        parameters: Mapping[str, nn.Parameter],
+    ) -> None:
+        """
+        Args:
+            prefix: of its names among those of all modules.
+            seed: of its draws.
+            sections: in their order.
+            parameters: by their names in it.
+        """
+        self._prefix, self._sections, self._parameters = prefix, sections, parameters
+        self.drawing, self.outputs = Drawing(), {}
+        self.drawing.begin(seed, 0)
+
+    def forward(self, batch: MicroBatch, entered: Any = None) -> Any:
+        """The output of the last section; `entered`: what the first one is called with, if not the batch."""
+        x = batch.entered if entered is None else entered
+        self.drawing.samples = list(batch.ids)
+        for section, module in self._sections.items():
+            called = _with_keyed_dropouts(section, module, self.drawing)
+            with self.drawing.section(section):
+                x = called(x)
+            named = {"": x} if isinstance(x, Tensor) else x
+            values = {k: v.detach().clone() for k, v in named.items() if isinstance(v, Tensor)}
+            self.outputs.setdefault(self._prefix + section, values)
+        return x
+
+    def attributes(self) -> Iterator[tuple[str, Any]]:
+        """Attributes of its modules that torch does not register, by full name."""
+        for name, value in _attributes(self._sections).items():
+            yield self._prefix + name, value
+
+    def gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """Those of the parameters that have one, by full name."""
+        for name, parameter in self._parameters.items():
+            if parameter.grad is not None:
+                yield self._prefix + name, parameter.grad.detach()
 
 
 def _is_mean(loss: Loss, output: Any, batch: MicroBatch, total: Tensor, count: float | Tensor) -> bool:
