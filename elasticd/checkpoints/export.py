@@ -46,23 +46,44 @@ DTYPES = {
 }
 
 
+#: What the names of a model of one module begin with.
+SECTIONS = frozenset({"embed", "blocks", "head"})
+
+
 class CannotExport(ValueError):
     """The checkpoint has what a file cannot hold, or makes no folder of its library; the message says why."""
 
 
-def export(path: Path, manifest: Manifest, out: Path, *, moments: bool = False) -> int:
-    """Writes `out` from the checkpoint at `path`, and returns its bytes. Parameters and buffers have the names
-    of the user's own modules, a tied one the first of its names; with `moments` the optimizer's planes follow
-    as "optimizer.state.NAME.PLANE".
+def export(path: Path, manifest: Manifest, out: Path, *, moments: bool = False, module: str = "") -> int:
+    """Writes a checkpoint into one file, which gets its name when it is whole.
 
-    The file gets its name when it is whole. Raises `Damaged` and `CannotExport`.
+    Parameters and buffers have the names of the user's own modules, a tied one the first of its names; those of
+    a model of several modules begin with the module's.
+
+    Args:
+        path: of the checkpoint.
+        manifest: its own.
+        out: the file.
+        moments: the optimizer's planes follow as "optimizer.state.NAME.PLANE".
+        module: of a model of several: that one alone, by the names that it has by itself. Empty: all.
+
+    Returns:
+        The bytes of the file.
+
+    Raises:
+        Damaged: the checkpoint is.
+        CannotExport: it has what a file cannot hold, or no such module.
     """
     own = {full: names[0] for full, names in manifest.own_names().items()}
+    prefix = f"{module}." if module else ""
+    if module:
+        _check_module(manifest, module)
     tensors = [
-        (_key(own.get(name, name), role, plane), Item(name, role), plane)
+        (_key(own.get(name, name).removeprefix(prefix), role, plane), Item(name, role), plane)
         for role, entries in manifest.tensors.items()
         if role != "state" or moments
         for name, entry in entries.items()
+        if name.startswith(prefix)
         for plane in entry.planes
     ]
     header: dict[str, object] = {
@@ -99,6 +120,16 @@ def export(path: Path, manifest: Manifest, out: Path, *, moments: bool = False) 
     finally:
         part.unlink(missing_ok=True)
     return 8 + len(text) + at
+
+
+def _check_module(manifest: Manifest, module: str) -> None:
+    """Refuses a module that the model does not have."""
+    names = (name for entries in manifest.tensors.values() for name in entries)
+    modules = sorted({name.partition(".")[0] for name in names})
+    if {*modules} <= SECTIONS:
+        raise CannotExport(f"{manifest.origin.model} has one module: leave --module {module} out")
+    if module not in modules:
+        raise CannotExport(f"{manifest.origin.model} has no module {module!r}; it has: {', '.join(modules)}")
 
 
 def _key(name: str, role: Role, plane: PlaneEntry) -> str:

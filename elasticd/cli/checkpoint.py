@@ -186,6 +186,7 @@ def verify(path: Path, as_json: bool) -> None:
 @click.argument("path", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.argument("out", type=click.Path(dir_okay=False, path_type=Path), required=False)
 @click.option("--moments", is_flag=True, help="The optimizer's state too, as optimizer.state.NAME.PLANE.")
+@click.option("--module", default="", metavar="NAME", help="Of a model of several modules that one alone.")
 @click.option(
     "--hf",
     "folder",
@@ -205,6 +206,7 @@ def export(
     path: Path,
     out: Path | None,
     moments: bool,
+    module: str,
     folder: Path | None,
     base: Path | None,
     merge: bool,
@@ -212,7 +214,8 @@ def export(
 ) -> None:
     """Write a checkpoint's parameters and buffers into one safetensors file, or a folder of transformers.
 
-    PATH is a checkpoint, or a folder of checkpoints, whose newest is taken.
+    PATH is a checkpoint, or a folder of checkpoints, whose newest is taken. Names of a model of several modules
+    begin with the module's, as in vision.blocks.0.weight; --module vision writes blocks.0.weight and so on.
     """
     found = _newest(path)
     if found.damage or found.manifest is None:
@@ -220,6 +223,8 @@ def export(
     if folder is not None:
         if out is not None or moments:
             raise click.UsageError("--hf DIR writes a folder in place of OUT, without moments: leave these out")
+        if module:
+            raise click.UsageError(f"--hf DIR writes the whole model: leave --module {module} out, or name OUT")
         need("transformers", "elasticd checkpoint export --hf")
         command = [sys.executable, "-m", "elasticd.models.huggingface", str(found.path), str(folder)]
         command += ["--base", str(base)] if base is not None else []
@@ -228,7 +233,7 @@ def export(
     if out is None:
         raise click.UsageError("name the file, OUT, or with --hf DIR the folder to write")
     try:
-        size = write(found.path, found.manifest, out, moments=moments)
+        size = write(found.path, found.manifest, out, moments=moments, module=module)
     except (Damaged, CannotExport, OSError) as error:
         raise click.ClickException(str(error)) from None
     click.echo(f"{out}: {_size(size)}, step {found.step}")

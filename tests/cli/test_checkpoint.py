@@ -98,6 +98,14 @@ def test_export_is_what_safetensors_reads_bit_by_bit(
     assert not list(tmp_path.glob("*.part"))
 
 
+def test_a_module_of_a_model_of_one_is_refused(folder: Path, tmp_path: Path) -> None:
+    out = str(tmp_path / "out")
+    said = refused("checkpoint", "export", str(newest(folder)), out, "--module", "vision")
+    assert "has one module: leave --module vision out" in said
+    said = refused("checkpoint", "export", str(newest(folder)), "--hf", out, "--module", "vision")
+    assert "--hf DIR writes the whole model: leave --module vision out" in said
+
+
 def test_export_of_a_damaged_checkpoint_leaves_no_file(folder: Path, tmp_path: Path) -> None:
     damage(newest(folder))
     out = tmp_path / "out.safetensors"

@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 import torch
 from elasticd_planner.spec.batch import Sampler
+from safetensors.torch import load_file
 from torch import nn
 
 import elasticd
 from elasticd.models.decoder import next_token_loss
 from elasticd.runtime.model.validation import ModelError
+from tests.cli.support import call, refused
 from tests.runtime import image_model
 from tests.runtime.image_model import (
     BATCH,
@@ -84,7 +86,27 @@ def test_it_trains_as_plain_torch_does() -> None:
 def test_a_run_goes_on_from_its_newest_checkpoint(tmp_path: Path) -> None:
     expected, _ = reference()
     assert losses(job(tmp_path / "c", every=1), 2) == pytest.approx(expected[:2], abs=1e-12)
+    whole = export(tmp_path)
+    names = {
+        f"vision.{name}" for name in ("embed.project.weight", "blocks.1.attention.q.weight", "head.out.bias")
+    }
+    assert names | {"language.head.output.weight"} <= whole.keys()
+    alone = export(tmp_path, "--module", "vision")
+    assert alone.keys() == {name.removeprefix("vision.") for name in whole if name.startswith("vision.")}
+    assert all(torch.equal(value, whole[f"vision.{name}"]) for name, value in alone.items())
+    parts = nn.ModuleDict({"embed": image_model.Patches(), "head": image_model.Projector()})
+    assert not parts.load_state_dict(alone, strict=False).missing_keys
+    wrong = ("checkpoint", "export", str(tmp_path / "c"), str(tmp_path / "x"), "--module", "sound")
+    assert "has no module 'sound'; it has: language, vision" in refused(*wrong)
     assert losses(job(tmp_path / "c")) == pytest.approx(expected[2:], abs=1e-12)
+
+
+def export(folder: Path, *options: str) -> dict[str, torch.Tensor]:
+    """The newest checkpoint in a file."""
+    out = folder / "out.safetensors"
+    done = call("checkpoint", "export", str(folder / "c"), str(out), *options)
+    assert done.exit_code == 0, done.output
+    return load_file(out)
 
 
 def beside(*encoders: tuple[str, str]) -> elasticd.Model:
