@@ -158,18 +158,21 @@ function box(stage, x, wide, tall) {
 export class Timeline extends Measured {
   static properties = {
     lanes: { attribute: false },
+    pipelines: { attribute: false },
     seconds: { type: Number },
   };
 
   constructor() {
     super();
     /** @type {TimelineLane[]} */ this.lanes = [];
+    /** Of a plan of several modules: whose devices name the rows. @type {PipelineBox[]} */ this.pipelines = [];
     this.seconds = 0;
   }
 
   render() {
     if (!this.width) return nothing;
     const named = naming(this.lanes);
+    const several = this.pipelines.length > 0;
     const most = Math.max(
       ...this.lanes.map((lane) => Math.max(0, ...lane.stages.flat().map((pass) => pass.stop))),
       1e-12,
@@ -189,14 +192,26 @@ export class Timeline extends Measured {
           </svg>
           backward (underlined)
         </li>
-        <li class="muted">gaps: pipeline bubble. ${seconds(most)} in all</li>
+        <li class="muted">
+          ${several ? "gaps: it waits, or passes another module" : "gaps: pipeline bubble"}. ${seconds(most)} in
+          all
+        </li>
       </ul>
       ${this.lanes.map((lane) => this.lane(lane, named(lane), scale))}`;
+  }
+
+  /** The devices of each stage of a lane, as far as they are known. @param {TimelineLane} lane */
+  members(lane) {
+    const same = (/** @type {PipelineBox} */ row) =>
+      row.module === lane.module && row.pipeline === lane.pipeline && row.lane === lane.lane;
+    return this.pipelines.find(same)?.stages.map((stage) => stage.devices) ?? [];
   }
 
   /** @param {TimelineLane} lane  @param {string} name  @param {number} scale */
   lane(lane, name, scale) {
     const tall = 17;
+    const members = this.members(lane);
+    const what = this.pipelines.length > 0 ? "as predicted" : "1F1B as predicted";
     const height = lane.stages.length * (tall + 2) + 20;
     const busy = lane.stages.map((passes) => passes.reduce((sum, pass) => sum + pass.stop - pass.start, 0));
     const said = busy.map((each, stage) => `stage ${stage} ${percent(each / (lane.seconds || 1), 0)}`);
@@ -205,14 +220,16 @@ export class Timeline extends Measured {
       width=${this.width}
       height=${height}
       role="img"
-      aria-label="${name}${alike}, 1F1B as predicted: ${seconds(lane.seconds)}; busy: ${said.join(", ")}"
+      aria-label="${name}${alike}, ${what}: ${seconds(lane.seconds)}; busy: ${said.join(", ")}"
     >
       <text x="0" y="12">${name}</text>
       ${lane.alike > 1 ? svg`<text class="label" x=${NAME} y="12">and ${lane.alike - 1} alike</text>` : nothing}
       ${lane.shortened ? svg`<text class="label end" x=${this.width - 4} y="12">the first 32 micro-batches</text>` : nothing}
       ${lane.stages.map((passes, stage) => {
         const y = 18 + stage * (tall + 2);
-        return svg`<g><text class="label" x="0" y=${y + 12}>stage ${stage}</text>
+        const [first = `stage ${stage}`, ...more] = members[stage] ?? [];
+        const label = short(more.length ? `${first} + ${more.length}` : first, 14);
+        return svg`<g><text class="label" x="0" y=${y + 12}>${label}</text>
           <rect class="bar-ground" x=${NAME} y=${y} width=${lane.seconds * scale} height=${tall} />
           ${passes.map((pass) => {
             const x = NAME + pass.start * scale;

@@ -92,6 +92,7 @@ class PlanPage extends Page {
             <p>a box as wide as its layers; a device's bar as long as its share; the line below: load</p>
           </header>
           <ed-plan-picture .pipelines=${view.pipelines}></ed-plan-picture>
+          ${several ? places(view.pipelines) : nothing}
           ${view.idle.length ? html`<p>Standby: ${devices(view.idle)}</p>` : nothing}
           ${view.carriers.length ? html`<p>Keep state alone: ${devices(view.carriers)}</p>` : nothing}
         </section>
@@ -105,7 +106,7 @@ class PlanPage extends Page {
                     ${seconds(view.timeline_seconds)}, before the gradients' reduction
                   </p>
                 </header>
-                <ed-timeline .lanes=${view.timeline}></ed-timeline>
+                <ed-timeline .lanes=${view.timeline} .pipelines=${several ? view.pipelines : []}></ed-timeline>
               </section>`
             : nothing
         }
@@ -141,6 +142,49 @@ class PlanPage extends Page {
       <a href=${to(`/jobs/${part(this.job)}/switch?number=${this.number}`)}>The switch to it, rank by rank</a>
     </p>`;
   }
+}
+
+/** Devices of a plan of several modules that have a line of their own; the rest is counted. */
+const MOST_DEVICES = 64;
+
+/** The places of each device in all modules beside each other, and how long it computes for them.
+ * @param {PlanView["pipelines"]} pipelines */
+function places(pipelines) {
+  const modules = [...new Set(pipelines.map((row) => row.module))];
+  /** @type {Map<string, {load: number, of: Map<string, string>}>} */ const found = new Map();
+  for (const row of pipelines)
+    for (const stage of row.stages)
+      for (const device of stage.devices) {
+        const own = found.get(device) ?? { load: 0, of: new Map() };
+        own.load += stage.load;
+        const text = `layers ${stage.named}, ${percent(stage.load, 0)}`;
+        own.of.set(row.module, own.of.has(row.module) ? `${own.of.get(row.module)}; ${text}` : text);
+        found.set(device, own);
+      }
+  const most = Math.max(...[...found.values()].map((each) => each.load), 1e-12);
+  const listed = [...found].sort((one, other) => other[1].load - one[1].load);
+  return html`<div class="scroll tall" tabindex="0" role="group" aria-label="Devices and their modules">
+      <table class="data">
+        <thead>
+          <tr>
+            <th scope="col">device</th>
+            ${modules.map((module) => html`<th scope="col">${module}</th>`)}
+            <th scope="col" class="num">computes, of the busiest</th>
+          </tr>
+        </thead>
+        <tbody>
+          ${listed.slice(0, MOST_DEVICES).map(
+            ([device, own]) =>
+              html`<tr>
+                <th scope="row"><a class="mono" href=${deviceHref(device)}>${device}</a></th>
+                ${modules.map((module) => html`<td>${own.of.get(module) ?? ""}</td>`)}
+                <td class="num">${percent(own.load / most, 0)}</td>
+              </tr>`,
+          )}
+        </tbody>
+      </table>
+    </div>
+    ${listed.length > MOST_DEVICES ? html`<p class="muted">and ${listed.length - MOST_DEVICES} more</p>` : nothing}`;
 }
 
 /** @param {string[]} names */
