@@ -447,7 +447,8 @@ class Job(RankInfo):
         if self._recipe.model.graph is not None and any(isinstance(each, Mapping) for each in batch):
             raise ValueError(
                 "a model of several modules takes the batch of job.step as indices of the dataset, whose "
-                "counts say how many items each sample has; samples themselves were given"
+                "counts say how many items each sample has: give job.step([3, 17, ...]), not the samples "
+                "themselves"
             )
         feed.give(self._now.index, batch)
         self._now = None
