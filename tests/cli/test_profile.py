@@ -22,7 +22,7 @@ from elasticd_planner.value import Invalid
 
 from elasticd.machines.job.replan import module_problems
 from elasticd.models import Decoder, DecoderConfig
-from elasticd.runtime.api.hello import job_spec
+from elasticd.runtime.api.hello import _profiles, job_spec
 from elasticd.runtime.engine.parallelism import ParallelismOptions
 from elasticd.wire.profiler import Done
 from tests import sizes
@@ -132,6 +132,8 @@ def test_each_module_of_a_script_is_measured_and_the_planner_and_a_job_take_them
     (encoder,) = module_problems(spec, flops=1e9)
     times = vision["model"]["times"]["block"]
     assert encoder.profile.block.seconds == times["seconds_per_token"], "not guessed from the shapes"
+    unknown = msgspec.structs.replace(spec.modules[0], rows_an_item=0.0)
+    assert _profiles(recipe, (unknown,))[1][0].rows_an_item == vision["rows_an_item"]
     with pytest.raises(Invalid, match="it has no module 'sound'"):
         given_profile(out.read_bytes(), spec.modules[0].model, 3.0, 1, "sound")
 

@@ -123,6 +123,8 @@ NOT_HERE = {
     r"elasticd adopt .*": "needs an etcd that was lost; tests/integration/test_adopted_job.py loses one",
     r"elasticd forget --node .*": "needs a node that died; tests/integration/test_nodes_leaving.py forgets one",
     r"elasticd security init /etc/.*": "writes to /etc; tests/cli/test_security.py writes to a folder",
+    r"elasticd checkpoint export FOLDER/NAME out.safetensors --module .*": "needs a job of several modules: "
+    "tests/runtime/test_module_jobs",
     r"elasticd checkpoint export --hf .*": "needs a job of transformers: tests/models/test_huggingface_folders",
     r"elasticd run (--log-dir logs |--device-ids 2,3 |--devices 2 ).*train\.py": "tests/integration/"
     "test_launch_output.py runs them with a script of its own",

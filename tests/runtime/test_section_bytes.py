@@ -36,7 +36,7 @@ from elasticd.runtime.model.model import Model
 from elasticd.runtime.profiling.measure import measure
 from elasticd.runtime.reference import section_bytes as measuring
 from elasticd.runtime.reference.section_bytes import section_bytes
-from elasticd.wire.profiler import Request
+from elasticd.wire.profiler import Done, Request
 from tests import sizes
 
 TOKENS, VOCABULARY = 24, 64
@@ -288,9 +288,8 @@ def test_a_profile_of_a_job_in_bfloat16_has_the_bytes_that_the_job_measures() ->
     block = derive(made.model.spec, 24, 1).block
     assert samples.updates[0].state == 6 * block.parameter_bytes
     spec = job_spec(made, "job", measures=False)
-    given = given_profile(
-        profile_text(samples, measured_profile(with_growing_times(samples))).encode(), spec.model, 24, 2
-    )
+    fitted = {"model": measured_profile(with_growing_times(samples))}
+    given = given_profile(profile_text(Done(samples=samples), fitted).encode(), spec.model, 24, 2)
     assert (
         first_profile(msgspec.structs.replace(spec, profile=given), 1e12).state_factor == profile.state_factor
     )
@@ -311,7 +310,8 @@ def test_a_job_with_a_profile_measures_nothing(tmp_path: Any, monkeypatch: pytes
     made = recipe(decoder())
     path = tmp_path / "profile.json"
     path.write_bytes(msgspec.json.encode(derive(made.model.spec, TOKENS, 1)))
-    monkeypatch.setattr("elasticd.runtime.api.hello._profile", lambda _: derive(made.model.spec, TOKENS, 2))
+    known = derive(made.model.spec, TOKENS, 2)
+    monkeypatch.setattr("elasticd.runtime.api.hello._profiles", lambda _, modules: (known, modules))
     monkeypatch.setattr("elasticd.runtime.api.hello.section_bytes", pytest.fail)
     made = replace(made, parallelism=ParallelismOptions(profile=path))
     assert job_spec(made, "job").measured_bytes is None

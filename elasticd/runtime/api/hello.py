@@ -422,20 +422,23 @@ def _profiles(
     """The profile of the model, and the modules with theirs, as a file has them that the job is given."""
     if recipe.parallelism.profile is None:
         return None, modules
-    from elasticd_planner.problem_files.profile_file import given_profile  # other jobs do not need it
+    from elasticd_planner.problem_files.profile_file import (
+        given_profile,
+        given_rows,
+    )  # other jobs do not need it
 
     path = os.fspath(recipe.parallelism.profile)
     try:
         text = Path(path).read_bytes()
         own = given_profile(text, recipe.model.spec, recipe.tokens, recipe.micro_batch)
-        listed = [
-            msgspec.structs.replace(
-                each, profile=given_profile(text, each.model, each.rows_an_item or ROWS, 1, each.name)
-            )
-            if each.items
-            else each
-            for each in modules
-        ]
+        listed = []
+        for each in modules:
+            if each.items:
+                # Rows that nothing says by itself are those of the items that were measured.
+                rows = each.rows_an_item or given_rows(text, each.name)
+                found = given_profile(text, each.model, rows or ROWS, 1, each.name)
+                each = msgspec.structs.replace(each, profile=found, rows_an_item=rows)
+            listed.append(each)
     except OSError as error:
         raise ValueError(f"profile {path} cannot be read: {error.strerror}") from None
     except Invalid as error:

@@ -18,6 +18,7 @@ class _Module(Value, frozen=True, kw_only=True):
 
     name: str
     model: TimedModel
+    rows_an_item: float = 0.0
 
 
 class _File(Value, frozen=True, kw_only=True):
@@ -33,6 +34,11 @@ class _File(Value, frozen=True, kw_only=True):
 
 #: Made with the module: two threads that first decode a class at one moment end the process (msgspec 0.22).
 _decoder = msgspec.json.Decoder(_File)
+
+
+def given_rows(text: bytes, module: str) -> float:
+    """The mean rows of an item of a module in such a file; 0: it does not say."""
+    return next((each.rows_an_item for each in _file(text).modules if each.name == module), 0.0)
 
 
 def given_profile(
@@ -51,12 +57,9 @@ def given_profile(
     Raises:
         Invalid: the file is no profile, or is one of another model.
     """
-    try:
-        file = _decoder.decode(text)
-        of_items = {each.name: each.model for each in file.modules}
-        model = of_items.get(module) if module else file.model
-    except (msgspec.DecodeError, RecursionError, UnicodeError) as error:
-        raise Invalid(f"it is no profile of `elasticd profile`: {error}") from None
+    file = _file(text)
+    of_items = {each.name: each.model for each in file.modules}
+    model = of_items.get(module) if module else file.model
     if model is None:
         refuse(f"it has no module {module!r}: run `elasticd profile` on the script of this job")
     base = derive(spec, sample_tokens, micro_batch)
@@ -80,6 +83,13 @@ def given_profile(
         widths=(),  # those between and beyond the measured ones are interpolated
         fitted=False,
     )
+
+
+def _file(text: bytes) -> _File:
+    try:
+        return _decoder.decode(text)
+    except (msgspec.DecodeError, RecursionError, UnicodeError) as error:
+        raise Invalid(f"it is no profile of `elasticd profile`: {error}") from None
 
 
 def _section(name: str, base: ModelProfile, found: ModelProfile, stated: bool) -> SectionProfile:
