@@ -45,6 +45,7 @@ def test_two_modules_on_the_device_train_like_one_process_on_the_cpu(name: str) 
     for device, result in results.items():
         assert result["launches"] > 100, f"{device} computed on the CPU"
         assert not result["noted"], device
+        assert not result["kept"], f"{device} keeps messages of steps that are over"
     logs = {device: result["log"] for device, result in results.items()}
     assert deadlock(logs) is None
     assert deadlock(in_one_queue(logs)) is None

@@ -225,7 +225,9 @@ def trained(
                 for name, part in ((f"{part.name} {part.box}", part) for part in parts)
             }
         )
+    engine.communicators.received()
     return {
+        "kept": len(getattr(engine.communicators, "_open", ())),  # messages, over a device's own communicators
         "state": engine.state(),
         "encoder": encoder,
         "losses": [each.outcome.vote.loss for each in done],

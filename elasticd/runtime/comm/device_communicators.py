@@ -117,6 +117,7 @@ class DeviceCommunicators:
         self._ended = threading.Event()
         self._open: dict[int, Work] = {}  # launched and not joined; they keep their tensors
         self._sent: dict[int, Work] = {}
+        self._rounds: dict[int, Work] = {}  # of messages that this member only sends, by `id`
         self._count = 0
         plan_groups.ends_with(self)
         for channel in channels:
@@ -190,6 +191,8 @@ class DeviceCommunicators:
     def received(self) -> None:
         """Drops the tensors of the messages that the device is done with."""
         self.drop([number for number, work in self._sent.items() if work.over()])
+        for work in [work for work in self._rounds.values() if work.over()]:
+            self.join(work)
 
     def taken(self) -> tuple[Callable[[list[Communicator]], None], list[Communicator]]:
         """See `DataPlane`."""
@@ -212,6 +215,7 @@ class DeviceCommunicators:
             log.error("the device is lost: %s", _short(error))
             return False
         self._sent.clear()
+        self._rounds.clear()
         return True
 
     def launched(self, work: Work) -> Work:
@@ -220,9 +224,16 @@ class DeviceCommunicators:
         return work
 
     def join(self, work: Work) -> None:
-        """The device's current stream waits for an operation."""
-        work.join()
-        del self._open[id(work)]
+        """The device's current stream waits for an operation, once."""
+        if id(work) in self._open:
+            work.join()
+            self._rounds.pop(id(work), None)
+            del self._open[id(work)]
+
+    def sends(self, work: Work) -> Work:
+        """Keeps a round of messages that this member only sends until `join` or `received`."""
+        self._rounds[id(work)] = self.launched(work)
+        return work
 
     def finish(self, work: Work | None, label: str, what: str) -> None:
         """`join`, if there is an operation; its seconds count for `label`. Raises as `launching`."""
@@ -353,11 +364,14 @@ class DeviceMesh:
         if not out and not back:
             return None
         with self._of.launching(self._name):
-            return self._of.launched(self._communicator.exchange(out, back))
+            work = self._communicator.exchange(out, back)
+            return self._of.launched(work) if back else self._of.sends(work)
 
     def finish(self, work: Any) -> None:
         """The device waits for all messages of the round, also for those that this member sends."""
         self._of.finish(work, self._label, self._name)
 
     def arrived(self, work: Any) -> None:
-        """Nothing of a round is kept after `finish`."""
+        """See `Mesh`. Nothing of a round is kept after `finish`."""
+        if work is not None:
+            self._of.join(work)
