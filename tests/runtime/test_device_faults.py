@@ -249,7 +249,7 @@ def test_tensors_are_kept_until_the_abort_has_returned() -> None:
 
 
 def test_rounds_that_a_member_only_sends_in_are_let_go_as_messages_are() -> None:
-    """Nobody finishes them where the other end alone waits: outputs of a module of images, and their gradients."""
+    """Nobody finishes them where the other end alone waits: outputs of a module of images, and gradients."""
     channel = Channel("items", ("a/0", "a/1"))
     plane = made(Library(), Groups("one"), channel)
     mesh = plane.mesh(channel)

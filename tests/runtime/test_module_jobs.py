@@ -168,6 +168,24 @@ def test_a_checkpoint_of_other_modules_is_refused_by_their_names(tmp_path: Path)
         assert "name another folder, or train as before" in str(refused.value)
 
 
+def test_a_buffer_outside_of_the_state_dict_may_change_in_an_evaluation() -> None:
+    vision, language = copy.deepcopy(sections())
+    head = language[-1]
+    head.register_buffer("calls", torch.zeros(1), persistent=False)
+
+    class Counting(type(head)):  # type: ignore[misc]
+        def forward(self, x: torch.Tensor) -> Any:
+            if not self.training:
+                self.calls += 1
+            return super().forward(x)
+
+    head.__class__ = Counting
+    held_out = elasticd.EvaluationOptions(held_out={"held": Captions()})
+    trained = job(model=model_of(vision, language), evaluation=held_out)
+    for _ in trained.steps(2):
+        assert trained.evaluate("held") is not None
+
+
 def test_an_evaluation_is_that_of_one_process() -> None:
     trained = job(evaluation=elasticd.EvaluationOptions(held_out={"held": Captions()}))
     for _ in trained.steps(1):

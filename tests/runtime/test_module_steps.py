@@ -14,6 +14,7 @@ from elasticd_planner.layout.layouts import Layouts
 from elasticd_planner.spec.item_batch import ItemBatch, SampleItem, item_batch
 from elasticd_planner.spec.plan import Plan
 
+from elasticd.runtime.api.evaluation import HeldOut, evaluate
 from elasticd.runtime.comm.in_memory import run_threads, unpaced
 from elasticd.runtime.data.loader import ItemSizes, sample_tokens
 from elasticd.runtime.data.options import DataOptions
@@ -169,6 +170,23 @@ def test_rows_that_do_not_fit_a_sample_end_its_own_step_on_all_ranks() -> None:
             engine.step(step, lambda: 0, lambda: 0)
         with pytest.raises(SampleError, match="say that it has 2 images, and its rows have 1 numbers"):
             engine.step(2, lambda: 0, lambda: 0)
+
+    run_threads(plan.members, refused)
+
+
+def test_rows_of_one_ranks_held_out_set_that_do_not_fit_end_the_evaluation_on_all_ranks() -> None:
+    plan = PLACEMENTS["disjoint"]
+
+    def refused(memory: Any) -> None:
+        recipe = make_recipe()
+        engine = Engine(recipe, Layouts(recipe.model.specs, plan), memory, unpaced)
+        engine.adopt(first_state(recipe.model, engine.layouts, memory.me, SEED))
+        engine.step(0, lambda: 0, lambda: 0)
+        data = Sized()
+        if memory.me == "a/1":
+            data.rows["images"][next(i for i, count in enumerate(data.counts["images"]) if count)].pop()
+        with pytest.raises(LedgerError, match="an evaluation: a/1 deal the samples otherwise"):
+            evaluate(engine, HeldOut(dataset=data), "held", 1, recipe.loss, recipe.data, "value")
 
     run_threads(plan.members, refused)
 

@@ -362,7 +362,11 @@ class Engine:
             loss: called with each output instead of the loss of the training.
         """
         if self._several is not None:
-            self._several.make_round(batch, held_out.dataset)
+            try:
+                self._several.make_round(batch, held_out.dataset)
+            except SampleError:
+                self._compare("an evaluation", 0)
+                raise
             self._compare("an evaluation", self._several.digest(batch) >> 1)
             return self._several.forward(batch, held_out.loaders, loss)
         return self.module.forward(batch, held_out.loaders[self.module.name], loss)
