@@ -32,7 +32,7 @@ from elasticd.runtime.telemetry.comm_timer import Stopwatch
 from elasticd.runtime.telemetry.step_times import CAPTURED, Telemetry
 from tests.runtime import gang
 from tests.runtime.test_engine import engine_on
-from tests.runtime.test_parity import Text, make_recipe, plan_of, stage
+from tests.runtime.test_parity import CONFIG, Text, make_recipe, plan_of, stage
 
 ALONE = plan_of((8, [stage(0, 6, ("a/0", 1))]))
 #: An interleaved pipeline, whose devices sum gradients with the one that has all of the model.
@@ -165,6 +165,39 @@ def test_a_frozen_parameter_and_lost_memory_have_passes_captured_anew(monkeypatc
         if step == 6:
             assert engine.module.runner is not None
             engine.module.runner.release()
+
+    recorder = compared(monkeypatch, recipe_of(), between)
+    assert recorder.captures > 2 * 3
+
+
+def test_what_only_other_shapes_reach_is_left_alone_in_a_step_without_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A parameter without a gradient is skipped by the optimizer: zeros would decay it, and move it on."""
+    forward = Block.forward
+    monkeypatch.setattr(Block, "forward", lambda self, x: forward(self, x) if x.shape[1] > 6 else x)
+    early = {index for step in range(FIRST + 2) for index in recipe_of().sampler.samples(step)}
+
+    class LongAtFirst(Text):
+        def __getitem__(self, index: int) -> dict[str, Tensor]:
+            long = index in early and index % 2 == 0
+            tokens = torch.arange(index, index + (10 if long else 5) + 1) % CONFIG.vocabulary
+            return {"inputs": tokens[:-1], "targets": tokens[1:]}
+
+    recorder = compared(monkeypatch, recipe_of(dataset=LongAtFirst()))
+    assert recorder.captures == 2 * 2
+    assert recorder.replays == (STEPS - FIRST) * 2 * 8
+
+
+def test_the_mode_of_a_module_inside_a_section_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = Block.forward
+    monkeypatch.setattr(Block, "forward", lambda self, x: forward(self, x) * (1 + self.attention.training))
+
+    def between(step: int, engine: Engine) -> None:
+        if step == FIRST + 2:
+            for module in engine.module.local.modules.values():
+                for part in module.modules():
+                    part.training = part.training and not hasattr(part, "q")
 
     recorder = compared(monkeypatch, recipe_of(), between)
     assert recorder.captures > 2 * 3

@@ -34,7 +34,7 @@ A replay runs no Python: what `forward` and the loss read from Python stays as i
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -43,7 +43,7 @@ from torch import Tensor, nn
 
 from elasticd.runtime.accelerator import Event, Graphs
 from elasticd.runtime.engine.mixed_precision import Precision, converted
-from elasticd.runtime.model.bundle import Bundle
+from elasticd.runtime.model.bundle import Bundle, tensors
 from elasticd.runtime.model.model import Loss
 from elasticd.runtime.model.section_passes import GraphSegment, PassPart, SectionWatch, back_through, forth
 from elasticd.runtime.model.validation import sum_and_count
@@ -137,6 +137,7 @@ class PassSlot:
     factor: float | None  #: that the gradient of a loss has; None: the output is no loss
     received: Tensor | None  #: the gradient of what came from the stage before, which it writes
     ends: Mapping[str, Event]  #: by section, recorded as its gradients are there; empty: no sum waits for them
+    reached: Sequence[nn.Parameter]  #: the parameters that the backward graph gives a gradient
 
 
 @dataclass
@@ -162,31 +163,29 @@ class CapturedPasses:
         self._graphs, self._sums_begin = graphs, sums_begin
         self._sections = {section: tuple(module.parameters()) for section, module in sections.items()}
         self._parameters = tuple(dict.fromkeys(p for listed in self._sections.values() for p in listed))
+        self._modules = [part for module in sections.values() for part in module.modules()]
         self._shapes: dict[tuple[int, object], _Shape] = {}
         self._reached: set[int] = set()  # the parameters that eager passes gave a gradient
         self._memory: dict[int, Tensor] = {}  # by parameter: in which its gradients add up
-        self._of_chunk: dict[int, list[nn.Parameter]] = {}  # those that have such memory
         self._busy: set[tuple[int, int]] = set()  # places whose backward pass has still to come
-        self._ready: set[int] = set()  # chunks whose gradients lie there in this step
-        self._modes: tuple[object, ...] = ()
+        self._ready: set[int] = set()  # slots, by `id`, whose gradients lie there in this step
+        self._modes: tuple[list[bool], list[bool]] = [], []  # of modules and of parameters
         self.failed = False  #: a capture failed, and all passes are eager
 
     def begin_step(
         self,
-        modes: tuple[bool, ...],
         slots: Mapping[int, int],
         passes: Callable[[int], ChunkPasses | None],
     ) -> None:
-        """Begins a step. What was captured is dropped where a mode or a frozen parameter is another one; and
-        micro-batches of a shape that has had eager passes are captured.
+        """Begins a step. What was captured is dropped where the mode of a module or a frozen parameter is
+        another one; and micro-batches of a shape that has had eager passes are captured.
 
         Args:
-            modes: whether each section trains.
             slots: by chunk the micro-batches that are under way at once in the step.
             passes: gives the passes of a chunk; None: they cannot be captured now.
         """
         self._ready.clear()
-        now = modes, tuple(parameter.requires_grad for parameter in self._parameters)
+        now = [part.training for part in self._modules], [p.requires_grad for p in self._parameters]
         if now != self._modes:
             self.release()
             self._modes = now
@@ -213,7 +212,6 @@ class CapturedPasses:
         """Drops all that was captured: passes are eager again until they were captured anew."""
         self._shapes.clear()
         self._memory.clear()
-        self._of_chunk.clear()
         self._reached.clear()
         self._graphs.release()
 
@@ -256,7 +254,7 @@ class CapturedPasses:
         slot = next((each for each in shape.slots if each.place not in self._busy), None)
         if slot is None:
             return None
-        self._begin_gradients(chunk)
+        self._begin_gradients(slot)
         for here, values in zip(slot.leaves, _leaves(entered), strict=True):
             here.copy_(values, non_blocking=True)
         self._busy.add(slot.place)
@@ -287,9 +285,8 @@ class CapturedPasses:
         before = [parameter.grad for parameter in self._parameters]
         sections = [section for parts in passes.graphs for part in parts for section in part.sections]
         used = dict.fromkeys(parameter for section in sections for parameter in self._sections[section])
-        self._of_chunk[chunk] = [parameter for parameter in used if id(parameter) in self._reached]
-        for parameter in self._of_chunk[chunk]:
-            if id(parameter) not in self._memory:
+        for parameter in used:
+            if id(parameter) in self._reached and id(parameter) not in self._memory:
                 zeros = torch.zeros_like(parameter, dtype=gradient_dtype(parameter))
                 self._memory[id(parameter)] = zeros
         try:
@@ -316,6 +313,7 @@ class CapturedPasses:
             return output.detach(), count
 
         replay, (output, count) = self._graphs.capture(forward, place)
+        reached = _leaves_of(segment.out for segment in segments[0])
         if isinstance(count, Tensor) and count.device != output.device:
             raise CannotCapture("the loss counts its targets on the host")
         gradient = torch.ones_like(output, memory_format=torch.contiguous_format)
@@ -343,14 +341,16 @@ class CapturedPasses:
             factor=None if passes.loss is None else 1.0,
             received=received,
             ends=ends,
+            reached=[p for p in self._parameters if id(p) in self._memory and id(p) in reached],
         )
 
-    def _begin_gradients(self, chunk: int) -> None:
-        """Has the gradients of a chunk in this step lie in the memory that graphs add to."""
-        if chunk in self._ready:
+    def _begin_gradients(self, slot: PassSlot) -> None:
+        """Has the gradients in this step of what a slot's passes reach lie in the memory that graphs add to.
+        What they do not reach has a gradient by other passes alone."""
+        if id(slot) in self._ready:
             return
         zeros = []
-        for parameter in self._of_chunk[chunk]:
+        for parameter in slot.reached:
             memory = self._memory[id(parameter)]
             if parameter.grad is memory:
                 continue
@@ -361,7 +361,22 @@ class CapturedPasses:
             parameter.grad = memory
         if zeros:
             torch._foreach_zero_(zeros)
-        self._ready.add(chunk)
+        self._ready.add(id(slot))
+
+
+def _leaves_of(outputs: Iterable[Bundle]) -> set[int]:
+    """The parameters, by `id`, that these outputs are computed of."""
+    found, seen = set[int](), set[Any]()
+    nodes = [part.grad_fn for output in outputs for part in tensors(output)]
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if (leaf := getattr(node, "variable", None)) is not None:
+            found.add(id(leaf))
+        nodes.extend(before for before, _ in node.next_functions)
+    return found
 
 
 def _leaves(entered: Any) -> list[Tensor]:

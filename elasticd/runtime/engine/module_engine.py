@@ -114,9 +114,7 @@ class ModuleEngine:
             recipe.precision.add_up(held.tensor for held in local.parameters.values())
         self.reducer = self._reducer(peers)
         self.zero = ZeroState(layouts, peers, local, self.reducer, recipe.master, recipe.accelerator)
-        self.constants = Constants(
-            {self.prefix + section: module for section, module in local.modules.items()}
-        )
+        self.constants = Constants({self.prefix + section: module for section, module in local.modules.items()})
         self.choices = RouterChoices(recipe.accelerator.device)
         self.owned: list[Owned] = []
         here = peers.me in layouts.plan.places

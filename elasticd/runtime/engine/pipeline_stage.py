@@ -246,8 +246,7 @@ class StageRunner:
             self._flights = acts, under_way(acts)
         if self._watch.draws or self._loss_draws or any(chunk.draws for chunk in self._chunks):
             captured.give_up("a pass draws random numbers, which a graph would draw once for all")
-        modes = tuple(module.training for module in self._modules.values())
-        captured.begin_step(modes, self._flights[1], self._to_capture)
+        captured.begin_step(self._flights[1], self._to_capture)
 
     def _to_capture(self, number: int) -> ChunkPasses | None:
         """The passes of a chunk as they are captured; None: they cannot be, now or ever."""
