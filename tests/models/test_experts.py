@@ -107,6 +107,19 @@ PLACED |= {
             ],
         )
     ),
+    "over lanes, interleaved, in one stage": plan_of(
+        (
+            (3, 4),
+            [
+                placed(
+                    stage(0, 1, ("a/0", 1), ("b/0", 1), lanes=(1, 1), later=((2, 3),)),
+                    ((0, 1, 2), (3, 4, 5, 6, 7)),
+                ),
+                stage(1, 2, ("a/1", 1), ("b/1", 1), lanes=(1, 1), later=((3, 4),)),
+            ],
+        ),
+        (1, [stage(0, 1, ("c/0", 1), later=((2, 3),)), stage(1, 2, ("c/1", 1), later=((3, 4),))]),
+    ),
     "over lanes, interleaved": plan_of(
         (
             (2, 6),

@@ -198,6 +198,13 @@ def test_the_mean_length_of_samples() -> None:
     assert sample_tokens(Numbers()) == 5.5
 
 
+@pytest.mark.parametrize("counts", [[12, 7], {"cat": 12}, {"inputs": [3]}])
+def test_counts_of_a_dataset_of_the_users_own_mean_nothing_to_a_model_without_items(counts: object) -> None:
+    data = Numbers()
+    data.counts = counts  # type: ignore[attr-defined]
+    assert sample_tokens(data) == 5.5
+
+
 @pytest.mark.parametrize("sample", [torch.zeros(3), (torch.zeros(3), 1), {"a": {"b": np.zeros(3)}, "c": 2}])
 def test_the_first_tensor_of_a_sample_has_its_tokens(sample: object) -> None:
     assert sample_tokens([sample]) == 3

@@ -33,7 +33,7 @@ from elasticd.runtime.comm.groups import Group, PlanGroups
 from elasticd.runtime.comm.in_memory import MemoryGroup, MemoryPlanGroups, run_threads
 from elasticd.runtime.data.prefetch import SampleError
 from elasticd.runtime.engine.mixed_precision import LossScale, Precision
-from elasticd.runtime.engine.p2p import NextStage, PrevStage
+from elasticd.runtime.engine.p2p import AbsentGradients, NextStage, PrevStage, gradient_messages
 from elasticd.runtime.engine.parallelism import ParallelismOptions
 from elasticd.runtime.engine.recipe import Recipe
 from elasticd.runtime.model.tp_rules import Column, Row, Rule
@@ -295,6 +295,18 @@ def test_what_was_sent_backward_is_dropped_in_the_order_of_the_schedule() -> Non
     plan = plan_of((8, [stage(0, 3, ("a/0", 1)), stage(3, 6, ("a/1", 1))]))
     recipe = replace(make_recipe(), schedule=by_twos)
     assert trains(recipe, plan, {"a/0": 0.01}) == pytest.approx(trains(make_recipe(), plan, {}), abs=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_a_gradient_of_negative_zeros_is_none_that_is_absent(dtype: torch.dtype) -> None:
+    x = {name: torch.ones(2, 3, dtype=dtype, requires_grad=True) for name in ("zeros", "absent", "wide")}
+    given = {"zeros": torch.full((2, 3), -0.0, dtype=dtype), "absent": None}
+    given["wide"] = torch.full((1, 3), -0.0, dtype=dtype).expand(2, 3)
+    messages = dict(zip(x, gradient_messages(x, given), strict=True))
+    came = AbsentGradients().without(dict(messages))
+    assert came["absent"] is None
+    assert torch.equal(came["zeros"], torch.zeros(2, 3, dtype=dtype))
+    assert torch.equal(came["wide"], torch.zeros(2, 3, dtype=dtype))
 
 
 def test_an_empty_gradient_proves_nothing() -> None:

@@ -338,7 +338,7 @@ def test_what_the_embedding_leaves_out_has_no_gradient(name: str, first: str) ->
         found = [engine.step(step, lambda: 0, lambda: 0).outcome.vote.loss for step in range(STEPS)]
         engine.settle()
         for module in engine.modules.values():
-            for own, (box, parameter) in module.local.parameters.items():
+            for own, ((box,), parameter) in module.local.parameters.items():
                 whole = weights[module.prefix + own]
                 expected = whole[box.slices(Box.whole(whole.shape))]
                 assert float((parameter.detach() - expected).abs().max()) < 1e-12, own

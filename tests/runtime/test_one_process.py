@@ -386,6 +386,19 @@ def test_a_last_checkpoint_that_is_not_made_fails_the_job_after_the_last_steps_b
     )
 
 
+def test_after_the_loop_an_exception_of_a_measure_is_the_scripts_own() -> None:
+    def raises(output: Any, batch: Any) -> Any:
+        raise ValueError("no such class")
+
+    held_out = elasticd.HeldOut(dataset=train.Text(), measures={"accuracy": raises})
+    trained = job(evaluation=elasticd.EvaluationOptions(held_out=held_out))
+    for _ in trained.steps(1):
+        pass
+    with pytest.raises(ValueError, match="no such class"):
+        trained.evaluate()
+    assert trained.state_dict(), "and the state is there"
+
+
 def test_a_job_that_its_script_stops_makes_one_more_step_and_its_checkpoint(tmp_path: Path) -> None:
     trained, seen = job(tmp_path), []
     for step in trained.steps(50):

@@ -16,6 +16,7 @@ from torch import nn
 from elasticd.runtime.comm.communicators import GlooMesh, Mesh, Pair, Peers, Team
 from elasticd.runtime.comm.groups import Group
 from elasticd.runtime.comm.in_memory import MemoryPlanGroups, run_threads
+from elasticd.runtime.model.local_model import LocalParameter
 from elasticd.runtime.parallel.gradient_reduction import GradientReducer, Parameters, sum_of_squares
 
 BOTH = ("a/0", "b/0")
@@ -28,7 +29,7 @@ def made(tied: bool = False) -> tuple[Parameters, dict[str, nn.Module]]:
         modules["head"].weight = modules["embed"].weight  # type: ignore[assignment]
     box = Box(start=(0, 0), stop=(2, 3))
     names = SECTIONS[:-1] if tied else SECTIONS
-    return {f"{name}.weight": (box, modules[name].weight) for name in names}, modules  # type: ignore[misc]
+    return {f"{name}.weight": LocalParameter((box,), modules[name].weight) for name in names}, modules  # type: ignore[arg-type]
 
 
 def queue(parameters: Parameters, counting: tuple[str, ...] = BOTH) -> tuple[Bucket, ...]:
@@ -40,7 +41,7 @@ def queue(parameters: Parameters, counting: tuple[str, ...] = BOTH) -> tuple[Buc
             dtype="float32",
             counter=BOTH[number % 2],
         )
-        for number, (name, (box, _)) in enumerate(reversed(parameters.items()))
+        for number, (name, ((box,), _)) in enumerate(reversed(parameters.items()))
     )
 
 
@@ -93,7 +94,7 @@ def train(
     after = []
     for number, section in enumerate(reversed(SECTIONS)):
         name = f"{section}.weight" if f"{section}.weight" in parameters else "embed.weight"
-        weight = parameters[name][1]
+        weight = parameters[name].tensor
         grad = torch.full((2, 3), float(10**number * (1 + BOTH.index(plan_groups.me))))
         weight.grad = grad if weight.grad is None else weight.grad + grad
         reducer.section_done(section)

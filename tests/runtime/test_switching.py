@@ -173,6 +173,7 @@ def test_who_loses_the_others_at_the_last_step_ends_with_the_job_and_its_script_
     agent.start(Propose(proposal=first()))
     fails("settle", monkeypatch)
     assert indices(trained.steps(STEPS)) == [0, 1, 2]
+    trained.close()
     agent.end()
     assert agent.of(PeersLost) == [PeersLost(step=STEPS, reason="connection closed", plan=1)]
     assert agent.of(Goodbye) == [Goodbye()]
@@ -197,6 +198,7 @@ def test_who_has_heard_of_the_end_before_it_loses_the_others_does_not_wait_for_a
         assert closed.wait(60), "and it trains on, as all others do who are at work"
         got.append(step.index)
     assert got == [0, 1, 2]
+    trained.close()
     agent.end()
     assert agent.of(PeersLost, Shutdown) == []
 
@@ -206,6 +208,7 @@ def test_a_standby_ends_with_the_job(tmp_path: Path) -> None:
     trained = job()
     agent.start(Closed(reason="the job finished after 3 steps"))
     assert indices(trained.steps(STEPS)) == []
+    trained.close()
     agent.end()
     assert agent.of(Goodbye) == [Goodbye()]
 
@@ -221,6 +224,7 @@ def test_a_recovery_from_the_last_step_makes_the_last_checkpoint_and_ends(
     agent.start(Propose(proposal=first()))
     fails(where, monkeypatch)
     assert indices(trained.steps(STEPS)) == [0, 1, 2]
+    trained.close()
     agent.end()
     (stood,) = agent.of(StateReport)
     assert [msgspec.structs.astuple(copy)[:2] for copy in stood.copies] == [(1, STEPS)]
@@ -305,6 +309,7 @@ def test_what_elasticd_calls_between_steps_is_told_by_its_name(tmp_path: Path) -
         if step.index == 0:
             places["the loop's body"] = here()
             trained.evaluate()
+    trained.close()
     agent.end()
     assert places == {
         "init": "the first values of its parameters (init)",
@@ -346,6 +351,7 @@ def test_the_thread_that_prepares_a_plan_does_not_say_where_the_main_thread_is(
         engine = trained._switcher.engine
         assert engine is not None
         assert engine.plan_groups.stopwatch.where is shared()
+    trained.close()
     agent.end()
     assert [type(where) for where in told] == [Where, Where]
 

@@ -16,7 +16,15 @@ from elasticd.records import Vote
 from elasticd.runtime.comm.groups import Group
 from elasticd.runtime.comm.in_memory import MemoryPlanGroups, run_threads
 from elasticd.runtime.data.sample_ledger import LedgerError, hash_samples
-from elasticd.runtime.engine.vote import RankRecord, StepVote, TpGroup, bits_of, fold, names_of
+from elasticd.runtime.engine.vote import (
+    RankRecord,
+    StepVote,
+    TpGroup,
+    UnlikeChoices,
+    bits_of,
+    fold,
+    names_of,
+)
 
 
 def record(**changes: object) -> RankRecord:
@@ -93,9 +101,11 @@ def test_members_of_a_tp_group_whose_routers_chose_otherwise_are_named() -> None
 
     assert fold([of(1, 0), of(1, 2), of(0, 2)], [7] * 3, 0, groups).vote.apply
     with pytest.raises(
-        LedgerError, match=r"step 3: routers on ranks \[1, 2\], one TP group, chose unlike experts"
+        UnlikeChoices, match=r"step 3: routers on ranks \[1, 2\], one TP group, chose unlike experts"
     ):
         fold([of(1, 0), of(1, 2), of(1, 3)], [7] * 3, 0, groups)
+    unread = of(1, 2)._replace(failed=12)  # it computed with another sample in that one's place
+    assert fold([of(1, 0), unread, of(1, 3)], [7] * 3, 0, groups).failed == (1, 11)
 
 
 def test_sums_are_divided_once_by_the_global_count() -> None:

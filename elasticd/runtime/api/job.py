@@ -116,7 +116,7 @@ class Callback:
         """An evaluation is done."""
 
     def on_end(self, job: Job) -> None:
-        """The last step is done, or the loop was left; the process has no plan any more."""
+        """The last step is done, or the loop was left: this process trains no more."""
 
 
 class Job(RankInfo):
@@ -487,12 +487,13 @@ class Job(RankInfo):
             self._farewell.now()
 
     def close(self) -> None:
-        """Leaves a loop of `next` and `step` before its last step: the job continues without this process."""
+        """Leaves: a loop of `next` and `step` before its last step, after which the job continues without this
+        process; after the last step of any loop what `evaluate` and others would need."""
         self._now = None
         if self._running is not None:
             self._running.close()
-            if self._left or self._finished:
-                self._farewell.now()
+        if self._left or self._finished:
+            self._farewell.now()
 
     def _begin(self, total: int) -> Generator[Next | Step, None, None]:
         """The loop. One that the script does not finish is left at the end of the script, while threads can
@@ -646,7 +647,8 @@ class Job(RankInfo):
         for maker in (self._saver, self._snapper):
             if maker is not None:
                 maker.end()
-        self._switcher.end()
+        if not (self._finished and self._control.alone):  # that engine is used after the loop, too
+            self._switcher.end()
 
     def _leave(self, reason: str, *, drained: bool = False) -> None:
         self._notice.restore()
@@ -804,8 +806,15 @@ class Job(RankInfo):
             raise RuntimeError(
                 f"{what[0]}: ask for it in the body of the loop, or after its last step, on every rank"
             )
-        with during_task(self._where, TASKS.index(f"job.{_CALLS.get(what[0], what[0])}()")):
-            return self._between_steps.run(list(self._known()).index(what))
+        call = f"job.{_CALLS.get(what[0], what[0])}()"
+        with during_task(self._where, TASKS.index(call)):
+            result = self._between_steps.run(list(self._known()).index(what))
+        if result is None and self._finished and self._switcher.engine is not None:
+            raise RuntimeError(
+                f"{call}: another rank ended, or was lost, before it was done, and the job is over: call it on "
+                "every rank, without `if job.rank == 0`; a checkpoint has the state, if the job keeps any"
+            )
+        return result
 
     def _evaluate(self, name: str, weights: str, engine: Engine, step: int) -> Evaluation:
         recipe = self._recipe

@@ -26,7 +26,7 @@ from elasticd.runtime.data.prefetch import NothingRead, SampleError
 from elasticd.runtime.data.sample_ledger import LedgerError
 from elasticd.runtime.data.step_samples import BatchesDiffer, Feed
 from elasticd.runtime.engine.engine import Engine, StepDone
-from elasticd.runtime.engine.vote import Draining
+from elasticd.runtime.engine.vote import Draining, UnlikeChoices
 from elasticd.runtime.exits import JobStopped, stopped
 from elasticd.runtime.garbage_collector import GarbageCollector
 from elasticd.runtime.snapshot.snapshotter import Snapper
@@ -143,6 +143,9 @@ class Loop:
             except (PeerLost, Cancelled) as error:
                 switcher.peers_lost(error)
                 continue
+            except UnlikeChoices as error:  # the same on every rank, whose states are those before the step
+                self.finish(engine, made)
+                raise self.stopped(engine, error) from error
             except (LedgerError, BatchesDiffer) as error:  # the same on every rank
                 raise self.stopped(engine, error) from error
             except Exception as error:

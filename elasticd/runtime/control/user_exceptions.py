@@ -158,7 +158,10 @@ class Farewell:
 
     def at_end(self) -> None:
         """By the main thread, which goes on."""
-        threading.Thread(target=self._wait_for_end, name="elasticd-farewell").start()
+        if threading.main_thread().is_alive():
+            threading.Thread(target=self._wait_for_end, name="elasticd-farewell").start()
+        else:  # the interpreter ends, and starts no threads
+            self.now()
 
     def _wait_for_end(self) -> None:
         threading.main_thread().join()

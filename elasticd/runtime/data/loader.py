@@ -157,7 +157,12 @@ def item_sizes(dataset: object, items: str, samples: Iterable[int]) -> ItemSizes
 
 
 def sample_tokens(
-    dataset: Dataset, collate: Collate = pad, reads: BatchFormat | None = None, most: int = 64
+    dataset: Dataset,
+    collate: Collate = pad,
+    reads: BatchFormat | None = None,
+    most: int = 64,
+    *,
+    kinds: Collection[str] = (),
 ) -> float:
     """The mean number of tokens of the first `most` samples, which the planner takes for all. Of samples that
     are read with their items as many have so many items.
@@ -167,6 +172,7 @@ def sample_tokens(
         collate: of a model that reads its own samples: makes the tokens of those that have none.
         reads: reads a model's samples; None: they are tensors.
         most: samples that are looked at.
+        kinds: of items that the model takes apart from the tokens, by which `dataset.counts` has their numbers.
 
     Raises:
         ValueError: the dataset is empty.
@@ -175,14 +181,15 @@ def sample_tokens(
     count = min(len(dataset), most)
     if count == 0:
         raise ValueError("dataset is empty: it must hold at least one sample")
-    total, items = 0, getattr(dataset, "counts", None) or {}
-    part = getattr(dataset, "part", None) if items else None
-    if part is None:
-        count = _having(items, count, most)
+    total = 0
+    part = getattr(dataset, "part", None) if kinds else None
+    if part is None and kinds:
+        counts = getattr(dataset, "counts", None) or {}
+        count = _having({kind: counts[kind] for kind in kinds if kind in counts}, count, most)
     for index in range(count):
         sample = dataset[index] if part is None else part(index, ())
-        if items and isinstance(sample, Mapping):
-            sample = {key: part for key, part in sample.items() if key not in items}
+        if kinds and isinstance(sample, Mapping):
+            sample = {key: part for key, part in sample.items() if key not in kinds}
         tokens = reads.tokens(sample) if reads is not None else 0
         if not tokens:
             whole = collate([sample]) if reads is not None and collate is not pad else sample

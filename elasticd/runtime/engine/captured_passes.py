@@ -34,7 +34,7 @@ A replay runs no Python: what `forward` and the loss read from Python stays as i
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -43,7 +43,7 @@ from torch import Tensor, nn
 
 from elasticd.runtime.accelerator import Event, Graphs
 from elasticd.runtime.engine.mixed_precision import Precision, converted
-from elasticd.runtime.model.bundle import Bundle, tensors
+from elasticd.runtime.model.bundle import Bundle
 from elasticd.runtime.model.model import Loss
 from elasticd.runtime.model.section_passes import GraphSegment, PassPart, SectionWatch, back_through, forth
 from elasticd.runtime.model.validation import sum_and_count
@@ -88,6 +88,8 @@ class ChunkPasses:
             CannotCapture: a section gives more than one tensor, or the last one's has no gradient.
         """
         first = entered.activation
+        if isinstance(first, Mapping):
+            raise CannotCapture("what comes from the stage before is several tensors")
         if isinstance(first, tuple):
             first = self.precision.entering(entered.batch) if self.precision else entered.batch
         segments, output = forth(self.graphs, first, _CapturedSections())
@@ -313,7 +315,6 @@ class CapturedPasses:
             return output.detach(), count
 
         replay, (output, count) = self._graphs.capture(forward, place)
-        reached = _leaves_of(segment.out for segment in segments[0])
         if isinstance(count, Tensor) and count.device != output.device:
             raise CannotCapture("the loss counts its targets on the host")
         gradient = torch.ones_like(output, memory_format=torch.contiguous_format)
@@ -326,7 +327,13 @@ class CapturedPasses:
             (made,) = segments
             return (back_through(made, gradient, watch),)
 
-        replay_backward, (received,) = self._graphs.capture(backward, place)
+        reached = set[Tensor]()
+        looks = [p.register_post_accumulate_grad_hook(reached.add) for p in self._parameters if p.requires_grad]
+        try:
+            replay_backward, (received,) = self._graphs.capture(backward, place)
+        finally:
+            for look in looks:
+                look.remove()
         for parameter in self._parameters:
             if parameter.grad is not self._memory.get(id(parameter)):
                 raise CannotCapture("a parameter has a gradient that it had in no eager pass")
@@ -341,7 +348,7 @@ class CapturedPasses:
             factor=None if passes.loss is None else 1.0,
             received=received,
             ends=ends,
-            reached=[p for p in self._parameters if id(p) in self._memory and id(p) in reached],
+            reached=[parameter for parameter in self._parameters if parameter in reached],
         )
 
     def _begin_gradients(self, slot: PassSlot) -> None:
@@ -362,21 +369,6 @@ class CapturedPasses:
         if zeros:
             torch._foreach_zero_(zeros)
         self._ready.add(id(slot))
-
-
-def _leaves_of(outputs: Iterable[Bundle]) -> set[int]:
-    """The parameters, by `id`, that these outputs are computed of."""
-    found, seen = set[int](), set[Any]()
-    nodes = [part.grad_fn for output in outputs for part in tensors(output)]
-    while nodes:
-        node = nodes.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if (leaf := getattr(node, "variable", None)) is not None:
-            found.add(id(leaf))
-        nodes.extend(before for before, _ in node.next_functions)
-    return found
 
 
 def _leaves(entered: Any) -> list[Tensor]:

@@ -169,7 +169,8 @@ class PrevStage(_Neighbour):
 
 
 def gradient_messages(x: Bundle, given: Gradients) -> list[Tensor]:
-    """What goes back of the gradients of an activation; where there is none, -0.0.
+    """What goes back of the gradients of an activation: where there is none, -0.0. The first number of another
+    gradient is never -0.0.
 
     Args:
         x: the activation, as it came.
@@ -177,7 +178,14 @@ def gradient_messages(x: Bundle, given: Gradients) -> list[Tensor]:
     """
     of = given if isinstance(given, Mapping) else {"": given}
     grads = ((part, of[name]) for name, part in going_back(x).items())
-    return [torch.full_like(part, -0.0) if grad is None else grad for part, grad in grads]
+    return [torch.full_like(part, -0.0) if grad is None else _marked(grad) for part, grad in grads]
+
+
+def _marked(gradient: Tensor) -> Tensor:
+    """A gradient whose first number is 0.0 where it was -0.0; no other number is changed by the sum."""
+    gradient = gradient.detach().contiguous()
+    gradient.view(-1)[:1].add_(0.0)
+    return gradient
 
 
 class AbsentGradients:
@@ -198,15 +206,12 @@ class AbsentGradients:
     def _is_none(self, name: str, grad: Tensor) -> bool:
         if name in self._used or not grad.numel():
             return False
-        if _is_negative_zero(grad.flatten()[:1]) and _is_negative_zero(grad):
+        first = grad.view(-1)[0]
+        if bool((first == 0) & torch.signbit(first)):
             return True
         if grad.device.type != "cpu":
             self._used.add(name)
         return False
-
-
-def _is_negative_zero(x: Tensor) -> bool:
-    return bool(((x == 0) & torch.signbit(x)).all())
 
 
 class NextStage(_Neighbour):

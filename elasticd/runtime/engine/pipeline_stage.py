@@ -181,6 +181,8 @@ class StageRunner:
         stage = plan.stage(place)
         self._stage, self._position, self._lane = place.stage, place.position, place.lane
         self._pipeline = place.pipeline
+        #: Where a stage serves other lanes' rows, all stages have the order of all lanes' rows.
+        self._all_rows = plan.pipelines[place.pipeline].shares_experts
         self._trains = any(parameter.kind == "trained" for parameter in model.spec.parameters.values())
         self._stages = len(plan.pipeline(place).stages)
         self.calls, self.before_first_pass = BlockCalls(), None
@@ -292,9 +294,10 @@ class StageRunner:
         self._rows = [self._row(rows[number].lanes) for number in mine]
         self._watch.packed = bool(self._rows)
         waits = sums_wait(rows, self._lane, len(self._chunks))
-        if self._exchange is not None:  # all lanes pass all rows
+        if self._all_rows:
             rows = of_lanes
             mine = [number for number, row in enumerate(rows) if row.lanes[self._lane]]
+        if self._exchange is not None:
             waits = waits or any(not all(row.lanes) for row in rows)
         self._own = (mine, len(rows)) if rows else (range(count), count)
         before = self._order((self._stage - 1) % self._stages, count)

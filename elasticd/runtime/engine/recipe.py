@@ -120,11 +120,11 @@ class Recipe:
     @cached_property
     def tokens(self) -> float:
         """Tokens of a sample, on average."""
-        return (
-            self.dataset.tokens
-            if isinstance(self.dataset, Stream)
-            else sample_tokens(self.dataset, self.data.collate, self.model.reads)
-        )
+        if isinstance(self.dataset, Stream):
+            return self.dataset.tokens
+        graph = self.model.graph
+        kinds = graph.items if graph is not None else ()
+        return sample_tokens(self.dataset, self.data.collate, self.model.reads, kinds=kinds)
 
     def step_samples(self, tokens: float) -> float:
         """Samples of a step, on average, if they have so many tokens on average."""

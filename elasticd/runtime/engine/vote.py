@@ -59,6 +59,10 @@ class RankRecord(NamedTuple):
     choices: bytes = b""
 
 
+class UnlikeChoices(LedgerError):
+    """Members of a TP group chose unlike experts for the same rows. The update is not made, on any rank."""
+
+
 class TpGroup(NamedTuple):
     """Ranks that run the same routers on the same rows."""
 
@@ -96,7 +100,8 @@ def fold(
         tp_groups: whose members' choices are to be the same.
 
     Raises:
-        LedgerError: steps, samples, the next batch plan or routers' choices differ; on every rank alike.
+        LedgerError: steps, samples or the next batch plan differ; on every rank alike.
+        UnlikeChoices: routers' choices differ; on every rank alike.
     """
     every: Any = RankRecord._make(zip(*records, strict=True))  # each field has the values of all ranks
     step = every.step[0]
@@ -112,7 +117,8 @@ def fold(
             f"step {step}: ranks {odd} have another batch plan for step {step + 1} than the others: do their "
             "nodes have other lengths, counts or rows in the dataset, or another elasticd or NumPy?"
         )
-    _refuse_unlike_choices(step, every.choices, tp_groups)
+    if not any(every.failed):  # what stands in for an unreadable sample is routed otherwise
+        _refuse_unlike_choices(step, every.choices, tp_groups)
     count, squares = exact_sum(every.targets), exact_sum(every.squares)
     unread = next((rank for rank, index in enumerate(every.failed) if index), None)
     loss = exact_sum(every.loss) / count if count else math.nan
@@ -145,7 +151,7 @@ def _refuse_unlike_choices(step: int, choices: Sequence[bytes], tp_groups: Seque
     for module, ranks in tp_groups:
         first, *others = (choices[rank][8 * module : 8 * module + 8] for rank in ranks)
         if any(each != first for each in others):
-            raise LedgerError(
+            raise UnlikeChoices(
                 f"step {step}: routers on ranks {[*ranks]}, one TP group, chose unlike experts for the same "
                 "rows: its devices add numbers up in unlike orders; give each TP group devices of one kind, "
                 "with one release of torch and its libraries"

@@ -229,6 +229,8 @@ class _Block:
         there, back, start, stop = exchange.part(len(rows))
         if torch.is_grad_enabled() and self._trains:
             rows, weights = (x if x.requires_grad else x.detach().requires_grad_() for x in (rows, weights))
+        else:  # a lane that only serves makes no backward pass either, whatever asks for a gradient here
+            rows, weights = rows.detach(), weights.detach()
         if there is not None:
             rows, weights = there(rows), there(weights)
         routes = self._routes(index[start:stop].long(), _Kind.of(rows, weights))

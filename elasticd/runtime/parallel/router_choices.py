@@ -51,8 +51,10 @@ class RouterChoices:
 
     def watch(self, owner: nn.Module) -> None:
         """Notes the choices of each call of a module that is called with rows, their experts and weights."""
-        self._watches = True
-        name = tuple(inspect.signature(owner.forward).parameters)[1]
+        names = tuple(inspect.signature(owner.forward).parameters)
+        if len(names) < 2:
+            return
+        self._watches, name = True, names[1]
 
         def noting(_: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
             index = args[1] if len(args) > 1 else kwargs.get(name)

@@ -8,7 +8,7 @@ Experts module each member computes its own experts' part of the output (`held_e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any
 
@@ -23,7 +23,7 @@ from elasticd.runtime.accelerator import put
 from elasticd.runtime.comm.communicators import Team
 from elasticd.runtime.model.local_model import repeats
 from elasticd.runtime.model.model import Model
-from elasticd.runtime.model.tp_rules import Column, Experts, Row, sides_of, takes_rows
+from elasticd.runtime.model.tp_rules import Column, Experts, Row, Rule, sides_of, takes_rows
 from elasticd.runtime.model.validation import ModelError
 from elasticd.runtime.parallel import sequence_parallel
 from elasticd.runtime.parallel.held_experts import held_experts
@@ -103,7 +103,7 @@ def attach(
         hooks = _SlicedHooks(model, section, stage, group, tokens, module)
     for path, rules in model.owners(section).items():
         owner = module.get_submodule(path)
-        if choices is not None and takes_rows(owner):
+        if choices is not None and takes_rows(owner) and _is_stacked(owner, rules):
             choices.watch(owner)
         column = next((rule for rule in rules.values() if isinstance(rule, Column)), None)
         if column is not None:
@@ -119,6 +119,11 @@ def attach(
         module.register_forward_hook(lambda _, args, output: tokens.leaving_embed(single(output)))
     if tokens is not None and section == "head":
         module.register_forward_pre_hook(lambda _, args: (tokens.entering_head(single(args[0])), *args[1:]))
+
+
+def _is_stacked(owner: nn.Module, rules: Mapping[str, Rule]) -> bool:
+    """Returns True if the cut parameters of a module are those of several experts, [experts, ...]."""
+    return any(isinstance(rule, Experts) or getattr(owner, leaf).dim() > 2 for leaf, rule in rules.items())
 
 
 class _Hooks:

@@ -125,7 +125,8 @@ class _Rank:
             self._context, self._lanes = Channel("context", of_lanes.devices), of_lanes.by_lane
             self._experts = Channel("experts", of_lanes.devices)
             self._shared = {f"blocks.{block}" for block in of_lanes.shared_blocks}
-            all_rows = batch.pipelines[place.pipeline] if self._shared else rows
+            shares = layouts.plan.pipelines[place.pipeline].shares_experts
+            all_rows = batch.pipelines[place.pipeline] if shares else rows
             self._numbers = [number for number, row in enumerate(all_rows) if row.lanes[place.lane]]
             if not all_rows:
                 self._numbers = list(range(len(batch.of(place))))

@@ -159,11 +159,12 @@ def _set_times(order: Sequence[ModulePass], plan: Plan, batches: Mapping[str, Ba
         for j, lane in enumerate(pipeline.by_lane)
         for s, stage in enumerate(lane.stages)
     }
+    means = {module.module: module.item_rows for module in plan.modules}
     for one in order:
         one.time = times[one.group.key][one.kind][one.chunk]
         module, p, j, _ = one.group.key
         if isinstance(items := batches[module], ItemBatch):
-            one.time = item_time(one.time, items.pipelines[p][j][one.index])
+            one.time = item_time(one.time, items.pipelines[p][j][one.index], means[module])
 
 
 def _delayed(order: Sequence[ModulePass], devices: int, delay: Delay) -> None:

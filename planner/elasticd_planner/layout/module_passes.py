@@ -188,27 +188,27 @@ class ModulePasses:
         backward = self._backward and module.trainable
         inside = (each for each in batch.walk() if (each[0].pipeline, each[0].lane) in lanes)
         for rank, (name, items) in enumerate(sorted(inside, key=when)):
-            rows = items.rows or (module.item_rows or ROWS) * len(items.items)
-            self._add_group(lanes[name.pipeline, name.lane], name, items, rows, rank, backward=backward)
+            places = lanes[name.pipeline, name.lane]
+            self._add_group(places, name, items, module.item_rows, rank, backward=backward)
 
     def _add_group(
         self,
         places: Mapping[str, Sequence[tuple[PassGroup, int, int]]],
         name: GroupId,
         items: ItemGroup,
-        rows: int,
+        mean: int,
         rank: int,
         *,
         backward: bool,
     ) -> None:
-        """The chain of passes of one group of items, of so many rows."""
+        """The chain of passes of one group of items. mean: rows of an item."""
         first = self._first[items.pipeline, items.lane]
         taking, giving = first["forward", items.micro_batch], first.get(("backward", items.micro_batch))
         chunks = places["forward"][-1][1] + 1
         before: ModulePass | None = None
         for kind in ("forward", "backward") if backward else ("forward",):
             for group, chunk, whole in places[kind]:
-                time = item_time(whole, items)
+                time = item_time(whole, items, mean)
                 order = rank * chunks + (chunks - 1 - chunk if kind == "forward" else chunk)
                 one = ModulePass(group, kind, name.number, chunk, time, order, items.micro_batch, taking.group)
                 self.count += 1
@@ -251,9 +251,15 @@ def _component(plan: Plan, batches: Mapping[str, BatchPlan | ItemBatch], device:
     return {(module.module, p) for module in plan.modules for p in range(len(module.pipelines))} & found
 
 
-def item_time(whole: int, items: ItemGroup) -> int:
-    """The time of a pass of a group of items [us]; `whole`: that of 1,024 rows."""
-    return max(1, whole * (items.rows or ROWS * len(items.items)) // ROWS)
+def item_time(whole: int, items: ItemGroup, mean: int) -> int:
+    """The time of a pass of a group of items [us].
+
+    Args:
+        whole: the time of 1,024 rows.
+        items: of the group; where it has no rows, each has `mean`.
+        mean: rows of an item; 0: not known.
+    """
+    return max(1, whole * (items.rows or (mean or ROWS) * len(items.items)) // ROWS)
 
 
 def _needs(user: ModulePass, one: ModulePass, name: GroupId | None = None) -> None:

@@ -213,6 +213,11 @@ class Pipeline(Value, frozen=True, kw_only=True, omit_defaults=True):
             refuse(f"pipeline: micro_batches must be at least 1, not {self.micro_batches}")
         self._check_lanes()
 
+    @property
+    def shares_experts(self) -> bool:
+        """Returns True if a lane of a stage lacks experts that other lanes have."""
+        return any(stage.shared_blocks for stage in self.stages)
+
     def _check_lanes(self) -> None:
         if self.packed and len(self.packed) != len(self.micro_batches_by_lane):
             refuse(f"pipeline: {len(self.micro_batches_by_lane)} lanes, and {len(self.packed)} are packed")
