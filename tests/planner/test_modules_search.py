@@ -127,6 +127,7 @@ def test_a_smaller_cluster_has_the_devices_and_bytes_that_are_left() -> None:
     assert smaller(cluster_of(1, 1, 10), {"n0/0": 10}, []) is None
 
 
+@pytest.mark.full
 def test_an_encoder_that_fits_no_device_gets_a_plan_of_its_own() -> None:
     problem = drawn_problem(1, memory=24 * GIB)
     (module,) = problem.modules
@@ -171,7 +172,7 @@ def test_the_part_of_an_item_in_the_mean_is_in_no_step_and_in_no_bound(items: fl
 
 
 def test_a_running_plan_stays_where_none_is_better() -> None:
-    for seed in range(4):
+    for seed in range(number(4, 1)):
         problem = drawn_problem(seed)
         first = planned(problem)
         again = plan(msgspec.structs.replace(problem, current=first), 4)
@@ -298,7 +299,8 @@ def test_a_running_plan_takes_what_its_passes_take_in_its_own_order(seed: int) -
         assert costs.running_seconds(running) >= max(each.stop for each in played) / 1e6
 
 
-@pytest.mark.parametrize("seed", range(number(40, 1)))
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(40))
 def test_a_plan_with_the_times_of_a_guess_is_replaced_once_and_stays(seed: int) -> None:
     """By one that is quicker, which is the answer to the same question from then on."""
     true = drawn_problem(seed)

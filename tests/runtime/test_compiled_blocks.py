@@ -111,6 +111,7 @@ def test_under_unequal_shares_and_with_recomputation_and_nothing_is_compiled_onc
             torch.testing.assert_close(compiled[device][name], value, rtol=0, atol=1e-12)
 
 
+@pytest.mark.full
 def test_packed_rows_are_compiled_beforehand_as_padded_samples_are(traced: None) -> None:
     """By a row of one sequence. The first rows of training make no graph, whatever their borders."""
     plan = plan_of((8, [stage(0, 4, ("a/0", 1))]))
