@@ -384,9 +384,14 @@ def test_torchrun_whose_agent_was_started_again_takes_its_leave_of_the_new_one(n
     calls = AgentCalls(node.path, 60.0)
     assert isinstance(calls.join(Join(job="job", pid=os.getpid(), min_nodes=1, max_nodes=1)), Joined)
     running.stop()
-    before = len(leader.bodies(Join))
+
+    def hellos() -> int:
+        return sum(isinstance(said, AgentHello) for said in leader.heard)
+
+    before, linked = len(leader.bodies(Join)), hellos()
     node.agent()
     node.trainer()  # it listens: a torchrun that ends waits for no agent
+    until(lambda: hellos() > linked)  # before that a leader learns of it by its absence
     calls.leave(Leave(job="job", how="finished", signal="SIGTERM"))
     until(lambda: leader.bodies(Leave))
     assert leader.bodies(Leave)[-1].signal == "SIGTERM"
