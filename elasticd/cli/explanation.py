@@ -156,7 +156,7 @@ def _step(
     batch: BatchPlan | None,
     items: Mapping[str, ItemBatch] | None,
 ) -> dict[str, Communications]:
-    """What goes over links in a step, by module."""
+    """The communications of a step over links, by module."""
     plan, own = layouts.plan, shapes[problem.module]
     tokens = round((problem.batch.sequence or 0) * plan.micro_batch)
     if problem.modules:

@@ -71,7 +71,7 @@ class Answered:
     item_state_bytes: Mapping[str, StateBytes] = field(default_factory=dict)  # of modules of items
 
     def weighs(self, module: str) -> StateBytes | None:
-        """What the state of a module weighs."""
+        """The bytes of a module's state."""
         return self.state_bytes if module == self.plan.loss_module.module else self.item_state_bytes.get(module)
 
 
@@ -150,7 +150,7 @@ def lacking(old: Held | None, new: Held, units: int) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """What moves of a module between two plans: what devices hold before and after, in parts of `units`; and
+    """The moves of a module between two plans: what devices hold before and after, in parts of `units`; and
     where it is known what layers weigh, the bytes that each member lacks, and would lack if it held nothing."""
 
     module: str

@@ -404,7 +404,7 @@ def module_lines(job: JobStatus) -> Iterator[Text]:
 
 
 def item_share(module: ModuleStatus, device: ModuleDeviceStatus) -> str:
-    """What a device's lane took of a module's items in the newest step, and how long it takes for them."""
+    """A device's lane in a module: its items in the newest step, and how long it takes for them."""
     text = (
         f"{device.items} {module.items}, {device.share:.0%} of all rows; {device.planned_share:.0%} as planned"
     )

@@ -84,7 +84,7 @@ class StepPicture:
 
     @property
     def items(self) -> dict[str, ItemBatch]:
-        """What each lane of the modules of items takes."""
+        """The items that each lane takes."""
         return {name: batch for name, batch in self.batches.items() if isinstance(batch, ItemBatch)}
 
     @property

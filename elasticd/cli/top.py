@@ -155,7 +155,7 @@ def _job(job: JobStatus, steps: Sequence[StepRecord], rates: Mapping[str, float]
 
 
 def _module_table(job: JobStatus) -> RenderableType:
-    """What each device computed for each of its modules in the newest step; its modules beside each other."""
+    """The computation of each device in the newest step; its modules beside each other."""
     table = plain_table("device", *(head for module in job.modules for head in _heads(module)), ">in all")
     by_device: dict[str, dict[str, ModuleDeviceStatus]] = {}
     for module in job.modules:

@@ -163,7 +163,7 @@ def plan(
     steps: Sequence[StepRecord],
     before: HistoryRecord | None = None,
 ) -> Iterator[RenderableType]:
-    """What led to a plan, the plan, and how it did; `before`: the plan before it."""
+    """The cause of a plan, the plan, and how it did; `before`: the plan before it."""
     (about, text), *measured = decided(record, before)
     number, _, reason = text.partition("  ")
     yield Text.assemble((about, "dim"), (number, "bold"), f"  {reason}")
@@ -218,7 +218,7 @@ def _known(name: str, status: ClusterStatus) -> tuple[NodeStatus, DeviceStatus]:
 
 
 def in_modules(name: str, job: JobStatus) -> Iterator[str]:
-    """What a device did for each of its modules in the newest step."""
+    """The work of a device for each of its modules in the newest step."""
     for module in job.modules:
         for each in module.by_device:
             if each.device == name:

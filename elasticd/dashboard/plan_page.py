@@ -359,7 +359,7 @@ def policy(record: HistoryRecord) -> views.Policy:
 
 
 def communications(record: HistoryRecord, spec: JobSpec | None) -> tuple[tuple[views.Communication, ...], str]:
-    """What goes over links in a step, or why that is not listed."""
+    """The communications of a step over links, or why that is not listed."""
     if spec is None:
         return (), "the leader does not say what the job trains any more"
     if len(record.plan.members) > MOST_EXPLAINED:
@@ -380,7 +380,7 @@ def communications(record: HistoryRecord, spec: JobSpec | None) -> tuple[tuple[v
 
 
 def _explained(record: HistoryRecord, spec: JobSpec) -> dict[str, Communications]:
-    """What goes over links in a step, or in a mean step of several modules, by module."""
+    """The communications of a step over links, or in a mean step of several modules, by module."""
     plan, problem = record.plan, record.problem
     layouts, gradients = Layouts(spec.specs, plan), spec.numbers.gradients if spec.numbers is not None else None
     tokens = round(problem.profile.tokens / problem.micro_batch * plan.micro_batch)

@@ -28,7 +28,7 @@ class WhyLine(NamedTuple):
 
 
 def decided(record: HistoryRecord, before: HistoryRecord | None = None) -> Iterator[WhyLine]:
-    """What led to a plan, and which modules it changed of the plan `before`."""
+    """The cause of a plan, and which modules it changed of the plan `before`."""
     yield WhyLine("plan ", f"{record.number}  {record.reason}")
     slow = {device: rate for device, rate in record.problem.rates.items() if rate != 1.0}
     told = ", ".join(f"{device} takes {rate:.2f}x" for device, rate in sorted(slow.items()))
@@ -45,7 +45,7 @@ def record_before(record: HistoryRecord, records: Sequence[HistoryRecord]) -> Hi
 
 
 def module_changes(before: HistoryRecord, record: HistoryRecord) -> dict[str, str]:
-    """What a plan changed in each module of a model of several."""
+    """The changes of a plan in each module of a model of several."""
     was, now = before.plan, record.plan
     known = {module.module: module for module in was.modules}
     if len(now.modules) == 1 or {*known} != {module.module for module in now.modules}:
@@ -54,7 +54,7 @@ def module_changes(before: HistoryRecord, record: HistoryRecord) -> dict[str, st
 
 
 def _change(was: ModulePlan, now: ModulePlan) -> str:
-    """What changed in one module, in a few words."""
+    """The changes in one module, in a few words."""
     layouts = [[_layout(pipeline) for pipeline in module.pipelines] for module in (was, now)]
     if layouts[0] != layouts[1]:
         before, after = (

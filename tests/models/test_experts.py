@@ -266,6 +266,17 @@ def test_experts_by_hand_train_like_one_process(choose: Any, name: str) -> None:
     assert apart(training, whole, (PLANS | PLACED)[name], lambda full: full) < (NEAR, "")
 
 
+@pytest.mark.parametrize("name", ["over lanes", "over lanes, zero 2, recomputing"])
+def test_lanes_that_share_experts_of_frozen_blocks_wait_for_no_backward_pass_there(name: str) -> None:
+    """A lane that only serves makes none in a block up to which nothing is trained."""
+    torch.manual_seed(0)
+    whole = Mixture().double()
+    for parameter, value in whole.named_parameters():
+        value.requires_grad_(not parameter.startswith(("embed.", "blocks.0.", "blocks.1.")))
+    training = Training(model=copy.deepcopy(whole).describe(), loss=next_token_loss, dataset=Text(VOCABULARY))
+    assert apart(training, whole, PLACED[name], lambda full: full) < (NEAR, "")
+
+
 def test_an_evaluation_of_lanes_that_share_experts_is_that_of_one_process() -> None:
     """Also of fewer samples than a step has, so that lanes have none."""
     torch.manual_seed(0)

@@ -203,6 +203,12 @@ def test_the_mode_of_a_module_inside_a_section_is_noticed(monkeypatch: pytest.Mo
     assert recorder.captures > 2 * 3
 
 
+def test_a_chunk_that_several_tensors_enter_is_not_captured() -> None:
+    chunk = captured_passes.ChunkPasses(graphs=(), loss=None, precision=None)
+    with pytest.raises(captured_passes.CannotCapture, match="the stage before is several tensors"):
+        chunk.forth(captured_passes.Entered((), {"hidden": torch.ones(1), "mask": torch.ones(1)}))
+
+
 def noisy_loss(logits: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
     total, count = counting_loss(logits, batch)
     return total * (1 + torch.rand(())), count

@@ -396,6 +396,9 @@ def test_after_the_loop_an_exception_of_a_measure_is_the_scripts_own() -> None:
         pass
     with pytest.raises(ValueError, match="no such class"):
         trained.evaluate()
+    engine = trained._switcher.engine
+    assert engine is not None
+    engine.check()  # where a device is waited for, this is asked: it raises for a plan that is over
     assert trained.state_dict(), "and the state is there"
 
 

@@ -428,7 +428,7 @@ def image_of(item: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def features_of(base: Any, item: Mapping[str, Tensor], *, by_sample: bool) -> Any:
-    """What an encoder gives of one image.
+    """The output of an encoder for one image.
 
     Args:
         base: the model that has `get_image_features`.

@@ -64,7 +64,7 @@ class CannotCapture(Exception):
 
 
 class Entered(NamedTuple):
-    """What a forward pass of a chunk is called with."""
+    """The arguments of a forward pass of a chunk."""
 
     batch: Any  #: that the embedding and the loss take; (): neither is in the chunk
     activation: Any  #: from the stage before; (): the chunk begins with the embedding

@@ -169,7 +169,7 @@ class PrevStage(_Neighbour):
 
 
 def gradient_messages(x: Bundle, given: Gradients) -> list[Tensor]:
-    """What goes back of the gradients of an activation: where there is none, -0.0. The first number of another
+    """The messages of the gradients of an activation: where there is none, -0.0. The first number of another
     gradient is never -0.0.
 
     Args:

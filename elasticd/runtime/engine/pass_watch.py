@@ -144,7 +144,7 @@ class PassWatch(SectionWatch):
         state.start = time.perf_counter()
 
     def _sequences(self, samples: int, length: int) -> list[SequenceHere]:
-        """What telemetry counts of a micro-batch: its pieces, or its samples padded to a length."""
+        """The sequences of a micro-batch for telemetry: its pieces, or its samples padded to a length."""
         if self.packed:
             return [SequenceHere(piece.tokens, piece.length, not piece.start) for piece in self.micro]
         return [SequenceHere(length, length, True)] * samples if length else []

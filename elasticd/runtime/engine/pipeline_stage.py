@@ -702,7 +702,7 @@ class StageRunner:
         self._made[act] = [tensor.detach() for tensor in tensors(x)]
 
     def _watched(self, state: MicroBatchState, micro: MicroBatch, chunk: StageChunk) -> None:
-        """What passes from here on are those of."""
+        """Says whose the passes from here on are."""
         watch = self._watch
         watch.state, watch.micro, watch.first = state, micro, chunk is self._chunks[0]
         watch.training = self._modules[next(iter(chunk.passes))].training

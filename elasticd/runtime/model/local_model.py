@@ -25,7 +25,7 @@ from elasticd.runtime.model.validation import ModelError
 
 
 class LocalParameter(NamedTuple):
-    """What one device computes with of a parameter: a box of it, or several as one tensor."""
+    """One device's part of a parameter: a box of it, or several as one tensor."""
 
     boxes: tuple[Box, ...]  #: disjoint and in order; several differ in one dimension alone
     tensor: nn.Parameter  #: these boxes, one behind the other along that dimension

@@ -36,7 +36,7 @@ class GraphSegment(NamedTuple):
 
 
 class SectionWatch:
-    """What is done around the sections of a pass, beside computing them. This one does nothing."""
+    """The work around the sections of a pass, beside computing them. This one does nothing."""
 
     everywhere = False  #: it is called around all sections
 

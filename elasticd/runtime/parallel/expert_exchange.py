@@ -42,7 +42,7 @@ _NUMBERS = torch.int16
 
 
 class ExpertExchange:
-    """What one device exchanges with the others of its stage, in the blocks whose experts lanes share."""
+    """The exchange of one device with the others of its stage, in the blocks whose experts lanes share."""
 
     def __init__(self, spec: ModelSpec, stage: Stage, me: str, mesh: Mesh, lane: Team | OneDevice) -> None:
         """
@@ -154,7 +154,7 @@ _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 class _Kind(NamedTuple):
-    """What the rows of a block are; a lane without rows hears it from others."""
+    """The form of a block's rows; a lane without rows hears it from others."""
 
     width: int  #: elements of a row
     k: int  #: experts of a row

@@ -84,7 +84,7 @@ def _of_items(module: ProfiledModule, samples: Samples) -> ItemSamples:
 
 
 def _loaded(request: Request) -> list[ProfiledModule]:
-    """What the target names to measure; the module with the loss is the last."""
+    """The modules that the target names; the module with the loss is the last."""
     if request.arguments is not None:
         return of_script(request)
     module, model = load(request.target)

@@ -175,7 +175,7 @@ def _whole(module: Model) -> dict[str, Callable[..., Any]]:
 
 
 def _outputs(graph: ModelGraph[Module], sample: Mapping[str, Any]) -> dict[str, list[Bundle]]:
-    """What modules of items make of the items of a sample, by the key under which it is taken."""
+    """The outputs of modules of items for a sample, by the key under which it is taken."""
     found = {}
     for key, name in graph.loss_module.takes.items():
         module, rows = graph.modules[name], list[Bundle]()

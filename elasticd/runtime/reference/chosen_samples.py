@@ -30,6 +30,6 @@ class ChosenSamples:
 
 
 def first_items(dataset: object, kinds: Collection[str]) -> list[int]:
-    """How many items, of all kinds, the first samples of a dataset have."""
+    """The number of items, of all kinds, of the first samples of a dataset."""
     listed = [item_counts(dataset, kind) for kind in kinds]
     return [sum(int(counts[index]) for counts in listed) for index in range(min(len(listed[0]), LOOKED_AT))]

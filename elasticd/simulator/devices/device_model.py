@@ -84,11 +84,11 @@ class Truth:
 
     @property
     def sizes(self) -> tuple[float, ...]:
-        """What shifts: the tokens of a sample, in the mean."""
+        """The tokens of a sample in the mean, which shifts change."""
         return (self.tokens,)
 
     def profile_of(self, module: str) -> ModelProfile:
-        """What a normal device takes for a module of a plan. A model of one has one profile."""
+        """The profile of a normal device for a module of a plan. A model of one has one profile."""
         return self.profile
 
     @property

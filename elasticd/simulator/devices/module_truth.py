@@ -1,4 +1,4 @@
-"""What the modelled devices really do with a model of several modules: each step's passes, in their order.
+"""The true work of modelled devices on a model of several modules: each step's passes, in their order.
 
 The items of a step are dealt by the same code as in workers, by slowdowns that lanes agree on after each step.
 Ranks order the passes by the times that the plan expects; they are played in that order at the devices' true
@@ -36,7 +36,7 @@ Batches = Mapping[str, BatchPlan | ItemBatch]
 
 @dataclass(frozen=True, kw_only=True)
 class ModulePart:
-    """What each member of a module's view did of it in a step, in the order of the view's members [members]."""
+    """The work of each member of a module's view in a step, in the order of the view's members [members]."""
 
     items: Ints  # micro-batches, or items, of its lane
     tokens: Ints  # of them
@@ -103,11 +103,11 @@ class ModuleTruth(Truth):
 
     @property
     def sizes(self) -> tuple[float, ...]:
-        """What shifts: the tokens of a sample, and its items of each module, in the mean."""
+        """The tokens of a sample and its items of each module in the mean, which shifts change."""
         return self.tokens, *(module.items_a_sample for module in self.modules)
 
     def profile_of(self, module: str) -> ModelProfile:
-        """What a normal device takes for a module."""
+        """The profile of a normal device for a module."""
         return next((each.profile for each in self.modules if each.name == module), self.profile)
 
     def strike(self, fault: Fault) -> None:
@@ -130,7 +130,7 @@ class ModuleTruth(Truth):
         return next((name for name, size in needed.items() if size > room[name]), "")
 
     def step(self, plan: Plan, step: int) -> StepTimes:
-        """What step number `step` takes, after which lanes agree on slowdowns."""
+        """The time of step number `step`, after which lanes agree on slowdowns."""
         dealing = self._dealing_of(plan)
         speeds = {name: each.of(step) for name, each in dealing.items()}
         played = self._played(plan, step, speeds)
@@ -163,7 +163,7 @@ class ModuleTruth(Truth):
         return self._means[key]
 
     def measurements(self, plan: Plan, step: int, times: StepTimes) -> list[Measurement]:
-        """What the members would report of the last step, in rank order."""
+        """The reports of the members of the last step, in rank order."""
         found, seconds = [], float(times.seconds)
         places = {
             name: {device: at for at, device in enumerate(plan.view(name).members)} for name in self._parts
@@ -279,7 +279,7 @@ class ModuleTruth(Truth):
         return played
 
     def _part(self, plan: Plan, name: str, batch: BatchPlan | ItemBatch, unit: Floats) -> ModulePart:
-        """What the members of a module's view do of it."""
+        """The work of the members of a module's view."""
         view, profile = plan.view(name), self.profile_of(name)
         key = plan.digest, name, self.tokens
         if key not in self._compiled:

@@ -42,7 +42,7 @@ PRESETS = {
 
 
 def model_spec(name: str, shapes: Shapes, *, trained: bool = True) -> ModelSpec:
-    """What a job of this model would tell its coordinator; not `trained`: all of it is frozen."""
+    """The description of this model that a job gives its coordinator; not `trained`: all of it is frozen."""
     kind: Literal["trained", "frozen"] = "trained" if trained else "frozen"
 
     def matrix(part: str, rows: int, columns: int, dim: int, units: str, add: bool = False) -> Parameter:

@@ -102,7 +102,7 @@ class ItemModule(Value, frozen=True, kw_only=True):
 
 
 class Training(Value, frozen=True, kw_only=True):
-    """What is trained: shapes by name, samples of `tokens`, a batch; and encoders beside it."""
+    """The model: shapes by name, samples of `tokens`, a batch; and encoders beside it."""
 
     name: str
     shapes: Shapes
@@ -244,7 +244,7 @@ class Scenario(Value, frozen=True, kw_only=True):
         return evaluated(made, even(mean), self.lengths(mean), attention_rise(spec), rows=True)
 
     def item_modules(self) -> tuple[ModuleProblem, ...]:
-        """What a normal device really takes for the modules of items, and what samples bring them at first."""
+        """The true profiles of the modules of items, and their items in samples at first."""
         return tuple(
             ModuleProblem(
                 name=module.name,

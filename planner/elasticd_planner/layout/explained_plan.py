@@ -200,7 +200,7 @@ BETWEEN = "between modules"
 
 
 class ModuleSizes(Value, frozen=True, kw_only=True):
-    """What a module sends in a step, besides its parameters."""
+    """The messages of a module in a step, besides its parameters."""
 
     tokens: int = 0  #: of a micro-batch; of a module of items its batch says it
     boundary: float = (
@@ -243,7 +243,7 @@ def explain_modules(
 
 
 def _of_items(plan: Plan, batch: ItemBatch, size: ModuleSizes) -> Iterator[tuple[Purpose, Flow]]:
-    """What each group of items sends to the first stage that needs it, and its gradient back."""
+    """The outputs of each group of items to the first stage that needs them, and gradients back."""
     source, target = plan.view(batch.module), plan.loss_view
     known: dict[tuple[int, int, int, int], TensorFlow] = {}
     for name, group in batch.walk():
@@ -275,7 +275,7 @@ class _Way(NamedTuple):
 
 
 def _inside(spec: ModelSpec, pipeline: Pipeline, stage: Stage, tokens: int, *, trained: bool) -> Iterator[Flow]:
-    """What one TP group exchanges for a micro-batch; one that is not trained has forward passes alone."""
+    """The exchange of one TP group for a micro-batch; one that is not trained has forward passes alone."""
     if len(stage.devices) == 1:
         return
     devices, item, sliced = stage.devices, item_size(spec.dtype), stage.sequence_parallel

@@ -176,7 +176,7 @@ def state_bytes(given: TableProblem) -> StateBytes | None:
 
 
 def item_state_bytes(given: TableProblem) -> dict[str, StateBytes]:
-    """What the layers of each module of items weigh, where the problem says so (`model.state`)."""
+    """The state of the layers of each module of items, where the problem says so (`model.state`)."""
     stated = {entry.name for entry in given.modules if entry.model.state is not None}
     modules = problem_of(given).modules
     return {module.name: weights_of(item_profile(module)) for module in modules if module.name in stated}

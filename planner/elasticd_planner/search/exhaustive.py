@@ -475,7 +475,7 @@ class Exact:
 
     @property
     def proved(self) -> bool:
-        """Whether no plan is better than the best: each was looked at, or excluded by a bound."""
+        """Returns True if no plan is better than the best: each was looked at, or excluded by a bound."""
         return self.complete and self._options.proved and all(kept < ALIKE for kept in self._kept.values())
 
     @property

@@ -406,7 +406,7 @@ class ModuleCosts:
 
 
 def _together(items: float) -> int:
-    """How many items of a sample go together where a step has so many."""
+    """The number of items of a sample that go together where a step has so many."""
     return max(1, math.ceil(items / MOST_ITEMS))
 
 

@@ -230,7 +230,7 @@ class ModulePlanner:
 
     @property
     def _recomputes(self) -> tuple[bool, ...]:
-        """Whether modules of items recompute: what may be tried, the quicker one first."""
+        """The choices of recomputation in modules of items that may be tried, the quicker one first."""
         asked = self.problem.search_space.recompute
         return (True,) if asked == "always" else (False, True) if asked else (False,)
 

@@ -333,9 +333,12 @@ class Planner:
         return self._answered(found, exact.candidates + len(found), proved)
 
     def _proves(self, exact: Exact) -> bool:
-        """Whether an enumeration proves that no plan is better than its best. A table's seconds are those of
-        the formula. In the schedule's time it must have looked at all layers and shares, and no stage may leave
-        out afterwards the recomputation or sequence parallelism that it counted with."""
+        """Returns True if an enumeration proves that no plan is better than its best.
+
+        A table's seconds are those of the formula. In the schedule's time it must have looked at all layers and
+        shares, and no stage may leave out afterwards the recomputation or sequence parallelism that it counted
+        with.
+        """
         space, cost = self.problem.search_space, self.task.cost
         if isinstance(cost, TableCost):
             return True
