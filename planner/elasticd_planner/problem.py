@@ -53,7 +53,7 @@ class ModuleProblem(Value, frozen=True, kw_only=True):
     profile: ModelProfile  # micro-batches of any size: its items are sized by `rows_an_item`
     items: str  # what it takes of a sample: "images"
     items_a_sample: float  # in the mean
-    rows_an_item: float  # [tokens] in the mean
+    rows_an_item: float  # [tokens] that its blocks work on, in the mean
     trained: bool = True  # False: it runs forward alone, and has neither gradients nor optimizer state
 
     def __post_init__(self) -> None:

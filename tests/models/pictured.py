@@ -44,6 +44,11 @@ class Pictured:
     def __getitem__(self, index: int) -> dict[str, Any]:
         return sample_of(self.encoded(index))
 
+    def rows_of(self, image: dict[str, Tensor]) -> int:
+        """The rows that the encoder makes of one of the images."""
+        kinds = [{name: x.shape for name, x in form.items()} for form in self._forms]
+        return self._rows[kinds.index({name: x.shape for name, x in image.items()})]
+
     def encoded(self, index: int) -> dict[str, Tensor]:
         """What a processor gives of one text with its images."""
         seeds = torch.Generator().manual_seed(index)

@@ -24,6 +24,7 @@ from elasticd.models.huggingface.described import from_description
 from elasticd.models.huggingface.small_images import IMAGE_TOKEN
 from elasticd.runtime.api import pretrained_folder
 from elasticd.runtime.api.pretrained_folder import Folder
+from elasticd.runtime.api.several_modules import module_specs
 from elasticd.runtime.comm.groups import PlanGroups
 from elasticd.runtime.comm.in_memory import run_threads, unpaced
 from elasticd.runtime.comm.torch_store import TorchStore
@@ -190,6 +191,37 @@ CHOSEN = [("Qwen3VL", "encoder pp 2, language interleaved"), ("Qwen3VL", "partly
 def test_trains_as_in_one_process(name: str, placement: str) -> None:
     one = case(name)
     assert one.apart(placed(placement, one.layers)) < 1e-12
+
+
+@pytest.mark.parametrize(("name", "ratio"), [("Llava", 5 / 4), ("Qwen3VL", 4)])
+def test_rows_of_an_image_are_those_that_blocks_work_on(name: str, ratio: float) -> None:
+    """In measurements, in the record of the job and in the batches of steps, where the dataset says the rows
+    that the encoder gives: LLaVA drops that of the class, and Qwen joins four in one."""
+    one, plan = case(name), placed("one device")
+    images = [one.data[index]["images"] for index in range(len(one.data))]
+    data = copy.copy(one.data)
+    data.rows = {"images": [[one.data.rows_of(image) for image in each] for each in images]}
+    listed = [rows for each in data.rows["images"] for rows in each]
+    recipe = one.recipe(dataset=data)
+    (vision,) = (module for module in module_specs(recipe) if module.items)
+    assert vision.rows_an_item == pytest.approx(ratio * sum(listed) / len(listed))
+    alone = one.recipe(dataset=one.data)
+    first = next(filter(None, data.rows["images"]))[0]
+    assert next(module for module in module_specs(alone) if module.items).rows_an_item == ratio * first
+
+    def measured(memory: Any) -> None:
+        with DoubleThroughout():
+            layouts = Layouts(recipe.model.specs, plan)
+            engine = Engine(recipe, layouts, memory, unpaced)
+            engine.adopt(first_state(recipe.model, layouts, memory.me, SEED))
+            step = engine.step(0, lambda: 0, lambda: 0).measurement.modules["vision"]
+            engine.settle()
+        taken = [data.rows["images"][index] for index in recipe.sampler.samples(0)]
+        assert step.tokens == ratio * sum(map(sum, taken))
+        assert step.items == sum(map(len, taken))
+
+    run_threads(plan.members, measured)
+    assert recipe.row_ratio("vision") == round(ratio)
 
 
 def written(described: Any, data: Any, folder: Path, *, frozen: bool) -> dict[str, torch.Tensor]:

@@ -6,20 +6,16 @@ import logging
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-import torch
 from elasticd_planner.spec.plan import Plan
 from elasticd_planner.spec.plan_checks import check_model
 from elasticd_planner.value import Invalid
 
 from elasticd.records import ModuleSpec
 from elasticd.runtime.api.evaluation import HeldOut
-from elasticd.runtime.data.collate import Unlike, pad
-from elasticd.runtime.data.loader import item_counts, item_rows, items_of
-from elasticd.runtime.data.prefetch import SampleError
+from elasticd.runtime.data.loader import item_counts, item_rows
 from elasticd.runtime.data.stream import Stream
-from elasticd.runtime.engine.mixed_precision import converted
+from elasticd.runtime.engine.item_rows import FirstItem
 from elasticd.runtime.engine.recipe import Recipe
-from elasticd.runtime.model.bundle import sizes
 from elasticd.runtime.model.model import Module
 from elasticd.runtime.model.model_graph import ModelGraph
 
@@ -117,41 +113,16 @@ def _spec(recipe: Recipe, name: str, module: Module) -> ModuleSpec:
         model=module.spec,
         items=module.items,
         items_a_sample=sum(map(int, counts)) / max(1, len(counts)),
-        rows_an_item=_rows(recipe, module, counts),
+        rows_an_item=_rows(recipe, module.items, recipe.first_items[name], counts),
     )
 
 
-def _rows(recipe: Recipe, module: Module, counts: Sequence[int]) -> float:
-    """Rows of an item on average, if the dataset says them; else those that the module makes of the first item
-    of the dataset, by shapes alone; 0 where that fails."""
-    dataset = recipe.dataset
-    if (known := item_rows(dataset, module.items)) is not None:
-        return sum(sum(map(int, each)) for each in known) / max(1, sum(map(int, counts)))
-    assert not isinstance(dataset, Stream)
-    first = next((index for index, count in enumerate(counts) if count), None)
-    if first is None:
-        return 0.0
-    part = getattr(dataset, "part", None)
-    sample = dataset[first] if part is None else part(first, (module.items,))
-    try:
-        item = items_of(sample, first, module.items, counts)[0]
-        batch = pad([item])
-    except SampleError as error:
-        raise ValueError(str(error)) from None
-    except Unlike as error:
-        raise ValueError(
-            f"sample {first} of the dataset: {module.items}[0] must be a tensor, or a mapping of tensors, of "
-            f"equal shape in every one: {error}"
-        ) from None
-    x: Any = converted(batch, lambda tensor: tensor.to("meta"))
-    try:
-        with torch.no_grad():
-            for section in module.sections.values():
-                x = section(x)
-        return float(sizes(x)[1])
-    except Exception:
-        log.debug("the rows of an item could not be found by shapes", exc_info=True)
-        return 0.0
+def _rows(recipe: Recipe, items: str, first: FirstItem, counts: Sequence[int]) -> float:
+    """Rows of an item on average, on which blocks work: if the dataset says how many it has or gives, by that;
+    else those of its first item; 0: not known."""
+    if (known := item_rows(recipe.dataset, items)) is None:
+        return float(first.rows)
+    return first.ratio * sum(sum(map(int, each)) for each in known) / max(1, sum(map(int, counts)))
 
 
 def _names(graph: ModelGraph[Module]) -> str:

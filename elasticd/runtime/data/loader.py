@@ -88,8 +88,8 @@ def item_counts(dataset: object, items: str) -> Sequence[int]:
 
 
 def item_rows(dataset: object, items: str) -> Sequence[Sequence[int]] | None:
-    """The rows [tokens] that the module of these items makes of each, by sample and number: what the dataset's
-    attribute `rows` says; None: it says nothing.
+    """The rows [tokens] of each of these items, by sample and number: what the dataset's attribute `rows` says;
+    None: it says nothing. They may be those that the module's blocks work on, or those that it gives.
 
     Raises:
         ValueError: it has fewer entries than there are samples.
@@ -110,7 +110,7 @@ class ItemSizes(NamedTuple):
     """The items of one kind in some samples."""
 
     counts: Mapping[int, int]  #: by sample id
-    rows: Mapping[SampleItem, int] | None  #: of each item [tokens]; None: not known
+    rows: Mapping[SampleItem, int] | None  #: of each item [tokens], see `engine.item_rows`; None: not known
 
     def costs(self, rise: float) -> ItemSizes:
         """The same with what each item costs in the place of its rows: the rows of items of the mean size that
@@ -126,8 +126,14 @@ class ItemSizes(NamedTuple):
         return ItemSizes(self.counts, costs)
 
 
-def item_sizes(dataset: object, items: str, samples: Iterable[int]) -> ItemSizes:
+def item_sizes(dataset: object, items: str, samples: Iterable[int], ratio: float = 1.0) -> ItemSizes:
     """The items of some samples, as a dataset says.
+
+    Args:
+        dataset: says how many items its samples have, and may say their rows.
+        items: of which kind.
+        samples: ids of the samples.
+        ratio: rows that the module's blocks work on, for each that the dataset says.
 
     Raises:
         ValueError: as `item_counts` and `item_rows`.
@@ -152,7 +158,11 @@ def item_sizes(dataset: object, items: str, samples: Iterable[int]) -> ItemSizes
             raise SampleError(
                 sample, f"its rows are {list(rows[sample])}: each of its {items} has 1 at least", NO_ROWS
             )
-    known = {SampleItem(each, at): int(size) for each in mine for at, size in enumerate(rows[each])}
+    known = {
+        SampleItem(each, at): max(1, round(int(size) * ratio))
+        for each in mine
+        for at, size in enumerate(rows[each])
+    }
     return ItemSizes(mine, known)
 
 

@@ -99,7 +99,7 @@ class ModulePasses:
         """A function that makes the step of a batch, in any thread. The dataset is asked here."""
         samples = batch.samples()
         sizes = {
-            name: item_sizes(dataset, items, samples).costs(self._rises[name])
+            name: item_sizes(dataset, items, samples, self._recipe.row_ratio(name)).costs(self._rises[name])
             for name, items in self._items.items()
         }
         speeds = {name: dealing.of(batch.step) for name, dealing in self._dealing.items()}

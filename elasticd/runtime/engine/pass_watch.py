@@ -69,6 +69,7 @@ class PassWatch(SectionWatch):
     training: bool  #: the sections of its chunk train
     last: bool  #: no other backward pass of the step goes through its chunk, and sums may begin
     packed: bool  #: micro-batches are packed rows
+    of_items: bool  #: micro-batches are items of samples
     #: Called with the sections of a backward pass as their gradients are there; None: nobody asks.
     reached: Callable[[Collection[str]], None] | None
 
@@ -86,6 +87,7 @@ class PassWatch(SectionWatch):
         slices: TokenSlices | None,
         calls: BlockCalls | None,
         on_section_done: Callable[[str], None],
+        of_items: bool = False,
     ) -> None:
         """
         Args:
@@ -100,7 +102,9 @@ class PassWatch(SectionWatch):
             slices: of the tokens that blocks are on; None: they are on all.
             calls: with what compiled blocks were called; None: none is compiled.
             on_section_done: called with a section when all gradients that this device adds to it are there.
+            of_items: its module runs on items of samples.
         """
+        self.of_items = of_items
         self._telemetry, self._stopwatch, self._pace = telemetry, stopwatch, pace
         self._drawing, self._modules, self._recomputed = drawing, modules, recomputed
         self._share, self._layers, self._slices, self._calls = share, layers, slices, calls
@@ -128,7 +132,7 @@ class PassWatch(SectionWatch):
         """The activation that blocks begin with is here."""
         self._notes = self._calls is not None and self._calls.wants(self.training, x)
         self.everywhere = self.paced or self._notes
-        self.count(*sizes(x))
+        self.count(*sizes(x, of_item=self.of_items))
 
     def count(self, samples: int, length: int) -> None:
         """Counts the tokens of a micro-batch for telemetry and for a pace."""

@@ -205,6 +205,7 @@ class StageRunner:
             slices=slices,
             calls=self.calls if self._compiles else None,
             on_section_done=on_section_done,
+            of_items=self._of_items,
         )
         whole = self._compiles and recipe.parallelism.compile == "chunks"
         run_of = partial(CompiledRun, local) if whole else None

@@ -18,13 +18,14 @@ from elasticd_planner.spec.sample_packing import linear_of
 from elasticd.runtime.accelerator import CPU, Accelerator
 from elasticd.runtime.checkpoint.options import CheckpointingOptions
 from elasticd.runtime.comm.communicators import Connect
-from elasticd.runtime.data.loader import length_of, sample_tokens
+from elasticd.runtime.data.loader import item_rows, length_of, sample_tokens
 from elasticd.runtime.data.options import DataOptions
 from elasticd.runtime.data.packing import all_lengths
 from elasticd.runtime.data.prefetch import Dataset, SampleReader, reading_threads
 from elasticd.runtime.data.step_samples import Feed, Mapped
 from elasticd.runtime.data.stream import Stream, Streamed
 from elasticd.runtime.engine.activation_checkpoint import asked
+from elasticd.runtime.engine.item_rows import FirstItem, first_item
 from elasticd.runtime.engine.mixed_precision import Precision, lowered, precision_of
 from elasticd.runtime.engine.parallelism import ParallelismOptions
 from elasticd.runtime.engine.stability import StabilityOptions
@@ -125,6 +126,22 @@ class Recipe:
         graph = self.model.graph
         kinds = graph.items if graph is not None else ()
         return sample_tokens(self.dataset, self.data.collate, self.model.reads, kinds=kinds)
+
+    @cached_property
+    def first_items(self) -> dict[str, FirstItem]:
+        """By module of items the first one that it runs on."""
+        graph, dataset = self.model.graph, self.dataset
+        if graph is None or isinstance(dataset, Stream):
+            return {}
+        return {name: first_item(dataset, graph.modules[name], self.precision) for name in graph.encoders}
+
+    def row_ratio(self, module: str) -> float:
+        """Rows of an item on which the blocks of a module work, for each that a dataset says; the same on every
+        rank."""
+        graph = self.model.graph
+        assert graph is not None
+        known = item_rows(self.dataset, graph.modules[module].items) is not None
+        return self.first_items[module].whole_ratio if known else 1.0
 
     def step_samples(self, tokens: float) -> float:
         """Samples of a step, on average, if they have so many tokens on average."""

@@ -86,9 +86,17 @@ def going_back(bundle: Bundle) -> dict[str, Tensor]:
     return {(name := _first(bundle)): bundle[name]}
 
 
-def sizes(bundle: Bundle) -> tuple[int, int]:
-    """Samples and tokens of each, from the first floating-point tensor: [samples, tokens, ...]."""
+def sizes(bundle: Bundle, *, of_item: bool = False) -> tuple[int, int]:
+    """Samples and tokens of each, from the first floating-point tensor: [samples, tokens, ...].
+
+    Args:
+        bundle: an activation.
+        of_item: it is one of an item, [1, ..., rows, width]: as an image in tiles has, and many encoders have
+            for one image. Its sequences (tiles) and the rows of each are given then.
+    """
     first = bundle if isinstance(bundle, Tensor) else bundle[_first(bundle)]
+    if of_item and first.dim() > 2:
+        return first.shape[:-2].numel(), first.shape[-2]
     return first.shape[0], first.shape[1]
 
 

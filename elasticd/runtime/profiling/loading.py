@@ -145,7 +145,8 @@ def _encoder(request: Request, recipe: Recipe, graph: ModelGraph[Module], name: 
         for item in items_of(dataset[index], index, module.items, counts) if counts[index] else ():
             batch = pad([item])
             with torch.no_grad():
-                rows = sizes(local["embed"](batch))[1]
+                sequences, length = sizes(local["embed"](batch), of_item=True)
+            rows = sequences * length
             found.append(rows)
             by_rows.setdefault(rows, batch)
         if len(found) >= _LOOKED_AT:

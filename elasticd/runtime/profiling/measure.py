@@ -149,7 +149,7 @@ def measure(
         tokens: precision.entering(batch) if precision is not None else batch
         for tokens, batch in batches.items()
     }
-    given = {tokens: _entering(narrow, tokens, batch) for tokens, batch in entered.items()}
+    given = {tokens: _entering(narrow, tokens, batch, request.items) for tokens, batch in entered.items()}
     bundle_bytes = _bundle_bytes(model.spec, given[most], most)
     points = [*_points(by_width, batches, given, accelerator)]
     updates = [
@@ -223,7 +223,7 @@ def _add_up(modules: Iterable[nn.Module], precision: Precision | None) -> None:
         precision.add_up(module.parameters())
 
 
-def _entering(parts: Sequence[ProfiledPart], tokens: int, batch: Any) -> list[Any]:
+def _entering(parts: Sequence[ProfiledPart], tokens: int, batch: Any, items: str) -> list[Any]:
     """What each section is fed: the batch, and then what those before it make, with a block of each kind.
 
     Of named tensors it is known which need a gradient.
@@ -231,7 +231,7 @@ def _entering(parts: Sequence[ProfiledPart], tokens: int, batch: Any) -> list[An
     given = [batch]
     for part in parts[:-1]:
         given.append(entering(part.forward(given[-1])))
-    samples, length = sizes(given[1])
+    samples, length = sizes(given[1], of_item=bool(items))
     if samples * length != tokens:
         refuse(f"a batch of {tokens} tokens gave an activation of {samples} samples of {length}")
     return given

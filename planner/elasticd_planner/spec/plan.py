@@ -324,7 +324,8 @@ class ModulePlan(Value, frozen=True, kw_only=True, omit_defaults=True):
     # [micro-batches] So many before they are needed its passes go before those of the module with the loss, and
     # not only where devices wait.
     lead: int = 0
-    # [tokens] Of an item in the mean, as predicted: one whose rows are not known counts as so many (0: 1,024).
+    # [tokens] That blocks work on, of an item in the mean, as predicted: one whose rows are not known counts as
+    # so many (0: 1,024).
     item_rows: int = 0
 
     def __post_init__(self) -> None:
