@@ -8,7 +8,17 @@ from dataclasses import dataclass, field, replace
 import msgspec
 from elasticd_planner.placement.state_bytes import PARTS, StateBytes
 from elasticd_planner.placement.state_movement import Held, bytes_by_member, holders
-from elasticd_planner.spec.plan import Edge, ModulePlan, Pipeline, Plan, Stage, StatePolicy, Strategy, spanned
+from elasticd_planner.spec.plan import (
+    Edge,
+    HeldExperts,
+    ModulePlan,
+    Pipeline,
+    Plan,
+    Stage,
+    StatePolicy,
+    Strategy,
+    spanned,
+)
 from elasticd_planner.value import FILE_VERSION, Invalid, check_file_version, refuse
 from rich.console import Group
 from rich.text import Text
@@ -25,6 +35,7 @@ class _StageView(msgspec.Struct):
     sequence_parallel: bool = False
     later: tuple[tuple[int, int], ...] = ()
     lanes: tuple[int, ...] = ()
+    experts: tuple[HeldExperts, ...] = ()
 
 
 class _PipelineView(msgspec.Struct):
@@ -120,6 +131,7 @@ def _module(module: _ModuleView) -> ModulePlan:
                     sequence_parallel=stage.sequence_parallel,
                     later=stage.later,
                     lanes=stage.lanes,
+                    experts=stage.experts,
                 )
                 for stage in pipeline.stages
             ),

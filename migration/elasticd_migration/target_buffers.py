@@ -67,6 +67,7 @@ class TargetBuffers:
             item: [_Old(shard=shard, into=[]) for shard in tensor.shards]
             for item, tensor in state.tensors.items()
         }
+        self._shrinking = _shrinking(state, boxes)
         self._new: dict[Item, list[_New]] = {}
         self._missing: dict[tuple[Item, str], int] = defaultdict(int)
         for item, parts in boxes.items():
@@ -124,7 +125,11 @@ class TargetBuffers:
     def _plan(self, item: Item, box: Box, described: TensorSchema) -> _New:
         olds = self._old.get(item, ())
         for old in olds:
-            if old.shard.box == box and not old.shard.aside:
+            if (
+                old.shard.box == box
+                and not old.shard.aside
+                and self._shrinking.isdisjoint(_storages(old.shard))
+            ):
                 old.kept = True
                 return _New(item=item, box=box, described=described, from_old=[], shard=old.shard)
         common = [(old, part) for old in olds if (part := old.shard.box.overlap(box)) is not None]
@@ -180,6 +185,18 @@ class TargetBuffers:
 
     def _news(self) -> Iterable[_New]:
         return (new for news in self._new.values() for new in news)
+
+
+def _shrinking(state: LocalState, boxes: Mapping[Item, Sequence[Box]]) -> frozenset[int]:
+    """The memory in which boxes lie that do not stay: as boxes of one parameter do, of which a plan keeps some.
+    What stays of it is copied, or the memory of the rest would stay with it."""
+    return frozenset(
+        key
+        for item, tensor in state.tensors.items()
+        for shard in tensor.shards
+        if shard.box not in boxes.get(item, ())
+        for key in _storages(shard)
+    )
 
 
 def _storages(shard: Shard) -> list[int]:

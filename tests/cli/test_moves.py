@@ -226,6 +226,20 @@ def test_plans_of_different_modules_are_not_compared(tmp_path: Path) -> None:
     assert "different modules: language, vision, and model" in " ".join(result.output.split())
 
 
+def test_an_answer_says_which_experts_a_device_has(tmp_path: Path) -> None:
+    """Without them a plan that is read back would have others."""
+    path = Path(answer(tmp_path / "a"))
+    given = json.loads(path.read_text())
+    stage = given["plan"]["modules"][0]["pipelines"][0]["stages"][0]
+    devices, (start, stop) = len(stage["devices"]), stage["layers"]
+    stage["experts"] = [[[1, 2], *[[0]] * (devices - 1)]] * (stop - start)
+    path.write_text(json.dumps(given))
+    plan = answered(path.read_bytes(), "a").plan
+    assert plan.pipelines[0].stages[0].experts_of(start)[0] == (1, 2)
+    found = file_format.answer(Planned(plan=plan, figures=FIGURES), 0.0)["plan"]["modules"]
+    assert json.loads(json.dumps(found[0]["pipelines"][0]["stages"][0]["experts"])) == stage["experts"]
+
+
 def test_an_answer_says_which_pipelines_a_lane_of_items_serves(tmp_path: Path) -> None:
     """Without it a plan that is read back would deal images to lanes that may not take them."""
     path = Path(of_modules(tmp_path / "a"))

@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from elasticd_migration.local_state import VALUE, LocalState, LocalTensor, Shard
 from elasticd_migration.migrate import Corrupt, Moved, migrate
+from elasticd_migration.target_buffers import TargetBuffers
 from elasticd_migration.transport import MemoryTransport
-from elasticd_planner.layout.layouts import Layouts
+from elasticd_planner.layout.layouts import Item, Layouts
+from elasticd_planner.spec.box import Box
 from elasticd_planner.spec.plan import Plan
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -55,6 +58,25 @@ def test_in_place_a_move_takes_little_more_than_one_state(peaks: dict[str, Any])
     beside, in_place = peaks["beside"], peaks["in place"]
     assert beside["peak"] >= 1.9 * beside["state"]
     assert in_place["peak"] <= 1.35 * in_place["state"]
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_box_that_stays_keeps_no_memory_of_those_that_leave(in_place: bool) -> None:
+    """Boxes of one parameter, as experts are, lie in one memory."""
+    memory, item = torch.arange(24.0).view(8, 3), Item("experts", "value")
+    boxes = (Box(start=(0, 0), stop=(6, 3)), Box(start=(7, 0), stop=(8, 3)))
+    parts = memory[:6], memory[6:7], memory[7:]
+    shards = tuple(
+        Shard(box=box, planes={VALUE: part}) for box, part in zip(boxes, (parts[0], parts[2]), strict=True)
+    )
+    state = LocalState(tensors={item: LocalTensor(shards=shards)})
+    side = TargetBuffers(state, {item: boxes[1:]}, state.schema(), torch.device("cpu"), in_place=in_place)
+    (shard,) = side.result("a/0").tensors[item].shards
+    assert shard.planes[VALUE].tolist() == [[21.0, 22.0, 23.0]]
+    assert shard.planes[VALUE].untyped_storage().nbytes() == 12
+    assert memory.untyped_storage().nbytes() == (0 if in_place else 96)
+    kept = TargetBuffers(state, {item: boxes}, state.schema(), torch.device("cpu")) if not in_place else None
+    assert kept is None or kept.result("a/0").tensors[item].shards[0].planes[VALUE] is parts[0]
 
 
 @settings(max_examples=examples(40))

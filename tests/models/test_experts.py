@@ -26,6 +26,7 @@ from elasticd.runtime.comm.running_group import running_group
 from elasticd.runtime.data.collate import pad
 from elasticd.runtime.data.sample_ledger import LedgerError
 from elasticd.runtime.engine.engine import Engine
+from elasticd.runtime.model.local_model import local_model
 from elasticd.runtime.model.validation import ModelError
 from elasticd.runtime.parallel.held_experts import held_experts
 from elasticd.runtime.parallel.router_choices import RouterChoices
@@ -413,6 +414,35 @@ def test_plans_that_place_other_experts_are_refused(held: HeldExperts, said: str
         check_model(plan_of((8, [of])), Mixture().describe().spec)
     with pytest.raises(Invalid, match="plan 1, pipeline 0, block 0: has no experts that a plan can place"):
         Layouts(Mixture().describe(rules={}).spec, plan_of((8, [of])))
+
+
+def test_blocks_that_share_experts_have_them_placed_alike_on_a_stage() -> None:
+    whole = Mixture()
+    whole.blocks[1].experts = whole.blocks[0].experts
+    spec = whole.describe().spec
+    with pytest.raises(
+        Invalid, match="blocks 0 and 1 share their experts, and the plan places these in two ways"
+    ):
+        check_model(plan_of((8, [THREE])), spec)
+    Layouts(spec, plan_of((8, [placed(stage(0, LAYERS, ("a/0", 3), ("a/1", 3), ("a/2", 2)), SETS[0])])))
+
+
+def test_a_module_without_the_rule_keeps_its_number_of_experts() -> None:
+    """Also where an attribute of `units` has a pattern that matches it, in another block and in its own."""
+
+    class Two(MixtureBlock):
+        def __init__(self) -> None:
+            super().__init__()
+            self.more = StackedExperts(EXPERTS, mixture.WIDTH, 4)
+
+    model = Mixture().describe(
+        blocks=[Two(), MixtureBlock()],
+        rules={"blocks.0.experts.*": Experts("experts")},
+        units={"experts": UnitsOf(attribute=("blocks.*.experts.count", "blocks.*.more.count"))},
+    )
+    local = local_model(model, stage(0, 2, ("a/0", 1), ("a/1", 1)), 0)
+    first, second = (local.modules[f"blocks.{block}"] for block in range(2))
+    assert (first.experts.count, first.more.count, second.experts.count) == (EXPERTS // 2, EXPERTS, EXPERTS)
 
 
 class Uneven(MixtureBlock):

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import CodeType, FrameType, SimpleNamespace
 from typing import Any, cast
 
+import msgspec
 import pytest
 import torch
 from elasticd_planner.layout.layouts import Layouts
@@ -39,6 +40,7 @@ from elasticd.runtime.parallel import redistribute
 from elasticd.runtime.parallel.packed_row import PackedRow, passing
 from tests import sizes
 from tests.compiling import breaks, graphs
+from tests.models import mixture
 from tests.runtime.test_parity import plan_of, stage, unpaced
 
 CONFIG = DecoderConfig(vocabulary=40, width=16, layers=4, heads=8, kv_heads=2, hidden=22, dtype=torch.float64)
@@ -109,6 +111,32 @@ def test_under_unequal_shares_and_with_recomputation_and_nothing_is_compiled_onc
     for device, named in weights.items():
         for name, value in named.items():
             torch.testing.assert_close(compiled[device][name], value, rtol=0, atol=1e-12)
+
+
+@pytest.mark.full
+def test_blocks_whose_experts_lanes_share_are_compiled_as_they_will_be_called(traced: None) -> None:
+    """Compiling ahead communicates with nobody: neither with the TP group nor with other lanes. Blocks that are
+    cut alike have one graph, also where a module that is cut in rows has a bias."""
+    held = ((0, 1, 5, 7), (0, 2, 6), (3, 4, 6))
+    shared = stage(0, mixture.LAYERS, ("a/0", 2), ("a/1", 1), ("b/0", 1), lanes=(2, 1))
+    plan = plan_of(((5, 3), [msgspec.structs.replace(shared, experts=(held,) * mixture.LAYERS)]))
+    recipe = replace(recipe_of(compile=True), model=mixture.Mixture().double().describe())
+    before = graphs(), breaks()
+    for device in plan.members:
+        compile_ahead(recipe, plan, device)()
+    ahead = graphs(), breaks()
+    assert ahead[0] > before[0]
+
+    def worker(memory: MemoryPlanGroups) -> None:
+        layouts = Layouts(recipe.model.spec, plan)
+        own = replace(recipe, source=None)
+        engine = Engine(own, layouts, cast(PlanGroups, memory), unpaced)
+        engine.adopt(first_state(recipe.model, layouts, memory.me, recipe.seed))
+        engine.step(0, lambda: 0)
+        engine.settle()
+
+    run_threads(plan.members, worker)
+    assert graphs() == ahead[0]
 
 
 @pytest.mark.full

@@ -134,6 +134,27 @@ def test_a_replica_of_the_same_term_is_not_counted_twice() -> None:
         assert result["grads"] == {"embed.weight": 200.0, "blocks.0.weight": 20.0, "head.weight": 2.0}
 
 
+def test_gradients_of_several_boxes_lie_in_their_bucket_alone() -> None:
+    """What the backward pass made of all boxes is let go once all of them are in buckets."""
+    boxes = tuple(Box(start=(row, 0), stop=(row + 1, 3)) for row in (0, 2))
+
+    def worker(plan_groups: MemoryPlanGroups) -> tuple[bool, list[list[list[float]]]]:
+        module = nn.Linear(3, 2, bias=False)
+        parameters = {"embed.weight": LocalParameter(boxes, module.weight)}
+        group = plan_groups.group(BOTH, "reduce")
+        pieces = tuple(Piece(name="embed.weight", box=box, counting=BOTH) for box in boxes)
+        bucket = Bucket(devices=BOTH, pieces=pieces, dtype="float32", counter=BOTH[0])
+        peers = Peers(everyone=group, communicators=Reducing(group), channels=())
+        reducer = GradientReducer(plan_groups.me, (), (bucket,), (), peers, parameters, {"embed": module})
+        module.weight.grad = torch.arange(6.0).view(2, 3)
+        reducer.section_done("embed")
+        reducer()
+        return module.weight.grad is None, [reducer.box_sums["embed.weight"][box].tolist() for box in boxes]
+
+    expected = [[[0.0, 2.0, 4.0]], [[6.0, 8.0, 10.0]]]
+    assert run_threads(BOTH, worker) == dict.fromkeys(BOTH, (True, expected))
+
+
 def test_squares_are_exact_to_the_gradients_precision_and_do_not_overflow() -> None:
     drawn = torch.randn(300_000, generator=torch.Generator().manual_seed(1))
     gradients = [drawn, torch.full((2, 3), 2.0, dtype=torch.bfloat16)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -45,6 +45,21 @@ class Alone:
     def all_gather(self, tensor: Tensor) -> Tensor:
         """The tensor in the place of every member's, [size, *shape]."""
         return torch.stack([tensor] * self.size)
+
+
+class AloneMesh:
+    """A mesh of a member whose peers are left out: what comes from them is zero, and nothing is sent."""
+
+    def begin_round(self, sends: Sequence[tuple[str, Tensor]], receives: Sequence[tuple[str, Tensor]]) -> None:
+        """Fills what is to be received."""
+        for _, tensor in receives:
+            tensor.zero_()
+
+    def finish(self, work: None) -> None:
+        """Nothing is under way."""
+
+    def arrived(self, work: None) -> None:
+        """Nothing was sent."""
 
 
 #: The name of the one device of a process in which no job runs.

@@ -37,8 +37,9 @@ from elasticd_planner.spec.plan import Plan, Stage
 from torch import Tensor, nn
 
 from elasticd.runtime.accelerator import Accelerator
+from elasticd.runtime.comm.communicators import Mesh
 from elasticd.runtime.comm.groups import Group
-from elasticd.runtime.comm.running_group import Alone, running
+from elasticd.runtime.comm.running_group import Alone, AloneMesh, OneDevice, running
 from elasticd.runtime.data.collate import pad
 from elasticd.runtime.data.loader import reading
 from elasticd.runtime.engine.mixed_precision import converted
@@ -50,8 +51,10 @@ from elasticd.runtime.model.local_model import LocalModel, local_model, pass_of
 from elasticd.runtime.model.model import Model
 from elasticd.runtime.model.torch_draws import TorchDraws
 from elasticd.runtime.parallel import tp_hooks
+from elasticd.runtime.parallel.expert_exchange import ExpertExchange
 from elasticd.runtime.parallel.packed_row import PackedRow, current_row, passing
 from elasticd.runtime.parallel.redistribute import into_graphs
+from elasticd.runtime.parallel.router_choices import RouterChoices
 from elasticd.runtime.threads import DaemonThreads
 
 log = logging.getLogger(__name__)
@@ -357,14 +360,16 @@ def _compile_stage(recipe: Recipe, plan: Plan, device: str, calls: Sequence[Bloc
     recipe.accelerator.use()
     place, name = plan.places[device], plan.module.module
     stage, model, recomputed = plan.stage(place), recipe.module(name), recipe.recomputed_in(name)
+    of_lanes = plan.pipelines[place.pipeline].stages[place.stage]
     found = list(calls or _first_calls(recipe, plan))
     if stage.recompute or recomputed:
         found += [again for call in found if (again := replace(call, grad=False)) not in found]
     for section in _kinds(model, stage):
-        _pass_a_copy(recipe, model, stage, place.position, (section,), found)
+        _pass_a_copy(recipe, model, stage, place.position, (section,), found, of_lanes)
     if recipe.parallelism.compile == "chunks":
         for run in _runs(model, stage, recomputed):
-            _pass_a_copy(recipe, model, stage, place.position, run, [call for call in found if call.grad])
+            calls = [call for call in found if call.grad]
+            _pass_a_copy(recipe, model, stage, place.position, run, calls, of_lanes)
 
 
 def _pass_a_copy(
@@ -374,9 +379,11 @@ def _pass_a_copy(
     position: int,
     sections: tuple[str, ...],
     calls: Sequence[BlockCall],
+    of_lanes: Stage,
 ) -> None:
     """Passes of a block of a stage, or of several as one graph, which torch compiles meanwhile, without the
-    other members of its group. What cannot be called so is compiled in the first step."""
+    other members of its group, and without the other lanes. What cannot be called so is compiled in the first
+    step."""
     local = local_model(model, stage, position, recipe.accelerator, only=sections)
     parameters = [parameter for _, parameter in local.parameters.values()]
     _have_one_memory(parameters)
@@ -385,9 +392,15 @@ def _pass_a_copy(
     for held in local.buffers.values():
         held.detach().zero_()
     alone = cast(Group, Alone(len(stage.devices), position))
-    if len(stage.devices) > 1:
-        for section, module in local.modules.items():
-            tp_hooks.attach(model, section, module, stage, alone)
+    me = stage.devices[position]
+    exchange = ExpertExchange(
+        model.spec, of_lanes, me, cast(Mesh, AloneMesh()), alone if len(stage.devices) > 1 else OneDevice(me)
+    )
+    choices = RouterChoices(recipe.accelerator.device)
+    for section, module in local.modules.items():
+        exchange.attach(model, section, module)
+        if len(stage.devices) > 1:
+            tp_hooks.attach(model, section, module, stage, alone, choices=choices, shared=exchange.sections)
     with running(alone):
         try:
             for call in calls[:1]:  # eagerly: what modules make in their first call is then in no graph

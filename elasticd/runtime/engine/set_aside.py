@@ -120,9 +120,10 @@ def _called(unpin: Callable[[], object], buffer: Tensor) -> None:
 def _changing(
     state: LocalState, kept: Mapping[Item, Sequence[Box]], device: torch.device
 ) -> dict[int, torch.UntypedStorage]:
-    """The memory on `device` in which nothing lies that is kept, by its address."""
+    """The memory on `device` in which something lies that is not kept, by its address: boxes of one parameter
+    lie in one memory, and all of it is given back."""
     found: dict[int, torch.UntypedStorage] = {}
-    stays: set[int] = set()
+    fixed: set[int] = set()
     for item, tensor in state.tensors.items():
         boxes = kept.get(item, ())
         for shard in tensor.shards:
@@ -131,10 +132,11 @@ def _changing(
             for plane in shard.planes.values():
                 storage = plane.untyped_storage()
                 if plane.device == device and storage.nbytes():
-                    found[storage.data_ptr()] = storage
-                    if shard.box in boxes or not storage.resizable():
-                        stays.add(storage.data_ptr())
-    return {key: storage for key, storage in found.items() if key not in stays}
+                    if shard.box not in boxes:
+                        found[storage.data_ptr()] = storage
+                    if not storage.resizable():
+                        fixed.add(storage.data_ptr())
+    return {key: storage for key, storage in found.items() if key not in fixed}
 
 
 def _moved(tensor: LocalTensor, here: Mapping[int, Tensor]) -> LocalTensor:

@@ -179,21 +179,36 @@ def repeats(model: Model, kind: str, shares: tuple[int, ...], position: int) -> 
 
 
 def _tell_units(model: Model, section: str, module: nn.Module, stage: Stage, position: int) -> None:
+    cut = {rule.name: rule.cut.units for rule in model.spec.section(section) if rule.cut}
     experts = {rule.cut.units for rule in model.spec.section(section) if rule.experts and rule.cut}
     for kind, units in model.units.items():
-        if not units.attribute and not units.ratio:
-            continue
+        if (not units.attribute and not units.ratio) or not {kind, units.follows} & {*cut.values()}:
+            continue  # the section has all of these units
         count = model.spec.units_of(kind).count
         block = block_of(section) if kind in experts else None
         repeated = None if block is not None else repeats(model, kind, stage.shares, position)
         local = len(repeated or held_units(model.spec, kind, stage, position, block))
-        for _, found, name in attribute_holders(section, module, listed(units.attribute)):
-            setattr(found, name, getattr(found, name) // count * local)
+        for full, found, name in attribute_holders(section, module, listed(units.attribute)):
+            if block is None or _has_cut(kind, cut, found, full.removeprefix(section)[1:].removesuffix(name)):
+                setattr(found, name, getattr(found, name) // count * local)
         if repeated is not None:
             for _, found, name in attribute_holders(section, module, listed(units.ratio)):
                 setattr(found, name, 1)
     for found, name, leaf, dim in _sizes(model, section, module):
         setattr(found, name, tuple(getattr(found, leaf).shape)[dim])
+
+
+def _has_cut(kind: str, cut: Mapping[str, str], module: nn.Module, path: str) -> bool:
+    """Returns False if a module has parameters, and none that is cut in these units.
+
+    Args:
+        kind: of the units.
+        cut: by parameter of its section the units that it is cut in.
+        module: it.
+        path: its path in the section, with a dot at its end, or empty.
+    """
+    own = [name for name, _ in module.named_parameters()]
+    return not own or any(cut.get(f"{path}{name}") == kind for name in own)
 
 
 def _sizes(model: Model, section: str, module: nn.Module) -> list[tuple[nn.Module, str, str, int]]:

@@ -53,6 +53,8 @@ class GradientReducer:
     squares: float | Tensor
     reached: set[str]  #: parameters of which this device had a gradient in the last step
     queue: tuple[Bucket, ...]  #: that it reduces over communicators of their sets, in the order of launches
+    #: Of a local parameter of several boxes, all of which are in buckets: their sums, views of these.
+    box_sums: dict[str, dict[Box, Tensor]]
     most_bytes: int  #: largest sum of local gradients, buffers and kept gradients in the last step of ZeRO 2
 
     def __init__(
@@ -108,6 +110,9 @@ class GradientReducer:
                 self._where.setdefault(name, []).append(index)
         self._pieces = Counter(piece.name for bucket in (*queue, *late) for piece in bucket.pieces)
         self._pieces.update(piece.name for piece in self._alone)
+        shared = [piece for bucket in (*queue, *late) for piece in bucket.pieces]
+        self._in_buckets = _in_buckets(shared, parameters)
+        self.box_sums = {}
         self.squares, self.reached = 0.0, set()
         self.most_bytes = 0
         self._begin()
@@ -168,7 +173,7 @@ class GradientReducer:
         self._note(0)
         for piece in bucket.pieces:
             self._left[piece.name] -= 1
-            if not self._left[piece.name] and (self._whole(piece) or not self._keep_all):
+            if not self._left[piece.name] and (piece.name in self._in_buckets or not self._keep_all):
                 self._parameters[piece.name].tensor.grad = None
         return flat
 
@@ -236,10 +241,12 @@ class GradientReducer:
             if bucket.counter == self._device:
                 self.squares += sum_of_squares([flat])
             for piece, part in _sums(bucket, flat):
-                if self._whole(piece):
-                    self._parameters[piece.name].tensor.grad = part
-                else:
+                if piece.name not in self._in_buckets:
                     self._gradient(piece.name, piece.box).copy_(part)
+                elif len(self._parameters[piece.name].boxes) > 1:
+                    self.box_sums.setdefault(piece.name, {})[piece.box] = part
+                else:
+                    self._parameters[piece.name].tensor.grad = part
         self._begin()
 
     def into(self, owned: Sequence[Owned]) -> None:
@@ -281,9 +288,6 @@ class GradientReducer:
         if not any(part.parameter is parameter for part in owned):
             parameter.grad = None
 
-    def _whole(self, piece: Piece) -> bool:
-        return self._parameters[piece.name].boxes == (piece.box,)
-
     def _term(self, piece: Piece) -> Tensor:
         """What this device adds to a piece."""
         parameter = self._parameters[piece.name].tensor
@@ -309,6 +313,14 @@ def _users(
         | ({gates[name]} if name in gates else frozenset())
         for name, (_, parameter) in parameters.items()
     }
+
+
+def _in_buckets(pieces: Iterable[Piece], parameters: Parameters) -> frozenset[str]:
+    """The parameters all of whose boxes are in buckets, each as one piece."""
+    found: dict[str, list[Box]] = {}
+    for piece in pieces:
+        found.setdefault(piece.name, []).append(piece.box)
+    return frozenset(name for name, boxes in found.items() if {*boxes} == {*parameters[name].boxes})
 
 
 def _sums(bucket: Bucket, flat: Tensor) -> Iterator[tuple[Piece, Tensor]]:

@@ -7,7 +7,7 @@ module gets a forward of its own, for self-attention: the fused projections of t
 
 from __future__ import annotations
 
-from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
@@ -25,30 +25,34 @@ def self_attention(where: str, attention: nn.MultiheadAttention) -> None:
         where: its full name, for messages.
         attention: the local module; `num_heads` is the local number.
     """
-    attention.register_forward_pre_hook(partial(_one_input, where), with_kwargs=True)
-    attention.forward = partial(_forward, where, attention)  # type: ignore[method-assign]
+    # No partials: torch.compile takes a graph for the next block that has such a module, too.
+    attention.__dict__["where"] = where
+    attention.register_forward_pre_hook(_one_input, with_kwargs=True)
+    attention.forward = MethodType(_forward, attention)  # type: ignore[method-assign]
 
 
 def _one_input(
-    where: str, attention: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    attention: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     named = dict(zip(("query", "key", "value"), args, strict=False)) | kwargs
     names = ("key_padding_mask", "need_weights", "attn_mask", "average_attn_weights", "is_causal")
     named |= dict(zip(names, args[3:], strict=False))
     query, key, value = (named.pop(name) for name in ("query", "key", "value"))
     if key is not query or value is not query:
-        raise ModelError(f"{where} is called with another key or value: a rule cuts self-attention alone")
+        raise ModelError(
+            f"{attention.where} is called with another key or value: a rule cuts self-attention alone"
+        )
     if named.pop("need_weights", True):
         raise ModelError(
-            f"{where} is asked for its attention weights, of which a member has some: say need_weights=False"
+            f"{attention.where} is asked for its attention weights, of which a member has some: say "
+            "need_weights=False"
         )
     named.pop("average_attn_weights", None)
     return (query,), named
 
 
 def _forward(
-    where: str,
-    attention: nn.MultiheadAttention,
+    attention: Any,
     x: Tensor,
     *,
     key_padding_mask: Tensor | None = None,
@@ -58,7 +62,7 @@ def _forward(
     """[samples, tokens, width] to the same; [tokens, samples, width] if not `batch_first`. Masks as torch's."""
     if attn_mask is not None and attn_mask.dim() != 2:
         raise ModelError(
-            f"{where} takes a mask for each head, which no rule cuts: give one of [tokens, tokens]"
+            f"{attention.where} takes a mask for each head, which no rule cuts: give one of [tokens, tokens]"
         )
     x = x if attention.batch_first else x.transpose(0, 1)
     projected = F.linear(x, attention.in_proj_weight, attention.in_proj_bias)

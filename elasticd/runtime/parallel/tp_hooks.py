@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
@@ -186,7 +187,9 @@ class _Hooks:
         if getattr(owner, "bias", None) is None:
             owner.register_forward_hook(lambda _, args, output: leaves(output))
         elif type(owner) in (nn.Linear, NonDynamicallyQuantizableLinear) or sides_of(owner) == (1, 0):
-            owner.forward = partial(_row_with_bias, owner, leaves)
+            # A method and no partial: torch.compile takes a graph for the next block that has one, too.
+            owner.__dict__["leaves"] = leaves
+            owner.forward = MethodType(_row_with_bias, owner)
         else:
             where = f"{self._section}.{path}".rstrip(".")
             raise ModelError(
@@ -251,6 +254,6 @@ def _repeat(count: int, repeated: Tensor, module: nn.Module, args: object, outpu
     return output.unflatten(-1, (count, -1)).index_select(-2, repeated).flatten(-2)
 
 
-def _row_with_bias(owner: Any, leaves: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+def _row_with_bias(owner: Any, x: Tensor) -> Tensor:
     term = F.linear(x, owner.weight) if isinstance(owner, nn.Linear) else x @ owner.weight
-    return leaves(term) + owner.bias
+    return owner.leaves(term) + owner.bias

@@ -183,13 +183,14 @@ class ZeroState:
     def _divide(self) -> None:
         """Values of a local parameter of several boxes read their gradients where they are."""
         for name, held in self._several.items():
+            sums, gradient = self._reducer.box_sums.pop(name, {}), held.tensor.grad
             for box, part in self._parts_of(name, held).items():
-                gradient = held.tensor.grad
                 part.grad = None
-                if gradient is not None:
-                    if gradient.dtype != part.dtype:
-                        part.grad_dtype = gradient.dtype
-                    part.grad = gradient[held.slices(box)]
+                of_box = sums.get(box) if gradient is None else gradient[held.slices(box)]
+                if of_box is not None:
+                    if of_box.dtype != part.dtype:
+                        part.grad_dtype = of_box.dtype
+                    part.grad = of_box
 
     def _view(self) -> None:
         """Owned parts of local parameters read their gradients where they are."""

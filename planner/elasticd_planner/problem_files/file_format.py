@@ -398,6 +398,7 @@ def answer(planned: Planned, planning_seconds: float) -> dict[str, Any]:
                             **({"recompute": True} if stage.recompute else {}),
                             **({"sequence_parallel": True} if stage.sequence_parallel else {}),
                             **({"lanes": list(stage.lanes)} if stage.lanes else {}),
+                            **({"experts": stage.experts} if stage.experts else {}),
                         }
                         for stage in pipeline.stages
                     ],

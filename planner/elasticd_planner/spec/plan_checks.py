@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from elasticd_planner.spec.model import ModelSpec
+from elasticd_planner.spec.model import ModelSpec, block_of
 from elasticd_planner.spec.plan import HeldExperts, Plan, Stage
 from elasticd_planner.value import refuse
 
@@ -34,7 +34,8 @@ def check_model(plan: Plan, spec: ModelSpec) -> None:
 
 
 def check_experts(plan: Plan, spec: ModelSpec) -> None:
-    """Refuses a plan of one module that places other experts than the model has, or not all of them.
+    """Refuses a plan of one module that places other experts than the model has, or not all of them, or those
+    of two blocks that share them on one stage in two ways.
 
     Raises:
         Invalid: with the block and the expert.
@@ -43,10 +44,18 @@ def check_experts(plan: Plan, spec: ModelSpec) -> None:
         for stage in pipeline.stages:
             if not stage.experts:
                 continue
-            for block in (block for chunk in stage.chunks for block in range(*chunk)):
+            blocks = [block for chunk in stage.chunks for block in range(*chunk)]
+            for block in blocks:
                 if held := stage.experts_of(block):
                     where = f"plan {plan.number}, pipeline {p}, block {block}"
                     _check_placement(spec, where, block, stage, held)
+            for one, other in _blocks_with_same_experts(spec):
+                if one in blocks and other in blocks and stage.experts_of(one) != stage.experts_of(other):
+                    refuse(
+                        f"plan {plan.number}, pipeline {p}: blocks {one} and {other} share their experts, and "
+                        "the plan places these in two ways on one stage: a device holds one set of them; place "
+                        "both blocks' alike"
+                    )
 
 
 def _check_placement(spec: ModelSpec, where: str, block: int, stage: Stage, held: HeldExperts) -> None:
@@ -60,6 +69,17 @@ def _check_placement(spec: ModelSpec, where: str, block: int, stage: Stage, held
         missing = sorted({*range(count)} - {expert for own in held for expert in own})
         if missing:
             refuse(f"{where}: expert {missing[0]} is on no device of {', '.join(stage.devices)}")
+
+
+def _blocks_with_same_experts(spec: ModelSpec) -> set[tuple[int, int]]:
+    """Pairs of blocks that have experts as one parameter."""
+    found: set[tuple[int, int]] = set()
+    for alias, owner in spec.ties:
+        if spec.parameters[owner].experts:
+            blocks = [block_of(".".join(name.split(".")[:2])) for name in (owner, alias)]
+            one, other = (block for block in blocks if block is not None)
+            found.add((one, other))
+    return found
 
 
 def check_batch(plan: Plan, global_batch: int, micro_batch: int) -> None:
