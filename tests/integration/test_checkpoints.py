@@ -44,9 +44,9 @@ def ledger(cluster: Cluster) -> list[dict[str, Any]]:
     return sorted(lines, key=lambda line: line["step"])
 
 
-def killed(cluster: Cluster, folder: Path, steps: int) -> int:
+def killed(cluster: Cluster, folder: Path, steps: int, script: Path = SCRIPT) -> int:
     """Lets a job make checkpoints, ends all its workers at once; the step of the newest checkpoint."""
-    cluster.run(SCRIPT, steps=100_000, job=options(folder))
+    cluster.run(script, steps=100_000, job=options(folder))
     until(
         lambda: any(item.step >= steps for item in scan(folder)),
         lambda: [event["text"] for event in cluster.events()] + [cluster.log(d) for d in cluster.workers],

@@ -176,8 +176,13 @@ def compare(
     by_step = {line["step"]: line["loss"] for line in ledger_of(cluster.folder)}
     assert sorted(by_step) == list(range(steps))
     assert [by_step[step] for step in range(steps)] == pytest.approx(losses, abs=near)
+    compare_weights(cluster.folder, weights, near=near, but="b:0")
+
+
+def compare_weights(folder: Path, weights: Mapping[str, torch.Tensor], *, near: float, but: str = "") -> None:
+    """The parts of all ranks but one are those of one process."""
     seen: set[str] = set()
-    for name, (start, stop, value) in weights_of(cluster.folder, but="b:0"):
+    for name, (start, stop, value) in weights_of(folder, but=but):
         expected = weights[name][Box(start=start, stop=stop).slices(Box.whole(weights[name].shape))]
         assert float((value - expected).abs().max()) < near, name
         seen.add(name)
