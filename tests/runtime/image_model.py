@@ -122,6 +122,8 @@ def model_of(
 class Captions:
     """Samples whose images have different numbers of rows, each a function of its index."""
 
+    counts: dict[str, list[int]]  #: by kind of item, of each sample
+
     def __init__(self) -> None:
         sampler = Sampler(size=len(COUNTS), global_batch=BATCH, seed=SEED)
         order = [index for step in range(len(COUNTS) // BATCH) for index in sampler.samples(step)]
@@ -142,6 +144,56 @@ class Captions:
         return {"inputs": ids, "targets": targets, "images": images}
 
 
+class OneProcess:
+    """Trains copies of the sections in plain torch, sample by sample."""
+
+    named: dict[str, nn.Parameter]  #: by their names in the model of several modules
+
+    def __init__(
+        self,
+        vision: list[nn.Module],
+        language: list[nn.Module],
+        optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW,
+        *,
+        clip: float | None = None,
+        **settings: float,
+    ) -> None:
+        self._parts = {"vision": copy.deepcopy(vision), "language": copy.deepcopy(language)}
+        self.named = {
+            f"{module}.{section}.{name}": parameter
+            for module, sections in self._parts.items()
+            for section, part in zip(
+                ["embed", *(f"blocks.{i}" for i in range(len(sections) - 2)), "head"], sections, strict=True
+            )
+            for name, parameter in part.named_parameters()
+        }
+        self._trained = [p for p in self.named.values() if p.requires_grad]
+        self._stepped, self._clip = optimizer(self._trained, **settings), clip
+
+    def step(self, batch: Iterable[Mapping[str, Any]]) -> float:
+        """Makes an update. Returns the loss before it."""
+        self._stepped.zero_grad(set_to_none=True)
+        total, count = torch.zeros((), dtype=F64), 0
+        for sample in batch:
+            rows: list[Any] = []
+            for image in sample["images"]:
+                x: Any = image[None]
+                for section in self._parts["vision"]:
+                    x = section(x)
+                rows.append(x)
+            x = {"inputs": sample["inputs"][None], "images": _rows_of(rows)}
+            for section in self._parts["language"]:
+                x = section(x)
+            loss, targets = next_token_loss(x, {"targets": sample["targets"][None]})
+            total, count = total + loss, count + int(targets)
+        if total.requires_grad:  # else the decoder is frozen, and no sample has an image
+            (total / count).backward()
+        if self._clip is not None:
+            torch.nn.utils.clip_grad_norm_(self._trained, self._clip)
+        self._stepped.step()
+        return float(total.detach()) / count
+
+
 def in_one_process(
     vision: list[nn.Module],
     language: list[nn.Module],
@@ -149,38 +201,10 @@ def in_one_process(
     optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW,
     **settings: float,
 ) -> tuple[list[float], dict[str, Tensor]]:
-    """Trains copies of the sections, sample by sample. Returns the losses and the weights by name."""
-    parts = {"vision": copy.deepcopy(vision), "language": copy.deepcopy(language)}
-    named = {
-        f"{module}.{section}.{name}": parameter
-        for module, sections in parts.items()
-        for section, part in zip(
-            ["embed", *(f"blocks.{i}" for i in range(len(sections) - 2)), "head"], sections, strict=True
-        )
-        for name, parameter in part.named_parameters()
-    }
-    stepped = optimizer([p for p in named.values() if p.requires_grad], **settings)
-    losses = []
-    for batch in batches:
-        stepped.zero_grad(set_to_none=True)
-        total, count = torch.zeros((), dtype=F64), 0
-        for sample in batch:
-            rows: list[Any] = []
-            for image in sample["images"]:
-                x: Any = image[None]
-                for section in parts["vision"]:
-                    x = section(x)
-                rows.append(x)
-            x = {"inputs": sample["inputs"][None], "images": _rows_of(rows)}
-            for section in parts["language"]:
-                x = section(x)
-            loss, targets = next_token_loss(x, {"targets": sample["targets"][None]})
-            total, count = total + loss, count + int(targets)
-        if total.requires_grad:  # else the decoder is frozen, and no sample has an image
-            (total / count).backward()
-        stepped.step()
-        losses.append(float(total.detach()) / count)
-    return losses, {name: parameter.detach() for name, parameter in named.items()}
+    """Trains copies of the sections. Returns the losses and the weights by name."""
+    one = OneProcess(vision, language, optimizer, **settings)
+    losses = [one.step(batch) for batch in batches]
+    return losses, {name: parameter.detach() for name, parameter in one.named.items()}
 
 
 def _rows_of(images: list[Any]) -> Any:

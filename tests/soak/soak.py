@@ -86,15 +86,16 @@ def soak(
     *,
     separate: bool = False,
     packed: bool = False,
+    modules: bool = False,
 ) -> Report:
     """Runs the job under the script and checks it; `folder` keeps logs and ledgers; separate: with each node in
-    a network namespace; packed: with sequences in packed rows, cut over lanes. Raises ProcessError where the
-    cluster does not come up."""
+    a network namespace; packed: with sequences in packed rows, cut over lanes; modules: of two
+    modules. Raises ProcessError where the cluster does not come up."""
     began = time.monotonic()
     training = Path(__file__).with_name("worker.py")
     steps = max(fault.step or 0 for fault in script) + rest + HELD_STEPS * len(list(script))
     options = ("--steps", str(steps), *(("--zero", str(shape.zero)) if shape.zero else ()))
-    options += ("--packed",) * packed
+    options += ("--packed",) * packed + ("--modules",) * modules
     processes, wrong = Processes(folder), list[str]()
     with (
         tempfile.TemporaryDirectory(prefix="elasticd-soak-") as sockets,
@@ -210,6 +211,7 @@ def _report(
     default=None,
     help="Sequences in packed rows, cut over lanes, or padded (default: drawn by the seed).",
 )
+@click.option("--modules", is_flag=True, help="A model of two modules, an encoder of images and a decoder.")
 @click.option(
     "--separate/--together",
     default=None,
@@ -228,6 +230,7 @@ def command(
     rest: int,
     only: tuple[str, ...],
     packed: bool | None,
+    modules: bool,
     separate: bool | None,
 ) -> None:
     """Trains a small job on real processes, under random faults, and checks what must hold."""
@@ -236,9 +239,11 @@ def command(
     shape = Shape(nodes=names, devices=devices, zero=zero, memory=memory)
     weights = {kind: LIVE_WEIGHTS[kind] for kind in only} or LIVE_WEIGHTS
     script = draw(Soaking(count=faults, most=gap, weights=weights), shape.names, seed)
+    if packed and modules:
+        raise click.UsageError("samples of a model of two modules are padded: leave out --packed")
     if packed is None:
-        packed = seed % 2 == 1
-    form = "--packed" if packed else "--padded"
+        packed = seed % 2 == 1 and not modules
+    form = "--packed" if packed else "--modules" if modules else "--padded"
     print(f"soak: --seed {seed} --faults {faults} --nodes {nodes} --devices {devices} {form}", flush=True)
     folder = out or Path(tempfile.mkdtemp(prefix="elasticd-soak-"))
     folder.mkdir(parents=True, exist_ok=True)
@@ -246,7 +251,7 @@ def command(
         separate = not refusal()
     if not separate:
         print("the data network breaks by connections that are shut", flush=True)
-    report = soak(script, shape, folder, seed, still, rest, separate=separate, packed=packed)
+    report = soak(script, shape, folder, seed, still, rest, separate=separate, packed=packed, modules=modules)
     (folder / "report.json").write_bytes(msgspec.json.encode(report))
     print(report.text, flush=True)
     if out is None and not report.wrong:

@@ -6,7 +6,8 @@
 Every rank writes every step that it was given, to FOLDER/ledger-DEVICE-PID.jsonl: `elasticd.chaos` reads them
 together. With --plain one process of plain torch makes the same updates: what all layouts are compared with.
 It looks for faults of the user's code in FOLDER (`elasticd.testing.script_faults`): in its loss, its dataset
-and the body of its loop. In float64 sums taken in another order stay far below what a lost or repeated sample
+and the body of its loop. With --modules the model has two modules, an encoder of images beside a decoder: the
+planner places both. In float64 sums taken in another order stay far below what a lost or repeated sample
 would change.
 """
 
@@ -15,9 +16,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import torch
 from elasticd_planner.spec.batch import Sampler
@@ -29,7 +30,9 @@ from elasticd.runtime.data.collate import pad
 from elasticd.runtime.data.options import DataOptions
 from elasticd.runtime.data.packing import Packing
 from elasticd.runtime.engine.parallelism import ParallelismOptions
+from elasticd.runtime.model.model import Model
 from elasticd.testing.script_faults import Finder
+from tests.runtime.image_model import Captions, OneProcess, language_sections, model_of, vision_sections
 
 CONFIG = DecoderConfig(vocabulary=32, width=16, layers=4, heads=4, kv_heads=2, hidden=24, dtype=torch.float64)
 BATCH, SEED, CLIP = 8, 5, 1.0
@@ -57,8 +60,25 @@ class KnownLadders(Ladders):
     lengths = tuple(8 + index % 5 for index in range(1000))
 
 
+class Pictures(Captions):
+    """Texts of which half have images, one to three."""
+
+    def __init__(self, finder: Finder | None = None) -> None:
+        self.counts = {"images": [(0, 2, 0, 1, 0, 3, 1, 0)[index % 8] for index in range(1000)]}
+        self._finder = finder
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if self._finder is not None:
+            self._finder.at("loader")
+        return super().__getitem__(index)
+
+
+#: Of AdamW.
+SETTINGS = {"lr": 1e-3, "weight_decay": 0.1}
+
+
 def optimizer(named: Iterable[tuple[str, torch.nn.Parameter]]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(named, lr=1e-3, weight_decay=0.1)
+    return torch.optim.AdamW(named, **SETTINGS)
 
 
 def arguments() -> argparse.Namespace:
@@ -66,7 +86,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("folder", type=Path, help="where the ledgers go")
     parser.add_argument("--steps", type=int, required=True, help="updates to make")
     parser.add_argument("--zero", type=int, default=0, help="ZeRO's stage, with two replicas (default 0: none)")
-    parser.add_argument("--packed", action="store_true", help="pack sequences, and cut them over lanes")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--packed", action="store_true", help="pack sequences, and cut them over lanes")
+    form.add_argument("--modules", action="store_true", help="a model of two modules")
     parser.add_argument("--plain", action="store_true", help="one process of plain torch, the same batches")
     return parser.parse_args()
 
@@ -76,10 +98,21 @@ def write(ledger: TextIO, **line: object) -> None:
     ledger.flush()
 
 
+def two_modules() -> tuple[list[torch.nn.Module], list[torch.nn.Module]]:
+    """Sections of an encoder and of a decoder, with the same first values in every process."""
+    torch.manual_seed(SEED)
+    return vision_sections(), language_sections()
+
+
 def train(options: argparse.Namespace) -> None:
-    with torch.device("meta"):
-        model = Decoder(CONFIG).describe()
     finder = Finder(options.folder)
+    model: Model
+    if options.modules:
+        model, dataset = model_of(*two_modules()), Pictures(finder)
+    else:
+        with torch.device("meta"):
+            model = Decoder(CONFIG).describe()
+        dataset = (KnownLadders if options.packed else Ladders)(finder)
 
     def loss(output: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
         finder.at("loss")
@@ -89,7 +122,7 @@ def train(options: argparse.Namespace) -> None:
         model=model,
         loss=loss,
         optimizer=optimizer,
-        dataset=(KnownLadders if options.packed else Ladders)(finder),
+        dataset=dataset,
         global_batch=BATCH,
         seed=SEED,
         clip=CLIP,
@@ -106,24 +139,34 @@ def train(options: argparse.Namespace) -> None:
 
 
 def train_plainly(options: argparse.Namespace) -> None:
-    data = Ladders()
+    data = Pictures() if options.modules else Ladders()
     sampler = Sampler(size=len(data), global_batch=BATCH, seed=SEED)
+    step = OneProcess(*two_modules(), clip=CLIP, **SETTINGS).step if options.modules else decoder_step()
+    with (options.folder / "plain.jsonl").open("w") as ledger:
+        for index in range(options.steps):
+            taken = sampler.samples(index)
+            write(ledger, step=index, loss=step([data[i] for i in taken]), samples=taken)
+
+
+def decoder_step() -> Callable[[list[dict[str, torch.Tensor]]], float]:
+    """Makes the decoder. Returns a function that makes an update with some samples, and returns the loss."""
     decoder = Decoder(CONFIG)
     first = decoder.describe().first_value
     with torch.no_grad():
         for name, parameter in decoder.named_parameters():
             parameter.copy_(first(name, Box.whole(parameter.shape), SEED))
     update = optimizer(decoder.named_parameters())
-    with (options.folder / "plain.jsonl").open("w") as ledger:
-        for index in range(options.steps):
-            taken = sampler.samples(index)
-            batch = pad([data[i] for i in taken])
-            total, count = next_token_loss(decoder(batch), batch)
-            update.zero_grad()
-            (total / count).backward()
-            torch.nn.utils.clip_grad_norm_(decoder.parameters(), CLIP)
-            update.step()
-            write(ledger, step=index, loss=float(total.detach()) / count, samples=taken)
+
+    def step(samples: list[dict[str, torch.Tensor]]) -> float:
+        batch = pad(samples)
+        total, count = next_token_loss(decoder(batch), batch)
+        update.zero_grad()
+        (total / count).backward()
+        torch.nn.utils.clip_grad_norm_(decoder.parameters(), CLIP)
+        update.step()
+        return float(total.detach()) / count
+
+    return step
 
 
 def main() -> None:
