@@ -214,6 +214,7 @@ class ModuleSpec(Value, frozen=True, kw_only=True):
     takes: dict[str, str] = msgspec.field(default_factory=dict)  # by key in the batch: whose output it takes
     items_a_sample: float = 0.0  # in the mean
     rows_an_item: float = 0.0  # [tokens] that its blocks work on, in the mean (0: not known)
+    output_bytes: float = 0.0  # of what its head gives of an item, in the mean (0: not known)
     profile: ModelProfile | None = None  # of items, measured before the job (None: guessed from the shapes)
 
 

@@ -54,6 +54,8 @@ class ModuleProblem(Value, frozen=True, kw_only=True):
     items: str  # what it takes of a sample: "images"
     items_a_sample: float  # in the mean
     rows_an_item: float  # [tokens] that its blocks work on, in the mean
+    # [bytes] what its head gives of an item in the mean (0: as many as an activation between its blocks)
+    output_bytes: float = 0.0
     trained: bool = True  # False: it runs forward alone, and has neither gradients nor optimizer state
 
     def __post_init__(self) -> None:

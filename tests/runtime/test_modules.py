@@ -14,6 +14,7 @@ from elasticd_migration.local_state import LocalState
 from elasticd_migration.migrate import migrate
 from elasticd_migration.reshard import reshard
 from elasticd_migration.transport import MemoryTransport
+from elasticd_planner.cost.item_messages import kept_messages
 from elasticd_planner.layout.channels import Channel
 from elasticd_planner.layout.layouts import Layouts
 from elasticd_planner.spec.box import Box
@@ -416,6 +417,86 @@ def test_each_row_that_is_lacking_goes_over_a_border_once_each_way() -> None:
     assert sum(rows for source, _, rows in apart if source == "a/0") == ROWS
     assert sum(rows for source, _, rows in apart if source == "a/1") == ROWS
     assert not counted(PLACEMENTS["one device"])
+
+
+class KeptMessages(GlooCommunicators):
+    """Adds up the bytes of messages between modules that a device keeps, until they are proved to be there."""
+
+    def __init__(self, most: dict[str, int], *made: Any) -> None:
+        super().__init__(*made)
+        self._most, self._me = most, made[2].me
+        self._kept: dict[int, tuple[Any, int]] = {}  # by its work, which is alive so long
+
+    def mesh(self, channel: Channel) -> Any:
+        """Of a border between modules one that adds up its messages."""
+        mesh = super().mesh(channel)
+        launch, arrived = mesh.begin_round, mesh.arrived
+
+        def noted(sends: Any, receives: Any) -> Any:
+            work = launch(sends, receives)
+            if sends:
+                self._kept[id(work)] = work, sum(x.nbytes for x in {id(x): x for _, x in sends}.values())
+            kept = sum(size for _, size in self._kept.values())
+            self._most[self._me] = max(kept, self._most.get(self._me, 0))
+            return work
+
+        def dropped(work: Any) -> None:
+            self._kept.pop(id(work), None)
+            arrived(work)
+
+        if channel.use == "items":
+            mesh.begin_round, mesh.arrived = noted, dropped  # type: ignore[method-assign]
+        return mesh
+
+
+class Alike(Captions):
+    """Each sample has two images of four rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = {"images": [2] * len(self)}
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        generator = torch.Generator().manual_seed(index)
+        images = [torch.randn(4, 6, generator=generator, dtype=torch.float64) for _ in range(2)]
+        ids = torch.randint(2, TEXT.vocabulary, (12,), generator=generator)
+        ids[2:10] = 1
+        return {"inputs": ids, "targets": ids.roll(1), "images": images}
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("name", ["disjoint", "fan-out: dp 1 to dp 4", "to tp 2"])
+def test_the_planner_counts_the_messages_that_are_kept_until_the_end_of_the_step(
+    name: str, frozen: bool
+) -> None:
+    """An output of a trained encoder until its gradient comes, of a frozen one until the vote; a gradient until
+    the vote."""
+    to_group = plan_of(
+        [pipeline(1, stage(0, 2, ("a/0", 1)))], [pipeline(5, stage(0, 5, ("a/1", 1), ("a/2", 1)))]
+    )
+    plan, most = PLACEMENTS.get(name, to_group), dict[str, int]()
+    (vision, _) = plan.modules
+    vision = msgspec.structs.replace(vision, trainable=not frozen)
+    plan = plan.replace(
+        strategies=(msgspec.structs.replace(plan.strategies[0], modules=(vision, plan.modules[1])),)
+    )
+
+    def train(memory: Any) -> None:
+        recipe = replace(make_recipe(frozen=frozen, connect=partial(KeptMessages, most)), dataset=Alike())
+        layouts = Layouts(recipe.model.specs, plan)
+        engine = Engine(recipe, layouts, memory, unpaced)
+        engine.adopt(first_state(recipe.model, layouts, memory.me, SEED))
+        engine.step(0, lambda: 0, lambda: 0)
+        engine.settle()
+
+    run_threads(plan.members, train)
+    size = 4 * TEXT.width * 8
+    counted = kept_messages(plan, vision, 2 * BATCH, size)
+    window = {} if frozen else {"a/0": size * 2 * (vision.ahead + 1)}  # counted with the activations
+    for device, kept in most.items():
+        assert kept <= counted.get(device, 0) + window.get(device, 0)
+        assert kept >= counted.get(device, 0) or device == "a/2", "of a TP group one member sends"
+    assert any(counted.values())
 
 
 def test_each_module_is_measured_by_itself() -> None:

@@ -516,10 +516,11 @@ def with_known_bytes(spec: JobSpec, earlier: JobSpec | None) -> JobSpec:
     worker measures, and the rows of an item, which may be drawn with each reading."""
     if earlier is None:
         return spec
-    rows = {module.name: module.rows_an_item for module in earlier.modules}
+    of_items = {module.name: module for module in earlier.modules}
     modules = tuple(
-        msgspec.structs.replace(module, rows_an_item=rows.get(module.name, module.rows_an_item))
+        msgspec.structs.replace(module, rows_an_item=known.rows_an_item, output_bytes=known.output_bytes)
         for module in spec.modules
+        for known in (of_items.get(module.name, module),)
     )
     known = spec.measured_bytes if earlier.measured_bytes is None else earlier.measured_bytes
     return msgspec.structs.replace(spec, measured_bytes=known, modules=modules)
@@ -561,7 +562,7 @@ def _module_differences(ours: Sequence[ModuleSpec], theirs: Sequence[ModuleSpec]
     for mine, other in zip(ours, theirs, strict=True):
         for name in mine.__struct_fields__:
             was, now = getattr(mine, name), getattr(other, name)
-            if was == now or name == "rows_an_item":
+            if was == now or name in ("rows_an_item", "output_bytes"):
                 continue
             values = "" if name == "model" else f": {now}, not {was}"
             yield f"module {mine.name} differs in {name}{values}"

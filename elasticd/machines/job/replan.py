@@ -332,6 +332,7 @@ def module_problems(spec: JobSpec, flops: float) -> tuple[ModuleProblem, ...]:
             items=module.items,
             items_a_sample=max(module.items_a_sample, _FEW),
             rows_an_item=module.rows_an_item or ROWS,
+            output_bytes=module.output_bytes,
             trained=any(parameter.kind == "trained" for parameter in module.model.parameters.values()),
         )
         for module in spec.modules

@@ -107,13 +107,15 @@ def module_specs(recipe: Recipe) -> tuple[ModuleSpec, ...]:
 def _spec(recipe: Recipe, name: str, module: Module) -> ModuleSpec:
     if not module.items:
         return ModuleSpec(name=name, model=module.spec, takes=module.takes)
-    counts = item_counts(recipe.dataset, module.items)
+    counts, first = item_counts(recipe.dataset, module.items), recipe.first_items[name]
+    rows = _rows(recipe, module.items, first, counts)
     return ModuleSpec(
         name=name,
         model=module.spec,
         items=module.items,
         items_a_sample=sum(map(int, counts)) / max(1, len(counts)),
-        rows_an_item=_rows(recipe, module.items, recipe.first_items[name], counts),
+        rows_an_item=rows,
+        output_bytes=first.output_bytes * rows / first.rows if first.rows else 0.0,
     )
 
 

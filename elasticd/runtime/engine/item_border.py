@@ -45,6 +45,7 @@ class ItemBorder:
         accelerator: Accelerator,
         *,
         trained: bool,
+        implies_all_received: bool,
         first_tag: int,
     ) -> None:
         """
@@ -56,12 +57,15 @@ class ItemBorder:
             dtype: the type of the module of items, `Model.dtype`.
             accelerator: where activations and gradients lie. Headers stay on the host.
             trained: whether gradients go back.
+            implies_all_received: a gradient proves that every member of the first stage that takes an output
+                has received it, because they wait for each other in a block.
             first_tag: of its headers in the group of all members, the first of `HEADERS`.
         """
         self.trained, self._everyone, self._me = trained, peers.everyone, peers.me
         self._source, self._target, self._dtype, self._accelerator = source, target, dtype, accelerator
         self._mesh = peers.communicators.mesh(channel) if peers.me in channel.members else None
         self._first_tag, self._left_out = first_tag, AbsentGradients()
+        self._implies_all_received = implies_all_received
         self._flows: dict[tuple[int, int, int, int], TensorFlow] = {}
 
     @property
@@ -77,7 +81,7 @@ class ItemBorder:
         self._gradients: dict[GroupId, list[Tensor]] = {}  # likewise
         self._begun: dict[GroupId, tuple[_Parts, tuple[int, ...], list[Tensor], Any]] = {}
         self._awaited: dict[GroupId, tuple[dict[str, Tensor | None], Any]] = {}
-        self._sent: dict[GroupId, Any] = {}  # messages to one device, which answers with the gradient
+        self._sent: dict[GroupId, Any] = {}  # messages whose arrival the gradient proves
 
     def needed(self, pipeline: int, lane: int, micro_batch: int) -> Sequence[GroupId]:
         """The groups of the items that a micro-batch needs."""
@@ -123,7 +127,7 @@ class ItemBorder:
         """Sends an output that was announced; returns at once."""
         destinations = self._flow(key).at_source(self._me).destinations
         sent = self._send(destinations, tensors(self._outputs[key][0]))
-        if self._answered and len(destinations) == 1:
+        if self._answered and (len(destinations) == 1 or self._implies_all_received):
             self._sent[key] = sent
         here = self._target.places.get(self._me)
         group = self.groups[key]
@@ -226,9 +230,8 @@ class ItemBorder:
         if not sends:
             return None
         assert self._mesh is not None
-        return self._mesh.begin_round(
-            sends, []
-        )  # kept until an answer or the vote proves that they have arrived
+        # Kept until a gradient or the vote proves that they have arrived: `item_messages` of the planner.
+        return self._mesh.begin_round(sends, [])
 
 
 class ItemSource:

@@ -19,7 +19,7 @@ from elasticd.runtime.data.collate import Unlike, pad
 from elasticd.runtime.data.loader import item_counts, item_rows, items_of
 from elasticd.runtime.data.prefetch import Dataset, SampleError
 from elasticd.runtime.engine.mixed_precision import Precision, converted
-from elasticd.runtime.model.bundle import sizes
+from elasticd.runtime.model.bundle import Bundle, sizes, tensors
 from elasticd.runtime.model.local_model import local_model
 from elasticd.runtime.model.model import Module
 from elasticd.runtime.model.rng import begun_at
@@ -32,6 +32,7 @@ class FirstItem(NamedTuple):
 
     rows: int = 0  #: on which blocks work; 0: not known
     listed: int = 0  #: rows that the dataset says of it; 0: nothing
+    output_bytes: int = 0  #: of what the head gives of it; 0: not known
 
     @property
     def ratio(self) -> float:
@@ -61,14 +62,15 @@ def first_item(dataset: Dataset, module: Module, precision: Precision | None = N
     if first is None:
         return FirstItem()
     listed = int(known[first][0]) if known is not None and len(known[first]) else 0
-    return FirstItem(_embedded(dataset, first, module, counts, precision), listed)
+    rows, size = _made(dataset, first, module, counts, precision)
+    return FirstItem(rows, listed, size)
 
 
-def _embedded(
+def _made(
     dataset: Dataset, index: int, module: Module, counts: Sequence[int], precision: Precision | None
-) -> int:
+) -> tuple[int, int]:
     """The rows that `embed` gives of the first item of a sample: by shapes alone, or else by a pass on the host
-    with parameters of zeros; 0 where both fail."""
+    with parameters of zeros; and the bytes that the head gives, by shapes. 0 where that fails."""
     with begun_at(0):
         part = getattr(dataset, "part", None)
         sample = dataset[index] if part is None else part(index, (module.items,))
@@ -90,8 +92,22 @@ def _embedded(
                     each.detach().zero_()
                 given = converted(batch, lambda x, to=accelerator.device: x.to(to))  # type: ignore[misc]
                 with torch.no_grad():
-                    sequences, length = sizes(local.passes["embed"](given), of_item=True)
-                return sequences * length
+                    x = local.passes["embed"](given)
+                sequences, length = sizes(x, of_item=True)
+                return sequences * length, _output_bytes(module, x)
             except Exception:
                 log.debug("the rows of an item could not be found on %s", accelerator, exc_info=True)
-    return 0
+    return 0, 0
+
+
+def _output_bytes(module: Module, x: Bundle) -> int:
+    """Bytes of the output of a module for an item, by shapes alone; 0: not known."""
+    x = converted(x, lambda part: part.to("meta"))
+    try:
+        with torch.no_grad():
+            for name, section in module.sections.items():
+                x = x if name == "embed" else section(x)
+        return sum(part.nbytes for part in tensors(x))
+    except Exception:
+        log.debug("the bytes of an output could not be found by shapes", exc_info=True)
+        return 0

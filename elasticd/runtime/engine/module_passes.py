@@ -25,6 +25,7 @@ from elasticd_planner.layout.channels import item_channel
 from elasticd_planner.layout.layouts import Layouts
 from elasticd_planner.spec.batch import BatchPlan
 from elasticd_planner.spec.item_batch import ItemBatch
+from elasticd_planner.spec.plan import Plan
 
 from elasticd.runtime.comm.communicators import Peers
 from elasticd.runtime.data.loader import Loader, item_sizes
@@ -37,7 +38,7 @@ from elasticd.runtime.engine.p2p import HEADERS
 from elasticd.runtime.engine.pipeline_stage import StageRunner
 from elasticd.runtime.engine.recipe import Recipe
 from elasticd.runtime.engine.step_state import Passed
-from elasticd.runtime.model.model import Loss, Module
+from elasticd.runtime.model.model import Loss, Model, Module
 from elasticd.runtime.model.model_graph import ModelGraph
 
 log = logging.getLogger(__name__)
@@ -55,10 +56,19 @@ def item_borders(recipe: Recipe, layouts: Layouts, peers: Peers) -> dict[str, It
             recipe.module(edge.source).dtype,
             recipe.accelerator,
             trained=bool(views[edge.source].trained),
+            implies_all_received=_waits(recipe.module(edge.target), views[edge.target].plan),
             first_tag=(len(plan.modules) + number) * HEADERS,
         )
         for number, edge in enumerate(plan.edges)
     }
+
+
+def _waits(model: Model, plan: Plan) -> bool:
+    """Returns True if the members of each first stage wait for each other in a pass of its first blocks."""
+    return all(
+        model.communicates(f"blocks.{layer}" for layer in range(*pipeline.spans[0]))
+        for pipeline in plan.pipelines
+    )
 
 
 class ModulePasses:

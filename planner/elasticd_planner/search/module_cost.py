@@ -15,6 +15,7 @@ from itertools import pairwise
 import msgspec
 import numpy as np
 
+from elasticd_planner.cost.item_messages import kept_messages
 from elasticd_planner.cost.memory import memory_by_device
 from elasticd_planner.cost.model import KnownCosts, after_seconds, stage_times, step_seconds
 from elasticd_planner.cost.model_profile import ModelProfile
@@ -330,7 +331,17 @@ class ModuleCosts:
             if module.items:
                 for device, size in self.item_memory(plan, module).items():
                     needed[device] = needed.get(device, self._fixed(module.module)) + size
+        for module in plan.modules:
+            if module.items:
+                given = self.modules[module.module]
+                items = given.items_a_sample * plan.global_batch
+                for device, kept in kept_messages(plan, module, items, self.output_bytes(given)).items():
+                    needed[device] += math.ceil(kept)
         return needed
+
+    def output_bytes(self, module: ModuleProblem) -> float:
+        """Bytes of what a module gives of an item, in the mean."""
+        return module.output_bytes or module.rows_an_item * self._profiles[module.name].boundary_bytes
 
     def _carried(self, plan: Plan) -> int:
         view = plan.view(self.problem.module)
@@ -352,7 +363,7 @@ class ModuleCosts:
         """
         view = plan.view(module.module)
         cost, known = self.cost(view), dict[tuple[object, ...], int]()
-        profile = self._profiles[module.module]
+        output_bytes = self.output_bytes(self.modules[module.module])
         found = {}
         for lane, kept in zip(module.by_lane, kept_items or self.kept_items(plan, module), strict=True):
             for index, stage in enumerate(lane.stages):
@@ -360,18 +371,18 @@ class ModuleCosts:
                     key = stage.chunks, stage.shares, position, stage.recompute, stage.sliced, index, kept
                     if key not in known:
                         known[key] = self._item_bytes(
-                            cost.for_stage(stage), stage, position, lane, kept, profile
+                            cost.for_stage(stage), stage, position, lane, kept, output_bytes
                         )
                     found[device] = known[key]
         return found
 
     def _item_bytes(
-        self, cost: ProfileCost, stage: Stage, position: int, lane: Pipeline, kept: int, profile: ModelProfile
+        self, cost: ProfileCost, stage: Stage, position: int, lane: Pipeline, kept: int, output_bytes: float
     ) -> int:
         first, last = stage.start == 0, stage.chunks[-1][1] == lane.layers
         size = cost.memory(stage.layers, stage.shares, position, first=first, last=last, in_flight=kept)
-        outputs = profile.boundary_bytes * profile.tokens * kept if last else 0.0
-        return math.ceil(size - profile.fixed_bytes + outputs)
+        outputs = output_bytes * kept if last else 0.0
+        return math.ceil(size - cost.profile.fixed_bytes + outputs)
 
     def busy(self, plan: Plan) -> dict[str, float]:
         """Seconds of a mean step that each device spends in passes, of all modules of a plan."""

@@ -432,7 +432,7 @@ class ModulePlanner:
         for module in plan.modules:
             if module.items:
                 given = self.costs.modules[module.module]
-                size = given.rows_an_item * self.costs.item_profile(module.module).boundary_bytes
+                size = self.costs.output_bytes(given)
                 module = serving(plan, module, self.problem.cluster, groups, size)
             modules.append(module)
         strategy = msgspec.structs.replace(plan.strategies[0], modules=tuple(modules))

@@ -41,6 +41,7 @@ def measured(turn: Turn, plan: Plan, step: Step) -> None:
                 module,
                 items_a_sample=new.items.reference,
                 rows_an_item=new.rows.reference,
+                output_bytes=module.output_bytes * new.rows.reference / module.rows_an_item,
                 profile=_resized(turn, plan, module, new.rows.reference),
             )
             modules[at] = now
