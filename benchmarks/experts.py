@@ -10,13 +10,14 @@ import copy
 import os
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+import _expert_loads as expert_loads
 from _frame import TRAINING, Part, run
 from _results import Row, row
 
@@ -121,7 +122,43 @@ def placed_rows(cases: int = len(test_experts.PLACED)) -> Iterator[Row]:
     yield row(title, sent / least, "", goal="<= 1.02", met=sent <= 1.02 * least)
 
 
+def placement_rows(
+    steps: int = 400,
+    sizes: Sequence[tuple[int, int]] = expert_loads.SIZES,
+    drifts: Sequence[float] = (0.01, 0.03),
+) -> Iterator[Row]:
+    """Placements of drifting Zipf loads, made every 20 steps from the last 20; EPLB's beside them."""
+    scores = [
+        expert_loads.score(experts, devices, slow, drift, steps)
+        for experts, devices in sizes
+        for drift in drifts
+        for slow in (1.0, 2.0)
+    ]
+    exact = max(score.exact for score in scores)
+    title = "busiest device over bound on the steps that made the placement, at most D - 1 replicas, worst"
+    yield row(title, exact, "", kind="simulated", goal="<= 1.001", met=exact <= 1.001)
+    later = max(score.later for score in scores)
+    title = "the same on later steps, mean of each drifting load, worst"
+    yield row(title, later, "", kind="simulated", goal="<= 1.10", met=later <= 1.10)
+    slow = max(score.later / score.eplb for score in scores if score.slow > 1)
+    title = "the same over that of EPLB's placement, one device 2 x slow, worst"
+    yield row(title, slow, "", kind="simulated", goal="<= 0.60", met=slow <= 0.60)
+    alike = max(score.later / score.eplb for score in scores if score.slow == 1)
+    title = "the same over that of EPLB's placement with D copies, devices alike, worst"
+    yield row(title, alike, "", kind="simulated", goal="<= 1.03", met=alike <= 1.03)
+    contiguous = min(score.contiguous for score in scores)
+    yield row("busiest device over bound with contiguous experts, least", contiguous, "", kind="simulated")
+    moved = max(score.moved for score in scores if score.drift == min(drifts) and score.size == sizes[0])
+    title = "experts moved a placement, 64 on 8, drift 0.01, mean of the worse of both speeds"
+    yield row(title, moved, "experts", kind="simulated", goal="<= 4", met=moved <= 4)
+
+
 PARTS = {
+    "placement": Part(
+        placement_rows,
+        ("planner/elasticd_planner/placement",),
+        {"steps": 60, "sizes": ((64, 8),), "drifts": (0.01,)},
+    ),
     "placed": Part(placed_rows, TRAINING, {"cases": 1}),
     "parity": Part(parity_rows, TRAINING, {"cases": 2}),
     "classes": Part(class_rows, TRAINING, {"classes": 2}),

@@ -28,6 +28,7 @@ from elasticd.runtime.data.sample_ledger import LedgerError
 from elasticd.runtime.engine.engine import Engine
 from elasticd.runtime.model.local_model import local_model
 from elasticd.runtime.model.validation import ModelError
+from elasticd.runtime.parallel.expert_holders import ExpertHolders
 from elasticd.runtime.parallel.held_experts import held_experts
 from elasticd.runtime.parallel.router_choices import RouterChoices
 from tests import sizes
@@ -74,8 +75,11 @@ def placed(of: Stage, *blocks: HeldExperts) -> Stage:
 #: Experts of three members: sets of several runs, some in two places, and none.
 SETS: list[HeldExperts] = [((0, 2, 5), (1, 3), (4, 6, 7)), ((1, 2, 3, 4, 5, 6, 7), (), (0, 2, 3, 4, 7))]
 THREE = placed(stage(0, LAYERS, ("a/0", 3), ("a/1", 3), ("a/2", 2)), *SETS)
+#: Their rows divided unequally: all of an expert's on one of its devices, too.
+DIVIDED = msgspec.structs.replace(THREE, splits=((), ((2, 1, 3), (4, 0, 1), (7, 60000, 5536)), (), ()))
 PLACED: dict[str, Plan] = {
     "sets in a lane": plan_of((5, [THREE]), (3, [stage(0, 1, ("b/0", 1)), stage(1, LAYERS, ("b/1", 1))])),
+    "sets in unequal parts": plan_of((8, [DIVIDED])),
     "sets, interleaved": plan_of(
         (
             8,
@@ -94,6 +98,7 @@ SHARED = placed(
     (),
     ((0, 1, 2, 3), (4, 5, 6, 7), ()),
 )
+SHARED = msgspec.structs.replace(SHARED, splits=(((0, 1, 3), (6, 2, 1)), (), (), ()))
 PLACED["over lanes"] = plan_of(((5, 2), [SHARED]), (1, [stage(0, LAYERS, ("c/0", 1))]))
 PLACED |= {
     "over lanes, zero 2, recomputing": again_in(PLACED["over lanes"]).replace(
@@ -350,7 +355,7 @@ def test_a_member_calls_its_experts_for_their_rows_alone() -> None:
         calls.append((rows.tolist(), index.tolist(), weights.tolist()))
         return rows * weights * scale
 
-    term = held_experts(forward, [(0, 1), (2, 3)], 1, 4)
+    term = held_experts(forward, ExpertHolders(((0, 1), (2, 3)), (), 4), 1)
     rows, index = torch.tensor([[1.0], [2.0], [4.0]]), torch.tensor([[0, 2], [3, 2], [1, 0]])
     weights = torch.tensor([[0.5, 0.25], [1.0, 0.5], [1.0, 1.0]])
     assert term(rows, index, weights=weights, scale=2.0).tolist() == [[0.5], [6.0], [0.0]]
@@ -358,7 +363,8 @@ def test_a_member_calls_its_experts_for_their_rows_alone() -> None:
 
 
 def test_a_member_without_a_row_keeps_its_place_in_the_backward_pass() -> None:
-    term = held_experts(lambda rows, index, weights: pytest.fail("no row is its own"), [(0, 1), (2, 3)], 1, 4)
+    holders = ExpertHolders(((0, 1), (2, 3)), (), 4)
+    term = held_experts(lambda rows, index, weights: pytest.fail("no row is its own"), holders, 1)
     rows = torch.full((2, 3), torch.inf, requires_grad=True)
     weights = torch.ones(2, 1, requires_grad=True)
     given = term(rows, torch.zeros(2, 1, dtype=torch.long), weights)

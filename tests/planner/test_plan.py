@@ -98,6 +98,34 @@ def test_placed_experts_make_a_plan_of_version_4_and_go_with_other_layers() -> N
     assert pipeline.with_layers([2]).stages == (stage,)
 
 
+def test_splits_go_with_the_experts_and_lanes_have_the_parts_of_their_own_devices() -> None:
+    stage = Stage(
+        start=0,
+        stop=1,
+        devices=("a", "b", "c"),
+        shares=(1, 1, 1),
+        lanes=(2, 1),
+        experts=(((0, 1), (0, 1), (0, 1)),),
+        splits=(((0, 1, 2, 5), (1, 0, 0, 1)),),
+    )
+    assert [lane.splits for lane in stage.by_lane] == [(((0, 1, 2),),), ()]
+    assert stage.splits_of(0) == ((0, 1, 2, 5), (1, 0, 0, 1))
+    assert msgspec.structs.replace(stage, splits=((),)).splits == ()
+
+
+@pytest.mark.parametrize("split", [(), (0, 1), (2, 1, 1), (0, 1, 1, 1), (0, 0, 0), (0, -1, 2)])
+def test_a_split_of_other_devices_than_have_the_expert_is_refused(split: tuple[int, ...]) -> None:
+    with pytest.raises(Invalid, match="a split of block 0 must be an expert that several devices have"):
+        Stage(
+            start=0,
+            stop=1,
+            devices=("a", "b"),
+            shares=(1, 1),
+            experts=(((0, 1), (0, 2)),),
+            splits=((split,),),
+        )
+
+
 @pytest.mark.parametrize(
     ("experts", "said"),
     [

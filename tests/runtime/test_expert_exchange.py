@@ -166,7 +166,8 @@ def least_bytes(index: Mapping[str, Tensor], width: int) -> int:
     for me, chosen in index.items():
         for number, experts in enumerate(chosen.tolist()):
             holders = [[device for device in range(3) if expert in HELD[device]] for expert in experts]
-            to = {places[number % len(places)] for places in holders}
+            spread = number * 40503 % 65536
+            to = {places[spread * len(places) // 65536] for places in holders}
             distinct += len(to - {STAGE.devices.index(me)})
     return 2 * distinct * width * 4
 

@@ -3,8 +3,8 @@
 Where a plan places the experts of a block so that a lane lacks some, each device of the stage computes for all
 lanes. A member of a lane takes a part of its rows. Each row goes once to each device that has one of its
 experts, with the weights and the device's numbers of these; the device computes its pairs of a row and an
-expert and sends one row back. Of an expert on several devices each takes some of a member's rows, by their
-numbers, so that nobody needs to know of others' rows.
+expert and sends one row back. Of an expert on several devices each takes its part of a member's rows
+(`expert_holders`).
 
 A pass of a block has three rounds of messages: how many rows there will be, the rows, the outputs. The host
 waits for the first one alone. Its backward pass has two, of known sizes. All devices of the stage come to these
@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 from elasticd_planner.spec.model import ModelSpec, block_of
-from elasticd_planner.spec.plan import HeldExperts, Stage
+from elasticd_planner.spec.plan import Stage
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
@@ -35,6 +35,7 @@ from elasticd.runtime.model.model import Model
 from elasticd.runtime.model.rng import Dropout
 from elasticd.runtime.model.tp_rules import Experts
 from elasticd.runtime.model.validation import ModelError
+from elasticd.runtime.parallel.expert_holders import ExpertHolders
 from elasticd.runtime.parallel.redistribute import Redistribution, slices, whole
 
 #: Numbers of experts on a device.
@@ -96,14 +97,17 @@ class ExpertExchange:
                 f"{section}.{path} has a dropout: other lanes' rows have no keys of their samples there; have "
                 "each lane hold all experts"
             )
-        held = self._stage.experts_of(block)
-        count = self._spec.units_of(rule.units).count
+        holders = ExpertHolders(
+            self._stage.experts_of(block),
+            self._stage.splits_of(block),
+            self._spec.units_of(rule.units).count,
+        )
         trains = any(
             parameter.kind == "trained"
             for before in ("embed", *(f"blocks.{number}" for number in range(block + 1)))
             for parameter in self._spec.section(before)
         )
-        self._blocks[section] = made = _Block(self, owner, held, count, trains=trains)
+        self._blocks[section] = made = _Block(self, owner, holders, trains=trains)
         owner.forward = made.forward
 
     def begin_step(self) -> None:
@@ -194,28 +198,21 @@ class _Block:
     """The experts of one block."""
 
     def __init__(
-        self, exchange: ExpertExchange, owner: nn.Module, held: HeldExperts, count: int, *, trains: bool
+        self, exchange: ExpertExchange, owner: nn.Module, holders: ExpertHolders, *, trains: bool
     ) -> None:
         """
         Args:
             exchange: of the stage.
             owner: the module with the experts of this device.
-            held: by device of the stage.
-            count: of all experts.
+            holders: the devices of the stage that have each expert.
             trains: something is trained here or before.
         """
-        self._exchange, self._own_forward, self._trains, self._count = exchange, owner.forward, trains, count
+        self._exchange, self._own_forward, self._trains = exchange, owner.forward, trains
         self._names = tuple(inspect.signature(owner.forward).parameters)[:3]
-        holders = [[place for place, own in enumerate(held) if expert in own] for expert in range(count)]
-        # Numbers that name no expert, as -1 or `count`, go nowhere.
-        self._to = torch.full((count + 2, max(map(len, holders))), -1)
-        self._turns = torch.ones(count + 2, dtype=torch.long)
-        self._local = torch.full((len(held), count + 2), -1, dtype=_NUMBERS)
-        for expert, places in enumerate(holders):
-            self._to[expert, : len(places)] = torch.tensor(places)
-            self._turns[expert] = len(places)
-            for place in places:
-                self._local[place, expert] = held[place].index(expert)
+        self._holders = holders
+        self._local = torch.full((len(holders.held), holders.count + 2), -1, dtype=_NUMBERS)
+        for place, own in enumerate(holders.held):
+            self._local[place, list(own)] = torch.arange(len(own), dtype=_NUMBERS)
         self._parameter = next(owner.parameters())
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -247,14 +244,11 @@ class _Block:
 
     def _routes(self, index: Tensor, kind: _Kind | None) -> _Routes:
         """Chooses a device for each pair of an own row and an expert [rows, k], and tells the devices."""
-        if self._to.device != index.device:
-            self._to, self._turns, self._local = (
-                table.to(index.device) for table in (self._to, self._turns, self._local)
-            )
+        if self._local.device != index.device:
+            self._local = self._local.to(index.device)
         exchange, devices = self._exchange, len(self._exchange.devices)
-        index = index.clamp(-1, self._count)
-        rows = torch.arange(len(index), device=index.device)[:, None]
-        to = self._to[index, rows % self._turns[index]]
+        index = index.clamp(-1, self._holders.count)
+        to = self._holders.of(index)
         pairs = to == torch.arange(devices, device=index.device)[:, None, None]  # [devices, rows, k]
         goes = pairs.any(-1)
         said = torch.tensor(kind or _NO_KIND, device=index.device).expand(devices, -1)

@@ -27,6 +27,7 @@ from elasticd.runtime.model.model import Model
 from elasticd.runtime.model.tp_rules import Column, Experts, Row, Rule, sides_of, takes_rows
 from elasticd.runtime.model.validation import ModelError
 from elasticd.runtime.parallel import sequence_parallel
+from elasticd.runtime.parallel.expert_holders import ExpertHolders
 from elasticd.runtime.parallel.held_experts import held_experts
 from elasticd.runtime.parallel.redistribute import (
     Redistribution,
@@ -200,10 +201,11 @@ class _Hooks:
     def experts(self, path: str, owner: nn.Module, rule: Experts) -> None:
         """Of a module, `path` in the section, of whose experts each member has some."""
         spec, block = self._model.spec, block_of(self._section)
-        held = [held_units(spec, rule.units, self._stage, i, block) for i in range(len(self._shares))]
-        count = spec.units_of(rule.units).count
+        held = tuple(held_units(spec, rule.units, self._stage, i, block) for i in range(len(self._shares)))
+        splits = self._stage.splits_of(block) if block is not None else ()
+        holders = ExpertHolders(held, splits, spec.units_of(rule.units).count)
         self.enter(path, owner)
-        owner.forward = held_experts(owner.forward, held, self._group.rank, count)
+        owner.forward = held_experts(owner.forward, holders, self._group.rank)
         leaves = self.leave(path)
         owner.register_forward_hook(lambda _, args, output: leaves(output))
 

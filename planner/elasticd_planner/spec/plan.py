@@ -34,6 +34,10 @@ Span = tuple[int, int]
 #: The experts of one block that each device of a stage has, in order.
 HeldExperts = tuple[tuple[int, ...], ...]
 
+#: Of experts of one block that several devices have: the expert, and the part of its rows that each of these
+#: takes, in the order of the devices. Parts are relative to their sum.
+SplitExperts = tuple[tuple[int, ...], ...]
+
 
 def spanned(spans: Iterable[Span]) -> str:
     """Blocks for people, the last ones included: "0-3, 6"."""
@@ -63,6 +67,9 @@ class Stage(Value, frozen=True, kw_only=True, omit_defaults=True):
     # have any, or none; an expert may be on several. Empty of a block, or at all: each lane has all experts,
     # divided by its shares.
     experts: tuple[HeldExperts, ...] = ()
+    # Of each block, likewise, in which parts the rows of experts on several devices are divided; of those that
+    # are not named, or of no block at all: equally.
+    splits: tuple[SplitExperts, ...] = ()
 
     def __post_init__(self) -> None:
         before = 0
@@ -87,11 +94,15 @@ class Stage(Value, frozen=True, kw_only=True, omit_defaults=True):
     def _check_experts(self) -> None:
         if not any(self.experts):  # one way to write that none are placed
             msgspec.structs.force_setattr(self, "experts", ())
+        if not any(self.splits):
+            msgspec.structs.force_setattr(self, "splits", ())
+        if self.splits and len(self.splits) != len(self.experts):
+            refuse(f"stage: splits must say of each of its {self.layers} blocks how its experts are divided")
+        if not self.experts:
             return
         if len(self.experts) != self.layers:
             refuse(f"stage: experts must say of each of its {self.layers} blocks who has which")
-        blocks = (block for chunk in self.chunks for block in range(*chunk))
-        for block, held in zip(blocks, self.experts, strict=True):
+        for block, held in zip(self._blocks, self.experts, strict=True):
             if held and len(held) != len(self.devices):
                 refuse(
                     f"stage: experts of block {block} must be those of each of its {len(self.devices)} "
@@ -105,6 +116,8 @@ class Stage(Value, frozen=True, kw_only=True, omit_defaults=True):
                     refuse(
                         f"stage: the experts of block {block} on {device} must be in order, from 0, not {own}"
                     )
+            for split in self.splits_of(block):
+                _check_split(split, held, block)
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -123,6 +136,10 @@ class Stage(Value, frozen=True, kw_only=True, omit_defaults=True):
                 shares=self.shares[first:stop],
                 lanes=(),
                 experts=tuple(held[first:stop] for held in self.experts),
+                splits=tuple(
+                    _splits_on(splits, held, first, stop)
+                    for splits, held in zip(self.splits, self.experts, strict=False)
+                ),
             )
             for first, stop in pairwise(accumulate(self.lanes, initial=0))
         )
@@ -139,18 +156,22 @@ class Stage(Value, frozen=True, kw_only=True, omit_defaults=True):
 
     def experts_of(self, block: int) -> HeldExperts:
         """The experts of a block of the model that each of its devices has; empty: none are placed."""
-        if not self.experts:
-            return ()
-        listed = [each for chunk in self.chunks for each in range(*chunk)]
-        return self.experts[listed.index(block)]
+        return self.experts[self._blocks.index(block)] if self.experts else ()
+
+    def splits_of(self, block: int) -> SplitExperts:
+        """In which parts rows of experts of a block are divided, where these are not equal."""
+        return self.splits[self._blocks.index(block)] if self.splits else ()
+
+    @property
+    def _blocks(self) -> list[int]:
+        return [block for chunk in self.chunks for block in range(*chunk)]
 
     @property
     def shared_blocks(self) -> tuple[int, ...]:
         """The blocks of the model of which a lane lacks experts that other lanes have."""
-        listed = [block for chunk in self.chunks for block in range(*chunk)]
         ends = [0, *accumulate(self.widths)]
         found = []
-        for block, held in zip(listed, self.experts, strict=False):
+        for block, held in zip(self._blocks, self.experts, strict=False):
             lanes = [{*chain.from_iterable(held[first:stop])} for first, stop in pairwise(ends)]
             if any(lane != lanes[0] for lane in lanes):
                 found.append(block)
@@ -171,6 +192,27 @@ class Stage(Value, frozen=True, kw_only=True, omit_defaults=True):
         ends = [0, *accumulate(self.widths)]
         lane = bisect_right(ends, position) - 1
         return self.shares[position] / sum(self.shares[ends[lane] : ends[lane + 1]])
+
+
+def _check_split(split: tuple[int, ...], held: HeldExperts, block: int) -> None:
+    """Refuses what does not divide the rows of an expert of a block among its devices."""
+    holders = sum(split[0] in own for own in held) if split else 0
+    if holders < 2 or len(split) != 1 + holders or min(split) < 0 or not any(split[1:]):
+        refuse(
+            f"stage: a split of block {block} must be an expert that several devices have, and for each of "
+            f"them a part of its rows, at least one above 0, not {split}"
+        )
+
+
+def _splits_on(splits: SplitExperts, held: HeldExperts, first: int, stop: int) -> SplitExperts:
+    """The parts that devices [first, stop) take, as far as several of them have an expert."""
+    found = []
+    for expert, *parts in splits:
+        places = [place for place, own in enumerate(held) if expert in own]
+        own_parts = [part for place, part in zip(places, parts, strict=True) if first <= place < stop]
+        if len(own_parts) > 1 and any(own_parts):
+            found.append((expert, *own_parts))
+    return tuple(found)
 
 
 class PackedLane(Value, frozen=True, kw_only=True, omit_defaults=True):
@@ -267,7 +309,9 @@ class Pipeline(Value, frozen=True, kw_only=True, omit_defaults=True):
         for at, stage in enumerate(self.stages):
             (start, stop), *later = spans[at::depth]
             layers_of = {"start": start, "stop": stop, "later": tuple(later)}
-            stages.append(msgspec.structs.replace(stage, microseconds=NO_TIMES, experts=(), **layers_of))
+            stages.append(
+                msgspec.structs.replace(stage, microseconds=NO_TIMES, experts=(), splits=(), **layers_of)
+            )
         return msgspec.structs.replace(self, stages=tuple(stages))
 
     @property
