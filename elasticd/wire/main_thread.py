@@ -58,7 +58,7 @@ NAMES = (
     "the writing of the last checkpoint",
 )
 #: What all members of a plan do together between two steps, as the script calls it.
-TASKS = ("job.evaluate()", "job.state_dict()", "job.save_pretrained()")
+TASKS = ("job.evaluate()", "job.state_dict()", "job.save_pretrained()", "job.expert_load()")
 #: In a step, what takes about as long each time.
 COMPUTES = frozenset({FORWARD, LOSS, BACKWARD, UPDATE})
 #: In which it waits for other ranks.

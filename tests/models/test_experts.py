@@ -272,6 +272,35 @@ def test_experts_by_hand_train_like_one_process(choose: Any, name: str) -> None:
     assert apart(training, whole, (PLANS | PLACED)[name], lambda full: full) < (NEAR, "")
 
 
+@pytest.mark.parametrize("name", ["over lanes, zero 2, recomputing", "sets in a lane"])
+def test_the_load_of_experts_is_that_of_one_process_on_every_rank(name: str) -> None:
+    """Rows of a block that makes its activations again count once, and those of an evaluation do not count."""
+    torch.manual_seed(0)
+    whole = Mixture().double()
+    dataset = Text(VOCABULARY)
+    loads: list[dict[str, list[int]]] = []
+
+    def told(engine: Engine) -> None:
+        held_out = engine.held_out(dataset, pad, None)
+        engine.forward(short_batch_plan(engine.plan, 0, range(8)), held_out, next_token_loss)
+        loads.append(engine.expert_load())
+
+    training = Training(model=copy.deepcopy(whole).describe(), loss=next_token_loss, dataset=dataset, steps=1)
+    under(training, PLACED[name], after=told, within=DoubleThroughout)
+    expected: dict[str, list[int]] = {}
+    for block in range(LAYERS):
+        counts = expected[f"blocks.{block}"] = [0] * EXPERTS
+
+        def note(_: object, args: tuple[Tensor, ...], counts: list[int] = counts) -> None:
+            for expert in args[1].flatten().tolist():
+                counts[expert] += 1
+
+        whole.blocks[block].experts.register_forward_pre_hook(note)
+    for sample in training.recipe().sampler.samples(0):  # one by one, without what pads a batch
+        whole(pad([dataset[sample]]))
+    assert loads == [expected] * len(PLACED[name].members)
+
+
 @pytest.mark.parametrize("name", ["over lanes", "over lanes, zero 2, recomputing"])
 def test_lanes_that_share_experts_of_frozen_blocks_wait_for_no_backward_pass_there(name: str) -> None:
     """A lane that only serves makes none in a block up to which nothing is trained."""
@@ -396,7 +425,8 @@ def test_a_member_whose_router_chooses_otherwise_ends_the_step_by_name(rules: An
 def test_choices_are_compared_by_row_and_in_any_order_of_the_experts_of_a_row() -> None:
     def digest(*passes: list[list[int]]) -> float:
         choices = RouterChoices(torch.device("cpu"))
-        choices.watch(StackedExperts(4, 1, 1))
+        model = Mixture().describe()
+        choices.attach(model, "blocks.0", model.sections["blocks.0"], compares=True)
         for index in passes:
             choices.note(torch.tensor(index))
         return float(choices.digest)

@@ -731,6 +731,21 @@ class Job(RankInfo):
             )
         return self._together("state", contents)
 
+    def expert_load(self) -> dict[str, list[int]] | None:
+        """The load of the experts in the last step: how many rows each had, of all ranks.
+
+        Call it in the loop's body or after the loop, at the same place on every rank: all members of the plan
+        take part. Counted are modules with a rule for experts stacked as dimension 0.
+
+        Returns:
+            The rows by section ("blocks.3") and expert, the same on every rank; None as from `evaluate`.
+
+        Raises:
+            RuntimeError: called before the loop, or after a `break`.
+        """
+        found: dict[str, list[int]] | None = self._together("expert_load")
+        return found
+
     def _own_state(self) -> LocalState | None:
         """The state that this device holds; None on standby."""
         engine = self._switcher.engine
@@ -799,6 +814,7 @@ class Job(RankInfo):
         if self._recipe.model.pretrained is not None:
             for weights in WEIGHTS:
                 known["save_pretrained", weights] = partial(self._save_pretrained, weights)
+        known["expert_load",] = lambda engine, _: engine.expert_load()
         return known
 
     def _together(self, *what: str) -> Any:

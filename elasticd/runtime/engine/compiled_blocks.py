@@ -399,8 +399,9 @@ def _pass_a_copy(
     choices = RouterChoices(recipe.accelerator.device)
     for section, module in local.modules.items():
         exchange.attach(model, section, module)
+        choices.attach(model, section, module, compares=len(stage.devices) > 1)
         if len(stage.devices) > 1:
-            tp_hooks.attach(model, section, module, stage, alone, choices=choices, shared=exchange.sections)
+            tp_hooks.attach(model, section, module, stage, alone, shared=exchange.sections)
     with running(alone):
         try:
             for call in calls[:1]:  # eagerly: what modules make in their first call is then in no graph

@@ -13,7 +13,7 @@ import struct
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 from typing import NoReturn
 
 import torch
@@ -69,6 +69,7 @@ from elasticd.runtime.model.batch_format import BatchFormat
 from elasticd.runtime.model.model import Loss, Model
 from elasticd.runtime.model.optimizer_check import AVERAGE, kinds_of, refuse_kinds, unfused
 from elasticd.runtime.model.validation import refuse_modes
+from elasticd.runtime.parallel.router_choices import counts_of
 from elasticd.runtime.telemetry.device_timer import spans_of
 from elasticd.runtime.telemetry.main_thread import during, during_step
 from elasticd.runtime.telemetry.step_times import Telemetry
@@ -76,6 +77,8 @@ from elasticd.wire.main_thread import LOADER, OPTIMIZER, SCHEDULER, UPDATE
 
 log = logging.getLogger(__name__)
 
+#: Steps between two reports of the rows of each expert.
+LOAD_EVERY = 10
 #: Seconds that a device has to come to rest after its communicators were aborted.
 DRAIN = 10.0
 
@@ -466,6 +469,21 @@ class Engine:
         """
         return tuple(self.everyone.all_gather(torch.tensor(word)).tolist())
 
+    def expert_load(self) -> dict[str, list[int]]:
+        """The rows of each expert in the last step, of all ranks, by section. All members call it together,
+        between two steps."""
+        load = {}
+        for name, module in self.modules.items():
+            counts = counts_of(self._recipe.module(name))
+            own = module.expert_rows()
+            mine = [rows for block, count in counts.items() for rows in own.get(block, [0] * count)]
+            if not mine:
+                continue
+            every = iter(self.everyone.all_gather(torch.tensor(mine)).view(-1, len(mine)).sum(0).tolist())
+            for block, count in counts.items():
+                load[f"{module.prefix}blocks.{block}"] = [*islice(every, count)]
+        return load
+
     def step(
         self,
         step: int,
@@ -504,6 +522,7 @@ class Engine:
             )
             terms, choices = values[: len(reduced)], values[len(reduced) :]
             self._arrived()
+            load = {} if step % LOAD_EVERY else self.modules[self.loss_plan.module.module].expert_rows()
             squares = sum(terms) / self.scale**2
             self.reduced = step
             record = RankRecord(
@@ -555,6 +574,7 @@ class Engine:
                 longest_so_far=self._recipe.feed.longest,
                 modules=self._apart,
                 item_slowdowns=self._several.slowdowns() if self._several is not None else None,
+                expert_rows=load,
             )
             return StepDone(outcome=outcome, samples=batch.samples(), measurement=measurement)
 

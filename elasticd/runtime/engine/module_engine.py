@@ -18,6 +18,7 @@ from elasticd_planner.layout.gradient_buckets import buckets, last_users, passed
 from elasticd_planner.layout.gradient_reduction import reductions
 from elasticd_planner.layout.layouts import Item, Layouts
 from elasticd_planner.spec.batch import BatchPlan
+from elasticd_planner.spec.model import block_of
 from elasticd_planner.spec.plan import Plan
 from torch import Tensor
 
@@ -73,7 +74,7 @@ class ModuleEngine:
     slices: TokenSlices | None  #: those of its TP group, under sequence parallelism
     constants: Constants  #: the buffers that no pass may change
     exchange: ExpertExchange | None  #: of rows for experts; None: its lane has all of them
-    choices: RouterChoices  #: of the routers here, where a TP group has the device
+    choices: RouterChoices  #: of the routers here
     telemetry: Telemetry | None  #: of a module of items, of that alone
 
     def __init__(
@@ -219,13 +220,15 @@ class ModuleEngine:
             self.exchange = ExpertExchange(model.spec, of_lanes, self._device, mesh, lane)
             for section, module in self.local.modules.items():
                 self.exchange.attach(model, section, module)
+        for section, module in self.local.modules.items():
+            self.choices.attach(model, section, module, compares=team is not None)
         if team is None:
             return
         shared = self.exchange.sections if self.exchange is not None else ()
         if stage.sliced:
             self.slices = TokenSlices(team, stage.shares)
         for section, module in self.local.modules.items():
-            tp_hooks.attach(model, section, module, stage, team, self.slices, self.choices, shared)
+            tp_hooks.attach(model, section, module, stage, team, self.slices, shared)
 
     def _section_done(self, section: str) -> None:
         self._before_sums()
@@ -255,6 +258,17 @@ class ModuleEngine:
         self.choices.begin()
         if self.telemetry is not None:
             self.telemetry.begin()
+
+    def expert_rows(self) -> dict[int, list[int]]:
+        """By block the rows of each expert in this step, of a device that tells of its lane; empty of others.
+
+        The device has passed them.
+        """
+        place = self.layouts.plan.places.get(self._device)
+        if place is None or place.position:
+            return {}
+        listed = ((block_of(section), rows) for section, rows in self.choices.rows.items())
+        return {block: rows.tolist() for block, rows in listed if block is not None}
 
     @property
     def reached(self) -> set[str]:

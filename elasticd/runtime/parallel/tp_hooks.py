@@ -8,7 +8,7 @@ Experts module each member computes its own experts' part of the output (`held_e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -24,7 +24,7 @@ from elasticd.runtime.accelerator import put
 from elasticd.runtime.comm.communicators import Team
 from elasticd.runtime.model.local_model import repeats
 from elasticd.runtime.model.model import Model
-from elasticd.runtime.model.tp_rules import Column, Experts, Row, Rule, sides_of, takes_rows
+from elasticd.runtime.model.tp_rules import Column, Experts, Row, sides_of
 from elasticd.runtime.model.validation import ModelError
 from elasticd.runtime.parallel import sequence_parallel
 from elasticd.runtime.parallel.expert_holders import ExpertHolders
@@ -36,7 +36,6 @@ from elasticd.runtime.parallel.redistribute import (
     vocab_parallel_embedding,
     whole,
 )
-from elasticd.runtime.parallel.router_choices import RouterChoices
 from elasticd.runtime.parallel.self_attention import self_attention
 from elasticd.runtime.parallel.sequence_parallel import Entrance, TokenSlices, single
 
@@ -82,7 +81,6 @@ def attach(
     stage: Stage,
     group: Team,
     tokens: TokenSlices | None = None,
-    choices: RouterChoices | None = None,
     shared: Collection[str] = (),
 ) -> None:
     """Hooks the collectives of a TP group around the modules of a section whose parameters are cut.
@@ -94,7 +92,6 @@ def attach(
         stage: of the group alone; units are apportioned by its shares, experts as it places them.
         group: the TP group.
         tokens: the slices of tokens that blocks are on; None: they are on all tokens.
-        choices: notes the experts that routers chose; None: nothing compares them.
         shared: blocks whose experts lanes share, see `ExpertExchange`.
 
     Raises:
@@ -105,8 +102,6 @@ def attach(
         hooks = _SlicedHooks(model, section, stage, group, tokens, module)
     for path, rules in model.owners(section).items():
         owner = module.get_submodule(path)
-        if choices is not None and takes_rows(owner) and _is_stacked(owner, rules):
-            choices.watch(owner)
         column = next((rule for rule in rules.values() if isinstance(rule, Column)), None)
         if column is not None:
             hooks.column(path, owner, column)
@@ -121,11 +116,6 @@ def attach(
         module.register_forward_hook(lambda _, args, output: tokens.leaving_embed(single(output)))
     if tokens is not None and section == "head":
         module.register_forward_pre_hook(lambda _, args: (tokens.entering_head(single(args[0])), *args[1:]))
-
-
-def _is_stacked(owner: nn.Module, rules: Mapping[str, Rule]) -> bool:
-    """Returns True if the cut parameters of a module are those of several experts, [experts, ...]."""
-    return any(isinstance(rule, Experts) or getattr(owner, leaf).dim() > 2 for leaf, rule in rules.items())
 
 
 class _Hooks:

@@ -154,6 +154,7 @@ class Telemetry:
         longest_so_far: int = 0,
         modules: Mapping[str, Telemetry] | None = None,
         item_slowdowns: Mapping[str, int] | None = None,
+        expert_rows: Mapping[int, Sequence[int]] | None = None,
     ) -> Measurement:
         """The measurement of the step that ends now.
 
@@ -165,6 +166,7 @@ class Telemetry:
             longest_so_far: tokens of the longest sequence of any step.
             modules: the other modules that this device computes with, by name; all are of items.
             item_slowdowns: of its lanes in them [64ths], see `ModuleMeasurement`.
+            expert_rows: of this device's lane by block and expert, if it is to tell of them.
 
         Returns:
             Times in seconds, work in tokens x blocks, memory in bytes.
@@ -210,6 +212,7 @@ class Telemetry:
             modalities=self._modalities,
             memory_bytes=self._memory(),
             modules=others,
+            expert_rows={block: tuple(rows) for block, rows in (expert_rows or {}).items()},
         )
 
     @contextmanager

@@ -90,3 +90,6 @@ class Measurement(Value, frozen=True, kw_only=True):
     batch: BatchSummary | None = None  # the packed batch of the step; from the first rank alone
     longest_so_far: int = 0  # [tokens] the longest sequence of any step that this worker knows of
     modules: dict[str, ModuleMeasurement] = msgspec.field(default_factory=dict)  # of items, by name
+    # The rows of its lane that went to each expert, by block: in every tenth step, of the first device of each
+    # TP group.
+    expert_rows: dict[int, tuple[int, ...]] = msgspec.field(default_factory=dict)
