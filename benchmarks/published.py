@@ -3,13 +3,15 @@
 make bench NAME=published                       # all tables
 make bench NAME=published ARGS="--only scaling" # some; the results keep the others as they are
 
-Each table trains a model under a layout that its authors name. A device's FLOP/s are fitted on one row of each
-model, which the row's name says; every other row of the model is then predicted, nothing else fitted. Links are
-those of the machines' data sheets. *recompute*: Korthikanti et al., Reducing Activation Recomputation in Large
-Transformer Models (2022), table 5, and the bytes of a layer's activations by its table 2. *scaling*: Jiang et
-al., MegaScale (2024), table 2. *sizes*: Narayanan et al., Efficient Large-Scale Language Model Training on GPU
-Clusters (2021), table 1, one FLOP/s for all ten models, so that the ratio shows what the size of matrices does.
-*fsdp*: torchtitan's tables of December 2024, whose parameters are sharded; the planner keeps them whole.
+Each table trains a model under a layout that its authors name. A device's FLOP/s are fitted on one row of
+each model, which the row's name says; every other row of the model is then predicted, nothing else fitted.
+Links and the bandwidth of devices' memory are those of the machines' data sheets. *recompute*: Korthikanti et
+al., Reducing Activation Recomputation in Large Transformer Models (2022), table 5, and the bytes of a layer's
+activations by its table 2. *scaling*: Jiang et al., MegaScale (2024), table 2. *sizes*: Narayanan et al.,
+Efficient Large-Scale Language Model Training on GPU Clusters (2021), table 1, one FLOP/s for all ten models;
+its stages are interleaved (section 5.1) in an unnamed number of chunks: two are taken, three where a stage
+has three layers. *fsdp*: torchtitan's tables of December 2024, whose parameters are sharded; the planner
+keeps them whole.
 """
 
 from __future__ import annotations
@@ -52,11 +54,18 @@ class Machine:
 
     inside: float
     between: float
+    memory: float  # bandwidth of a device's memory
 
 
-#: NVLink 3 and eight HDR InfiniBand ports of a node; NVLink 4 and 400 Gb/s a device.
-A100, H100 = Machine(inside=300e9, between=25e9), Machine(inside=450e9, between=50e9)
+#: NVLink 3 and eight HDR InfiniBand ports of a node, 80 GB of HBM2e; NVLink 4 and 400 Gb/s a device, HBM3.
+A100 = Machine(inside=300e9, between=25e9, memory=2.0e12)
+H100 = Machine(inside=450e9, between=50e9, memory=3.35e12)
 
+
+#: Bytes that a softmax and a dropout of half precision move for a pair of tokens in a head: forward they read
+#: and write (4), and read, write and write a mask (5); backward they read two and write (6), and read, read the
+#: mask and write (5). Kernels of today make no such matrices.
+SCORES_FORWARD, SCORES_BACKWARD = 9, 11
 
 #: Every copy has all of the optimizer's state; each has a part of it, one copy in all.
 PLAIN, SHARDED = StatePolicy(), StatePolicy(zero=1, replicas=1)
@@ -82,14 +91,29 @@ class Published:
     machine: Machine = A100
     overlap: bool = False  # gradients are reduced during the last backward pass
     dropouts: int = 0  # of a block, over its activation
+    scores: bool = False  # whether attention makes matrices of tokens by tokens
+    core_again: bool = False  # whether its core, the part with these, is recomputed alone
 
     def profile(self, flops: float) -> ModelProfile:
         """The planner's own, from shapes, in mixed precision."""
         profile = suited(
-            derive(self.spec, self.tokens, self.micro_batch, flops, dropouts=self.dropouts),
+            derive(
+                self.spec,
+                self.tokens,
+                self.micro_batch,
+                flops,
+                memory_bandwidth=self.machine.memory,
+                dropouts=self.dropouts,
+            ),
             Numbers(compute=self.spec.dtype),
         )
-        return msgspec.structs.replace(profile, overlap=self.overlap)
+        block = profile.block
+        if self.scores:
+            moved = SCORES_BACKWARD + SCORES_FORWARD * (1 + self.core_again)
+            seconds = moved * self.spec.units[0].count * self.tokens / self.machine.memory
+            seconds += self.core_again * 2 * self.spec.width * self.tokens / flops
+            block = msgspec.structs.replace(block, seconds=block.seconds + seconds)
+        return msgspec.structs.replace(profile, block=block, overlap=self.overlap)
 
     def predicted(self, flops: float) -> float:
         """Seconds of a step on devices of so many FLOP/s."""
@@ -254,6 +278,8 @@ def recompute_rows() -> Iterator[Row]:
                 recompute=recompute,
                 sequence_parallel=not recompute,
                 dropouts=2,
+                scores=True,
+                core_again=not recompute,
             )
             for name, seconds, recompute in (
                 ("every block recomputed", whole, True),
@@ -336,9 +362,12 @@ def size_rows() -> Iterator[Row]:
                 devices=devices,
                 tp=tp,
                 stages=stages,
+                chunks=1 if stages == 1 else 3 if layers == 3 * stages else 2,
                 batch=batch,
                 seconds=per_token * 2048 * batch / (devices * teraflops * 1e12),
                 recompute=True,
+                dropouts=2,
+                scores=True,
             )
         )
     yield from compared("Narayanan 2021, one FLOP/s for all models", rows, on=6)

@@ -77,6 +77,7 @@ def test_file_that_is_not_there_is_named_with_who_named_it(
         ("[chaos]\nenabled = 1", ["[chaos] enabled = 1", "expected bool"]),
         ("[planner]\nflops = 0", ["[planner]", "flops = 0", "operations a second", "as 1.5e14"]),
         ("[planner]\nflops = inf", ["flops = inf", "as 1.5e14"]),
+        ("[planner]\nmemory_bandwidth = -1", ["memory_bandwidth = -1", "as 2e12", "0 where it is not known"]),
         ("[planner]\nflop = 1e12", ["no key 'flop'", "did you mean 'flops'"]),
         ("[planner]\ninside = 1e9", ["[planner] inside = 1000000000.0", "write a table"]),
         (

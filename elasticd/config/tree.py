@@ -245,8 +245,11 @@ class LevelSection(LinkSection, frozen=True, kw_only=True):
 class PlannerSection(Value, frozen=True, kw_only=True):
     """Speeds of devices and links that the planner assumes until they are measured."""
 
-    # [FLOP/s] What a normal device reaches on the job's model.
+    # [FLOP/s] What a normal device reaches on the job's model (with `memory_bandwidth`, in matrices).
     flops: float = GUESSED_FLOPS
+    # [bytes/s] Bandwidth of a normal device's memory by its data sheet, as 2e12, for norms, additions and
+    # activation functions, which wait for it. 0 where it is not known: they count as no time of their own.
+    memory_bandwidth: float = 0.0
     # The link between two devices of a node.
     inside: LinkSection = LinkSection()
     # The link between two devices of different nodes.
@@ -264,6 +267,11 @@ class PlannerSection(Value, frozen=True, kw_only=True):
         if not 0 < self.flops < math.inf:
             refuse(
                 f"flops = {self.flops} must be the operations a second that a normal device reaches, as 1.5e14"
+            )
+        if not 0 <= self.memory_bandwidth < math.inf:
+            refuse(
+                f"memory_bandwidth = {self.memory_bandwidth} must be the bytes a second of a normal device's "
+                "memory, as 2e12, or 0 where it is not known"
             )
 
 

@@ -415,6 +415,7 @@ def settings_of(config: Config) -> JobSettings:
         assemble_seconds=config.coordinator.assemble_seconds,
         recover_seconds=config.coordinator.recover_days * 86_400,
         flops=config.planner.flops,
+        memory_bandwidth=config.planner.memory_bandwidth,
         inside=config.planner.inside.link,
         between=config.planner.between.link,
         levels=tuple(section.level for section in config.planner.levels),

@@ -16,6 +16,7 @@ from tests.coordinator import agents
 TEXT = """
 [planner]
 flops = 1.5e14
+memory_bandwidth = 2e12
 inside = { bandwidth = "200 GB/s", latency = 1e-5 }
 between = { bandwidth = "25 GB/s" }
 [detect]
@@ -41,7 +42,7 @@ def test_the_leading_machine_has_the_configured_devices_and_links() -> None:
             store.close()
 
     settings = asyncio.run(led())
-    assert settings.flops == 1.5e14
+    assert (settings.flops, settings.memory_bandwidth) == (1.5e14, 2e12)
     assert settings.inside == Link(bandwidth=2e11, latency=1e-5)
     assert settings.between == Link(bandwidth=2.5e10)
     assert (settings.detect.window, settings.policy.horizon_steps) == (7, 50)

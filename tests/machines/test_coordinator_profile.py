@@ -9,6 +9,7 @@ import pytest
 from elasticd_planner.cost.model_profile import ModelProfile, derive
 from elasticd_planner.profiling.samples import MeasuredBytes, ModelBytes
 
+from elasticd.machines.job.replan import first_profile
 from elasticd.records import JobSpec, decode, encode
 from tests.machines import cast, world
 from tests.machines.cast import JOB, TRUTH, model
@@ -38,6 +39,14 @@ def test_the_first_plan_is_made_from_the_profile_that_the_job_brings(monkeypatch
     guessed = started(None, monkeypatch).job.profile
     assert guessed is not None
     assert guessed.block.seconds == derive(model(), 64.0, 1, flops=made.settings.flops).block.seconds
+
+
+def test_a_first_profile_counts_what_waits_for_memory_where_its_bandwidth_is_known() -> None:
+    known, blind = (first_profile(cast.spec(), 1e12, bandwidth) for bandwidth in (1e9, 0.0))
+    derived = derive(model(), 64.0, 1, flops=1e12, memory_bandwidth=1e9).block
+    assert (known.block.seconds, known.block.whole_seconds) == (derived.seconds, derived.whole_seconds)
+    assert known.block.seconds > blind.block.seconds
+    assert known.block.whole_seconds > 0
 
 
 def test_steps_that_were_measured_are_believed_more(monkeypatch: object) -> None:

@@ -176,6 +176,20 @@ def test_widths_known_before_are_kept() -> None:
     assert fitted.collective_seconds[2] == pytest.approx(workers.COLLECTIVE)
 
 
+@pytest.mark.parametrize("slices", [False, True])
+def test_seconds_of_every_member_keep_their_proportion(slices: bool) -> None:
+    base = profile()
+    block = msgspec.structs.replace(base.block, whole_seconds=base.block.seconds / 4)
+    pipelines = sliced(TWO_BY_TWO.pipelines, on=slices)
+    made = msgspec.structs.replace(
+        TWO_BY_TWO, strategies=(Strategy(modules=(ModulePlan(module="model", pipelines=pipelines),)),)
+    )
+    found = fit(profile(block=block), made, steps(made), CLUSTER).block
+    assert found.whole_seconds == pytest.approx(found.seconds / 4)
+    # A member of two has half of the block, and of what all have half or all.
+    assert found.seconds / 2 + found.whole_seconds / (2 if slices else 1) == pytest.approx(workers.BLOCK / 2)
+
+
 def test_blocks_that_make_their_activations_again_teach_how_long_that_takes() -> None:
     """Their block's seconds and collectives are those of any plan; what was not measured stays."""
     pipelines = flagged(TWO_BY_TWO.pipelines, on=True)

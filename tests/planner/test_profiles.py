@@ -7,8 +7,11 @@ from elasticd_planner.cost.profile_cost import ProfileCost
 from elasticd_planner.layout.layouts import Layouts
 from elasticd_planner.problem_files.times import TimedModel, entry_of
 from elasticd_planner.problem_files.times import profile_of as profile_of_entry
+from elasticd_planner.spec.cluster import Link
 from elasticd_planner.spec.model import item_size
 from elasticd_planner.value import Invalid
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.planner.models import LAYERS, SPEC, at_rest, plan, profile, replica_bytes
 from tests.planner.real_models import profile_of
@@ -116,3 +119,47 @@ def test_wrong_profiles_are_refused() -> None:
         profile(groups=9)
     with pytest.raises(Invalid, match="flops, sample_tokens and micro_batch"):
         derive(SPEC, 16, 1, flops=0)
+    with pytest.raises(Invalid, match="memory_bandwidth -1 must be bytes a second, as 2e12"):
+        derive(SPEC, 16, 1, memory_bandwidth=-1)
+
+
+def test_tensor_parallelism_divides_neither_norms_nor_additions_and_slices_of_tokens_do() -> None:
+    model = derive(SPEC, sample_tokens=16, micro_batch=2, flops=1e6, memory_bandwidth=1e5)
+    block, link, tokens = model.block, Link(bandwidth=1e30, latency=0), model.tokens
+    plain, slices = (ProfileCost(model, sequence_parallel=on) for on in (False, True))
+    one = tokens * (block.seconds + block.whole_seconds)
+    assert plain.group((1.0,), (4,), link).block == slices.group((1.0,), (4,), link).block == pytest.approx(one)
+    four = tokens * (block.seconds / 4 + block.whole_seconds)
+    assert plain.group((1.0,) * 4, (1,) * 4, link).block == pytest.approx(four)
+    assert slices.group((1.0,) * 4, (1,) * 4, link).block == pytest.approx(one / 4)
+    # With a slow device whose part is smaller: what is whole it has all of, and of slices its part.
+    unequal = 3 * tokens * (block.seconds / 4 + block.whole_seconds)
+    assert plain.group((3.0, 1.0), (1, 3), link).block == pytest.approx(unequal)
+    assert slices.group((3.0, 1.0), (1, 3), link).block == pytest.approx(one * 3 / 4)
+
+
+@given(
+    rates=st.lists(st.floats(1, 8), min_size=1, max_size=4),
+    slices=st.booleans(),
+    bandwidth=st.sampled_from([1e3, 1e5, 1e7]),
+)
+def test_no_group_is_quicker_than_its_bounds_where_work_waits_for_memory(
+    rates: list[float], slices: bool, bandwidth: float
+) -> None:
+    model = derive(SPEC, sample_tokens=16, micro_batch=2, flops=1e6, memory_bandwidth=bandwidth)
+    cost, link = ProfileCost(model, sequence_parallel=slices), Link(bandwidth=1e5, latency=1e-3)
+    paces = cost.paces(tuple(sorted(rates)), link)
+    for shares in cost.shares(rates):
+        group = cost.group(rates, shares, link)
+        assert 1 / group.block <= max(pace for pace, *_ in paces) * (1 + 1e-9)
+        step = model.layers * group.block + group.embed + group.head
+        assert step >= cost.bound(rates, 1) * (1 - 1e-9)
+
+
+def test_seconds_of_all_members_go_through_a_problem_file() -> None:
+    model = derive(SPEC, sample_tokens=16, micro_batch=2, flops=1e6, memory_bandwidth=1e5)
+    entry = entry_of(model)
+    assert entry["times"]["block"]["whole_seconds_per_token"] == model.block.whole_seconds > 0
+    assert "whole_seconds_per_token" not in entry["times"]["head"], "a key that earlier releases refuse"
+    again = profile_of_entry(msgspec.convert(entry, TimedModel, strict=False), model.tokens)
+    assert again.block.whole_seconds == model.block.whole_seconds

@@ -177,8 +177,14 @@ def test_great_noise_is_measured_and_makes_detection_slower_not_wild() -> None:
     assert change.device == "n1/1"
 
 
-def test_members_of_wider_groups_are_not_slow_for_their_width() -> None:
-    block = SectionProfile(seconds=1e-6, slowdown={1: 1.0, 2: 1.3})
+@pytest.mark.parametrize(
+    "block",
+    [
+        SectionProfile(seconds=1e-6, slowdown={1: 1.0, 2: 1.3}),
+        SectionProfile(seconds=0.7e-6, whole_seconds=0.3e-6),  # of half a block 0.65e-6 a token
+    ],
+)
+def test_members_of_wider_groups_are_not_slow_for_their_width(block: SectionProfile) -> None:
     profile = ModelProfile(name="wide", layers=10, share_units=8, tokens=64, block=block)
     made = plan((10, [(4, ["n0/0"], [8]), (3, ["n1/0", "n1/1"], [4, 4]), (3, ["n0/1"], [8])]))
     wide = {"n1/0": 1.3, "n1/1": 1.3}

@@ -7,7 +7,14 @@ import pytest
 from elasticd_planner.cost.memory import most_tokens
 from elasticd_planner.cost.model_profile import ModelProfile, SectionProfile, derive, with_room
 from elasticd_planner.cost.profile_cost import ProfileCost
-from elasticd_planner.cost.shape_bytes import ShapeBytes, block_bytes, embed_bytes, head_bytes
+from elasticd_planner.cost.shape_bytes import (
+    ShapeBytes,
+    ShapeTraffic,
+    block_bytes,
+    block_traffic,
+    embed_bytes,
+    head_bytes,
+)
 from elasticd_planner.problem_files.times import TimedModel, entry_of, profile_of
 from elasticd_planner.spec.model import Cut, ModelSpec, Parameter, Units
 from elasticd_planner.value import Invalid
@@ -176,6 +183,30 @@ def test_activations_of_a_layer_are_those_that_korthikanti_published(
     made = derive(gpt("GPT", width, layers, heads), 2048, micro_batch, dropouts=2)
     kept = made.activation_bytes(made.block, made.share_units // 8, sliced=sliced)
     assert kept == (whole + cut / 8) * 2048 * micro_batch * width
+
+
+@pytest.mark.parametrize("width", [2304, 25600])
+def test_memory_traffic_of_a_gpt_block_is_that_of_its_kernels(width: int) -> None:
+    """By hand, bytes of a token in half precision, h the width. Each of two norms: 4 h forward, 10 h backward;
+    of two additions: 6 h each way; of two dropouts: h forward, its mask, and 5 h backward with it; the hidden
+    layer, 4 h wide: 16 h forward, 24 h backward."""
+    spec = gpt("GPT", width, 24, 32)
+    traffic = block_traffic(spec, spec.kinds[0], dropouts=2)
+    assert traffic == ShapeTraffic(whole=(2 * 14 + 2 * 12 + 2 * 6) * width, cut=40 * width)
+    bandwidth = 2e12
+    slow, quick = (derive(spec, 2048, 1, 2e14, memory_bandwidth=b, dropouts=2).block for b in (bandwidth, 0))
+    assert slow.whole_seconds == pytest.approx(traffic.whole / bandwidth)
+    assert slow.seconds - quick.seconds == pytest.approx(traffic.cut / bandwidth)
+    assert quick.whole_seconds == 0
+
+
+def test_a_gate_moves_more_than_an_activation_function() -> None:
+    spec = model(*ATTENTION, GATE, UP, DOWN, norm("first"), norm("second"))
+    gated = block_traffic(spec, spec.kinds[0])
+    assert gated == ShapeTraffic(cut=2 * 14 * HIDDEN, whole=2 * WIDTH * (2 * 7 + 2 * 6))
+    spec = model(*ATTENTION, norm("q_norm", 16), norm("k_norm", 16), UP, DOWN)
+    heads = block_traffic(spec, spec.kinds[0])
+    assert heads == ShapeTraffic(cut=2 * 5 * HIDDEN + 2 * 7 * (QUERIES + KEYS), whole=2 * WIDTH * 2 * 6)
 
 
 def test_working_bytes_are_those_of_the_larger_moment() -> None:

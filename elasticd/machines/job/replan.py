@@ -236,9 +236,7 @@ def request(turn: Turn) -> None:
     if job.phase is JobPhase.PLANNING:
         if idle_probes.awaited(turn):
             return
-        if job.profile is None and all_reduce_probes.awaited(
-            turn, first_profile(job.spec, turn.settings.flops)
-        ):
+        if job.profile is None and all_reduce_probes.awaited(turn, _guessed(turn, job.spec)):
             return
     idle_probes.judge(turn)
     try:
@@ -251,9 +249,9 @@ def _request(turn: Turn) -> None:
     job = turn.job
     assert job.spec is not None
     if job.profile is None:
-        all_reduce_probes.learn(turn, first_profile(job.spec, turn.settings.flops))
+        all_reduce_probes.learn(turn, _guessed(turn, job.spec))
     if job.spec.modules and not job.modules:  # it is new, or its last leader knew none of them
-        turn.set(modules=module_problems(job.spec, turn.settings.flops))
+        turn.set(modules=_guessed_modules(turn, job.spec))
     profile = turn.job.profile
     assert profile is not None
     stays = job.plan is not None and (not profile.fitted or _kept(turn))
@@ -299,12 +297,18 @@ def _told_kept(turn: Turn, basis: Basis) -> None:
     turn.note("kept_plan", f"plan {number} stays: {reason}", number=number, reason=reason, again_in=None)
 
 
-def first_profile(spec: JobSpec, flops: float) -> ModelProfile:
+def first_profile(spec: JobSpec, flops: float, memory_bandwidth: float = 0.0) -> ModelProfile:
     """Profile by what was measured of the model before the job; else by its shapes, with the bytes that a
-    worker measured."""
+    worker measured. `flops` [1/s] and `memory_bandwidth` [bytes/s, 0: not known]: of a device."""
     profile = spec.profile
     if profile is None:
-        profile = derive(spec.model, spec.sample_tokens, spec.micro_batch, flops=flops)
+        profile = derive(
+            spec.model,
+            spec.sample_tokens,
+            spec.micro_batch,
+            flops=flops,
+            memory_bandwidth=memory_bandwidth,
+        )
         if spec.measured_bytes is not None:
             profile = with_bytes(profile, spec.measured_bytes)
     profile = suited(profile, spec.numbers, len(spec.recomputed) / profile.layers)
@@ -314,19 +318,35 @@ def first_profile(spec: JobSpec, flops: float) -> ModelProfile:
     return evaluated(profile, before, spec.packed.lengths, rise, rows=True)
 
 
-def module_problems(spec: JobSpec, flops: float) -> tuple[ModuleProblem, ...]:
+def _guessed(turn: Turn, spec: JobSpec) -> ModelProfile:
+    return first_profile(spec, turn.settings.flops, turn.settings.memory_bandwidth)
+
+
+def _guessed_modules(turn: Turn, spec: JobSpec) -> tuple[ModuleProblem, ...]:
+    return module_problems(spec, turn.settings.flops, turn.settings.memory_bandwidth)
+
+
+def module_problems(spec: JobSpec, flops: float, memory_bandwidth: float = 0.0) -> tuple[ModuleProblem, ...]:
     """The modules of items of a job before its first step, by what was measured of them before the job, else by
     their shapes; none of a job of one module.
 
     Args:
         spec: the record of the job.
         flops: of a device [1/s].
+        memory_bandwidth: of a device [bytes/s]; 0 where it is not known.
     """
     return tuple(
         ModuleProblem(
             name=module.name,
             profile=suited(
-                module.profile or derive(module.model, module.rows_an_item or ROWS, 1, flops=flops),
+                module.profile
+                or derive(
+                    module.model,
+                    module.rows_an_item or ROWS,
+                    1,
+                    flops=flops,
+                    memory_bandwidth=memory_bandwidth,
+                ),
                 spec.numbers,
             ),
             items=module.items,
@@ -376,18 +396,18 @@ def _basis(turn: Turn, devices: tuple[Device, ...], profile: ModelProfile) -> Ba
 def _modules(turn: Turn, profile: ModelProfile) -> tuple[ModuleProblem, ...]:
     """The modules of items. Those that no steps have taught take as many times longer than by their shapes as
     the module with the loss does."""
-    spec, flops = turn.job.spec, turn.settings.flops
+    spec = turn.job.spec
     if spec is None or not spec.modules:
         return ()
-    pace = profile.block.seconds / first_profile(spec, flops).block.seconds
-    listed = turn.job.modules or module_problems(spec, flops)
+    pace = profile.block.seconds / _guessed(turn, spec).block.seconds
+    listed = turn.job.modules or _guessed_modules(turn, spec)
     return tuple(module if module.profile.fitted else _paced(module, pace) for module in listed)
 
 
 def _paced(module: ModuleProblem, pace: float) -> ModuleProblem:
     profile = module.profile
     sections = {
-        name: msgspec.structs.replace(section, seconds=section.seconds * pace)
+        name: section.scaled(pace)
         for name, section in (("embed", profile.embed), ("block", profile.block), ("head", profile.head))
     }
     return msgspec.structs.replace(module, profile=msgspec.structs.replace(profile, **sections))

@@ -15,8 +15,14 @@ import msgspec
 import numpy as np
 
 from elasticd_planner.cost.pipeline_time import FORWARD
-from elasticd_planner.cost.shape_bytes import ShapeBytes, block_bytes, embed_bytes, head_bytes
-from elasticd_planner.numeric import Floats, Ints
+from elasticd_planner.cost.shape_bytes import (
+    ShapeBytes,
+    block_bytes,
+    block_traffic,
+    embed_bytes,
+    head_bytes,
+)
+from elasticd_planner.numeric import Bools, Floats, Ints
 from elasticd_planner.spec.model import ModelSpec, Parameter, item_size
 from elasticd_planner.value import Value, refuse
 
@@ -34,9 +40,10 @@ class SectionProfile(Value, frozen=True, kw_only=True):
     """One whole section (embed, one block, head): what a member with all of its shares would spend and hold.
 
     seconds: forward and backward of one token on a normal device; fixed_seconds: of one micro-batch. A member
-    with the part s of a group of width w takes rate x (fixed_seconds + tokens x seconds x s x slowdown[w])
-    besides collectives (TP all-reduces of one micro-batch, forward and backward): `slowdown` says how much
-    longer a part takes than that part of the whole.
+    with the part s of a group of width w takes rate x (fixed_seconds + tokens x (seconds x s x slowdown[w] +
+    whole_seconds)) besides collectives (TP all-reduces of one micro-batch, forward and backward): `slowdown`
+    says how much longer a part takes than that part of the whole, and `whole_seconds` is of a token on every
+    member, since TP does not divide norms and additions; with sequence parallelism each has them for its part.
 
     The bytes of parameters come in three parts: `cut_bytes` scale with the member's share; `grouped_bytes`
     (kv projections) with the groups of units that its share touches; `whole_bytes` every member holds. The
@@ -62,6 +69,7 @@ class SectionProfile(Value, frozen=True, kw_only=True):
     collectives: int = 0
     matrix_working: float = 0.0
     beside_working: float = 0.0
+    whole_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         others = ("slowdown", "beside_working")
@@ -75,6 +83,15 @@ class SectionProfile(Value, frozen=True, kw_only=True):
     def parameter_bytes(self) -> int:
         """Bytes of the section's parameters, all three parts."""
         return self.cut_bytes + self.grouped_bytes + self.whole_bytes
+
+    def scaled(self, factor: float) -> SectionProfile:
+        """The section on a device that takes so many times as long for it."""
+        return msgspec.structs.replace(
+            self,
+            seconds=self.seconds * factor,
+            fixed_seconds=self.fixed_seconds * factor,
+            whole_seconds=self.whole_seconds * factor,
+        )
 
     def working(self, part: float, tokens: float, others: float = 1.0) -> float:
         """Working bytes of a member that has this part of the section, in a micro-batch of so many tokens, of
@@ -93,6 +110,13 @@ class SectionProfile(Value, frozen=True, kw_only=True):
         """The same for many widths."""
         found = {width: self.factor(width) for width in {*widths.tolist()}}
         return np.array([found[width] for width in widths.tolist()])
+
+    def slowdowns(self, widths: Ints, parts: Floats, sliced: Bools) -> Floats:
+        """How many times longer than `seconds` of its part a token takes, for members of groups of these
+        widths, with these parts, which have slices of the tokens or not."""
+        if not self.whole_seconds:
+            return self.factors(widths)
+        return self.factors(widths) + self.whole_seconds / self.seconds / np.where(sliced, 1.0, parts)
 
 
 class ModelProfile(Value, frozen=True, kw_only=True):
@@ -228,26 +252,32 @@ def derive(
     micro_batch: int,
     flops: float = GUESSED_FLOPS,
     *,
+    memory_bandwidth: float = 0.0,
     dropouts: int = 0,
 ) -> ModelProfile:
-    """A profile from shapes alone. `sample_tokens`: tokens of one sample; `flops`: of a normal device;
-    `dropouts`: how many times a block drops elements of its activation.
+    """A profile from shapes alone. `sample_tokens`: tokens of one sample; `flops` [1/s] and `memory_bandwidth`
+    [bytes/s]: of a normal device; `dropouts`: how many times a block drops elements of its activation.
 
     Seconds per token are 6 x elements of matrices / flops (two operations per element forward, four
     backward; Kaplan et al. 2020, section 2.1); looking up an embedding costs nothing, a vector (a norm)
-    counts as one matrix column. Attention adds 6 x 2 x width x tokens / 2 for a causal mask. `shape_bytes` says
-    what activations weigh.
+    counts as one matrix column. Attention adds 6 x 2 x width x tokens / 2 for a causal mask. With a memory
+    bandwidth (0: not known) a block also takes the seconds of the bytes that its other operations move
+    (`shape_bytes.block_traffic`), so that `flops` are those of matrices alone: narrow models wait longer for
+    memory. `shape_bytes` says what activations weigh.
     """
+    if not 0 <= memory_bandwidth < math.inf:
+        refuse(f"profile: memory_bandwidth {memory_bandwidth} must be bytes a second, as 2e12; 0 where unknown")
     if not flops > 0 or not sample_tokens > 0 or micro_batch < 1:
         refuse("profile: flops, sample_tokens and micro_batch must be positive")
     size = item_size(spec.dtype)
-    blocks = [_block(spec, kind, flops, sample_tokens, dropouts) for kind in spec.kinds]
+    blocks = [_block(spec, kind, flops, memory_bandwidth, sample_tokens, dropouts) for kind in spec.kinds]
     used = [blocks[kind] for kind in spec.layers]
     mean = sum(block.seconds for block in used) / len(used)
+    mean_whole = sum(block.whole_seconds for block in used) / len(used)
     largest = {
         name: max(getattr(block, name) for block in used)
         for name in SectionProfile.__struct_fields__
-        if name not in ("seconds", "fixed_seconds", "slowdown")
+        if name not in ("seconds", "whole_seconds", "fixed_seconds", "slowdown")
     }
     leads = _cutting(spec)
     coarsest = min(leads.values(), default=1)
@@ -258,7 +288,7 @@ def derive(
         layers=len(spec.layers),
         share_units=coarsest,
         tokens=sample_tokens * micro_batch,
-        block=SectionProfile(seconds=mean, **largest),
+        block=SectionProfile(seconds=mean, whole_seconds=mean_whole, **largest),
         embed=_edge(spec, spec.embed, 0.0, embed_bytes(spec, dropouts)),
         head=_edge(spec, spec.head, 6 * _matrix_elements(spec.head) / flops, head_bytes(spec)),
         groups=min(*followers, coarsest) if followers else 0,
@@ -310,12 +340,20 @@ def _parts(spec: ModelSpec, parameters: Iterable[Parameter]) -> dict[str, Any]:
 
 
 def _block(
-    spec: ModelSpec, kind: tuple[Parameter, ...], flops: float, sample_tokens: float, dropouts: int
+    spec: ModelSpec,
+    kind: tuple[Parameter, ...],
+    flops: float,
+    memory_bandwidth: float,
+    sample_tokens: float,
+    dropouts: int,
 ) -> SectionProfile:
     """A block of this kind. Backward makes as many all-reduces as forward."""
     operations = 6 * (_matrix_elements(kind) + spec.width * sample_tokens)
+    traffic = block_traffic(spec, kind, dropouts)
+    by_byte = 1 / memory_bandwidth if memory_bandwidth else 0.0
     return SectionProfile(
-        seconds=operations / flops,
+        seconds=operations / flops + traffic.cut * by_byte,
+        whole_seconds=traffic.whole * by_byte,
         recomputed_activation=spec.width * item_size(spec.dtype),
         collectives=2 * spec.collectives,
         **asdict(block_bytes(spec, kind, dropouts)),

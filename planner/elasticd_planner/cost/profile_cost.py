@@ -88,10 +88,9 @@ class ProfileCost:
         wait = self.collective(width, link)
 
         def seconds(section: SectionProfile, again: float = 1.0, once_more: float = 1.0) -> float:
-            each = model.tokens * section.seconds * section.factor(width) / total
-            spent = max(
-                rate * (section.fixed_seconds + each * share) for share, rate in zip(shares, rates, strict=True)
-            )
+            fixed, divided = self._parts(section, width)
+            each = divided / total
+            spent = max(rate * (fixed + each * share) for share, rate in zip(shares, rates, strict=True))
             return (spent * again + section.collectives * wait * once_more) * model.pipeline_scale
 
         return GroupCost(
@@ -100,6 +99,14 @@ class ProfileCost:
             head=seconds(model.head),
             forward=model.forward / self._again,
         )
+
+    def _parts(self, section: SectionProfile, width: int) -> tuple[float, float]:
+        """Seconds of a micro-batch in a section on normal devices, without collectives: those of every member
+        of a group of this width, and those that its members share."""
+        model = self.profile
+        fixed, divided = section.fixed_seconds, model.tokens * section.seconds * section.factor(width)
+        whole = model.tokens * section.whole_seconds
+        return (fixed, divided + whole) if self.sequence_parallel else (fixed + whole, divided)
 
     @property
     def _again(self) -> float:
@@ -236,6 +243,7 @@ class ProfileCost:
             return reduction / model.layers
         layers = max(1.0, model.layers / depth)
         work = model.tokens * model.block.seconds * model.layers / fewest
+        work += model.tokens * model.block.whole_seconds * layers
         backward = work * (self._again - model.forward) * model.pipeline_scale
         return max(reduction / layers, reduction - backward * (1 - 1 / layers))
 
@@ -250,10 +258,8 @@ class ProfileCost:
 
     def _least(self, section: SectionProfile, widths: Sequence[int]) -> float:
         """Seconds of all members together, on normal devices, of the width that wastes least."""
-        return min(
-            width * section.fixed_seconds + self.profile.tokens * section.seconds * section.factor(width)
-            for width in widths
-        )
+        parts = ((width, *self._parts(section, width)) for width in widths)
+        return min(width * fixed + divided for width, fixed, divided in parts)
 
     def widths(self, most: int) -> tuple[int, ...]:
         """The sizes that a TP group may have, up to `most`: those of the profile, else all that units allow."""
@@ -278,7 +284,7 @@ class ProfileCost:
         return not self.profile.uneven
 
     def paces(self, rates: Sequence[float], link: Link) -> Paces:
-        """On a group of width w a block with s seconds (slowdown included), fixed seconds f and waits r takes
+        """On a group of width w a block with s shared seconds, f of every member and waits r takes
         at least (s + w f) / Y + r, Y = sum(1 / rate): so 1 / block <= Y / (s + w f + r Y), and Y is at least
         that of the slowest members. Equal shares: the slowest member's time."""
         model, speeds = self.profile, sorted(1 / rate for rate in rates)
@@ -287,10 +293,9 @@ class ProfileCost:
             width: block.collectives * self.collective(width, link) * self._waits * scale
             for width in self.widths(len(rates))
         }
+        parts = {width: self._parts(block, width) for width in waits}
         alone = {
-            width: (model.tokens * block.seconds * block.factor(width) + width * block.fixed_seconds)
-            * (again * scale)
-            for width in waits
+            width: (divided + width * fixed) * (again * scale) for width, (fixed, divided) in parts.items()
         }
         if not model.uneven:
             return by_slowest(

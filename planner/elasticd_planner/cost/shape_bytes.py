@@ -56,6 +56,15 @@ class _Norm:
     layer_norm: bool
 
 
+@dataclass(frozen=True, kw_only=True)
+class ShapeTraffic:
+    """Bytes of a token that the operations of a block beside its matrices read and write, forward and backward:
+    `cut` over a TP group, and `whole` for each member."""
+
+    cut: float = 0.0
+    whole: float = 0.0
+
+
 def embed_bytes(spec: ModelSpec, dropouts: int = 0) -> ShapeBytes:
     """Of the embedding: a token's id, and the mask of a model that has dropouts. The block behind keeps what
     the embedding gives."""
@@ -105,6 +114,35 @@ def block_bytes(spec: ModelSpec, kind: Sequence[Parameter], dropouts: int = 0) -
         matrix_working=_gradient(kind, size),
         beside_working=first + (uncast if size >= _SINGLE else 0),
     )
+
+
+def block_traffic(spec: ModelSpec, kind: Sequence[Parameter], dropouts: int = 0) -> ShapeTraffic:
+    """What a device's memory moves for a token in a block of this kind, in an operation each that reads and
+    writes its elements once:
+
+      norm      forward reads and writes; backward reads the gradient and the input, and writes; once more both
+                for the weight's gradient: 7
+      addition  around each part: forward reads two and writes, backward adds gradients likewise: 6
+      dropout   forward in the addition, but for its mask; backward reads, reads the mask and writes: 2, and two
+                masks
+      hidden    an activation function reads and writes; backward reads two and writes: 5; a gate's product with
+                up reads two and writes, and backward does so twice: 9 more
+
+    Not counted: matrices, whose time is that of their operations; biases; rotary embedding; attention, whose
+    kernels keep no matrix of tokens by tokens.
+    """
+    size, width = item_size(spec.dtype), spec.width
+    norms = [*_norms(spec, kind)]
+    whole = sum(7 * size * norm.elements for norm in norms if not norm.cut)
+    whole += 6 * size * width * spec.collectives + dropouts * (2 * size + 2 * _MASK) * width
+    cut = sum(7 * size * norm.elements for norm in norms if norm.cut)
+    for name, sides in _sides(spec, kind).items():
+        gated = _gated(sides)
+        if not gated and (len(sides) != 2 or sides[0] != sides[1]):
+            continue  # of attention
+        moved = size * (14 if gated else 5) * min(sides)
+        cut, whole = (cut + moved, whole) if name else (cut, whole + moved)
+    return ShapeTraffic(cut=cut, whole=whole)
 
 
 def head_bytes(spec: ModelSpec) -> ShapeBytes:

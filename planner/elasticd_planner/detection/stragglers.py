@@ -294,16 +294,18 @@ def expectation(profile: ModelProfile, plan: Plan) -> Callable[[Step], Floats]:
     """The function `work` of `observe` for the members of a plan of one module; of several see `module_work`.
 
     The work of a device [devices] is tokens x layers x share. From the profile come two corrections: a share in
-    a wide TP group takes longer than that part of the whole, and each pass of a block has a fixed time. How the
-    cost of a token grows with the length of its sequence is learned by `observe`.
+    a wide TP group takes longer than that part of the whole (norms take as long as on
+    one device), and each pass of a block has a fixed time. How the cost of a token grows with the length of its
+    sequence is learned by `observe`.
     """
     block = profile.block
-    if not block.slowdown and not block.fixed_seconds:
+    if not block.slowdown and not block.fixed_seconds and not block.whole_seconds:
         return lambda step: step.column("block_work")
     seats, fixed = plan.seats, block.fixed_seconds / block.seconds
     # The last ones are of a device that does not compute under this plan.
-    slowdown = np.append(block.factors(seats.width)[seats.group], 1.0)
-    each = np.append(fixed * seats.layers[seats.group], 0.0)
+    group = seats.group
+    slowdown = np.append(block.slowdowns(seats.width[group], seats.part, seats.sliced[group]), 1.0)
+    each = np.append(fixed * seats.layers[group], 0.0)
 
     def work(step: Step) -> Floats:
         seat = seats_of(plan, step.devices)

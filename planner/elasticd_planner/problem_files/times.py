@@ -43,15 +43,16 @@ def all_positive(entry: Value, *names: str) -> None:
 class SectionTimes(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Of a block, embed or head as a whole on a normal device: seconds forward and backward of a token, fixed
     seconds of a micro-batch, how much longer a part takes in a TP group of each size than that part of the
-    whole, and TP all-reduces of a micro-batch."""
+    whole, TP all-reduces of a micro-batch, and seconds of a token on every member of a TP group (norms)."""
 
     seconds_per_token: float = 0.0
     fixed_seconds: float = 0.0
     tp_slowdown: dict[int, float] = msgspec.field(default_factory=dict)
     collectives: int = 0
+    whole_seconds_per_token: float = 0.0
 
     def __post_init__(self) -> None:
-        none_negative(self, "seconds_per_token", "fixed_seconds", "collectives")
+        none_negative(self, "seconds_per_token", "fixed_seconds", "collectives", "whole_seconds_per_token")
         for size, slowdown in self.tp_slowdown.items():
             if size < 1 or not 0 < slowdown < math.inf:
                 refuse(f"tp_slowdown.{size} {slowdown} must be a positive size with a positive factor")
@@ -177,6 +178,7 @@ def profile_of(model: TimedModel, tokens: float) -> ModelProfile:
             fixed_seconds=spent.fixed_seconds,
             slowdown=spent.tp_slowdown or times.block.tp_slowdown,
             collectives=spent.collectives,
+            whole_seconds=spent.whole_seconds_per_token,
             recomputed_activation=recompute.kept_activation if recompute and which == "block" else 0.0,
             **{field: getattr(kept, field) for field in SectionState.__struct_fields__},
         )
@@ -223,6 +225,7 @@ def entry_of(profile: ModelProfile) -> dict[str, Any]:
             fixed_seconds=section.fixed_seconds,
             tp_slowdown=section.slowdown or dict.fromkeys(list(profile.block.slowdown)[:1], 1.0),
             collectives=section.collectives,
+            whole_seconds_per_token=section.whole_seconds,
         )
 
     def state(section: SectionProfile) -> SectionState:
@@ -265,6 +268,8 @@ def entry_of(profile: ModelProfile) -> dict[str, Any]:
         if not getattr(profile, name):
             del found["times"][name]  # a key that releases before 0.2 refuse
     for section in ("block", "embed", "head"):
+        if not found["times"][section]["whole_seconds_per_token"]:
+            del found["times"][section]["whole_seconds_per_token"]  # likewise
         state_entry = found["state"][section]
         for names in (("cut_working", "whole_working"), ("matrix_working", "beside_working")):
             if not any(state_entry[name] for name in names):

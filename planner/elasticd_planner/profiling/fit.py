@@ -245,20 +245,27 @@ def _sections(profile: ModelProfile, measured: _Measured) -> dict[str, SectionPr
     width, turns = seats.width[group], measured.turns * measured.rate
     work = column("block_work") * measured.rate
     edge = column("tokens") * measured.part * measured.rate
+    sliced = seats.sliced[group]
+
+    def section(name: str, work: Floats, passes: Floats) -> SectionProfile:
+        known: SectionProfile = getattr(profile, name)
+        slowdowns = known.slowdowns(width, measured.part, sliced)
+        return _section(known, column(f"{name}_seconds"), slowdowns, work, passes)
+
     return {
-        "block": _section(profile.block, column("block_seconds"), width, work, turns * seats.layers[group]),
-        "embed": _section(profile.embed, column("embed_seconds"), width, edge, turns),
-        "head": _section(profile.head, column("head_seconds"), width, edge, turns),
+        "block": section("block", work, turns * seats.layers[group]),
+        "embed": section("embed", edge, turns),
+        "head": section("head", edge, turns),
     }
 
 
 def _section(
-    section: SectionProfile, seconds: Floats, width: Ints, work: Floats, passes: Floats
+    section: SectionProfile, seconds: Floats, slowdowns: Floats, work: Floats, passes: Floats
 ) -> SectionProfile:
     """A section whose seconds, where any were measured, are those: what was known of their fixed part and of
     the widths keeps its proportions, and all of it is scaled by the median of measured over expected.
 
-    seconds [steps, members] were spent by members of groups of these widths [members] in so many `passes`
+    seconds [steps, members] were spent by members with these `slowdowns` [members] in so many `passes`
     [members] on `work` [steps, members]: tokens x share x rate, and passes x rate."""
     told = (seconds > 0) & (work > 0)
     if not told.any():
@@ -266,11 +273,9 @@ def _section(
     if not section.seconds > 0:
         each = _median(seconds[told] / work[told])
         return msgspec.structs.replace(section, seconds=each, fixed_seconds=0.0, slowdown={})
-    expected = section.seconds * section.factors(width) * work + section.fixed_seconds * passes
+    expected = section.seconds * slowdowns * work + section.fixed_seconds * passes
     scale = _median(seconds[told] / expected[told])
-    return msgspec.structs.replace(
-        section, seconds=section.seconds * scale, fixed_seconds=section.fixed_seconds * scale
-    )
+    return section.scaled(scale)
 
 
 def _recompute_factor(profile: ModelProfile, measured: _Measured) -> float:

@@ -271,6 +271,15 @@ class Planner:
     refiners: dict[int | None, Refiner] = field(default_factory=dict)
     swaps: Swaps = field(default_factory=dict)
 
+    def with_less(self, answer: Answer, pipelines: tuple[Pipeline, ...]) -> Answer:
+        """The answer with the same layers under less recomputation or sequence parallelism, unless that is
+        slower."""
+        assert answer.plan is not None
+        fewer = self.finished(self.made(pipelines, chosen=True))
+        if self.task.seconds(fewer) > self.task.seconds(answer.plan) * (1 + EQUAL):
+            return answer
+        return msgspec.structs.replace(answer, plan=fewer)
+
     def fitting(self) -> tuple[Planner, Answer]:
         """The answer, with recomputation and sequence parallelism off where memory allows; made again with
         fewer members to spread replicas over where it leaves so many devices idle that these do not fit."""
@@ -280,15 +289,15 @@ class Planner:
             answer = planning.answer() if few and self.left[0] > 0 else planning.wide()
             if answer.plan is None:
                 return planning, answer
-            kept, space = answer.plan.pipelines, self.problem.search_space
+            space = self.problem.search_space
             if space.recompute is True:
-                kept = Selective(task=planning.task).pipelines(kept)
+                kept = Selective(task=planning.task).pipelines(answer.plan.pipelines)
+                answer = planning.with_less(answer, kept)
             if space.sequence_parallel is True:
-                kept = where_needed(kept, planning.task.cost.under(answer.plan), self.problem.cluster)
-            if True in (space.recompute, space.sequence_parallel):
-                fewer = planning.finished(planning.made(kept, chosen=True))
-                if planning.task.seconds(fewer) <= planning.task.seconds(answer.plan) * (1 + EQUAL):
-                    answer = msgspec.structs.replace(answer, plan=fewer)
+                assert answer.plan is not None
+                cost = planning.task.cost.under(answer.plan)
+                kept = where_needed(answer.plan.pipelines, cost, self.problem.cluster)
+                answer = planning.with_less(answer, kept)
             assert answer.plan is not None
             if planning.fits(answer.plan):
                 better = answer.plan if self.brief else planning.swapped(answer.plan)

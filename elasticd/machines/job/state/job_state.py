@@ -141,6 +141,7 @@ class JobSettings(Value, frozen=True, kw_only=True):
     #: when a better plan is worth a switch
     policy: PolicySettings = msgspec.field(default_factory=PolicySettings)
     flops: float = GUESSED_FLOPS  # of a normal device, per second, until steps were measured
+    memory_bandwidth: float = 0.0  # of a normal device [bytes/s]; 0: not known
     inside: Link = Link()  # links inside a node, until they are measured
     between: Link = Link()  # links between nodes, until they are measured
     levels: tuple[Level, ...] = ()  # further levels of links, which join some nodes, the nearest first
