@@ -129,7 +129,7 @@ def _tried(
     where its pipelines were seen before."""
     space = SearchSpace(fixed_tp=tp, fixed_dp=dp)
     pinned = msgspec.structs.replace(problem, search_space=space)
-    planner = ModulePlanner(problem=pinned, search=_alone, number=0, tolerance=0.0)
+    planner = ModulePlanner(problem=pinned, search=_alone, regular=lambda _: [], number=0, tolerance=0.0)
     left = left_devices(problem, count)
     loss = planner.loss_plan(left, {}, None)
     if loss is None or (count, loss.pipelines) in seen:

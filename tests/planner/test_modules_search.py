@@ -17,14 +17,29 @@ from elasticd_planner.search.item_lanes import ItemLane, filled, weights
 from elasticd_planner.search.module_cost import ModuleCosts
 from elasticd_planner.search.modules import left_devices, smaller, with_pair
 from elasticd_planner.search.planner import TOLERANCE, plan
-from elasticd_planner.spec.plan import NO_TIMES, Pipeline, Plan, Stage, StatePolicy
+from elasticd_planner.spec.plan import (
+    NO_TIMES,
+    Edge,
+    ModulePlan,
+    Pipeline,
+    Plan,
+    Stage,
+    StatePolicy,
+    Strategy,
+)
 from elasticd_planner.value import Invalid
 
-from tests.planner.drawn_module_problems import GIB, LOSS, cluster_of, drawn_problem
+from tests.planner.drawn_module_problems import GIB, LOSS, MIB, cluster_of, drawn_problem
 from tests.sizes import number
 
 #: Of each memory, and of one and of two modules of items.
 SEEDS = range(number(40, 3))
+
+
+#: What may be searched beside the layout.
+LEAN = SearchSpace(recompute=True, sequence_parallel=True)
+#: The part by which a plan may be slower than a layout of the same devices.
+SLOWER = 0.005
 
 
 def planned(problem: Problem) -> Plan:
@@ -137,6 +152,57 @@ def test_an_encoder_that_fits_no_device_gets_a_plan_of_its_own() -> None:
     found = planned(msgspec.structs.replace(problem, modules=(large,)))
     widest = max(len(stage.devices) for stage in found.view(large.name).pipelines[0].stages)
     assert widest > 1 or len(found.view(large.name).pipelines[0].stages) > 1
+
+
+@pytest.mark.parametrize("seed", [4, 9, *range(number(20, 0))])
+def test_a_plan_is_no_slower_than_a_layout_that_memory_just_holds(seed: int) -> None:
+    """The best plan of the language model alone, and encoders in TP groups of two beside it: a device has the
+    memory that this needs, and no more."""
+    problem = drawn_problem(seed)
+    (module,) = problem.modules
+    block = msgspec.structs.replace(module.profile.block, cut_bytes=(100, 200, 400)[seed % 3] * MIB)
+    module = msgspec.structs.replace(module, profile=msgspec.structs.replace(module.profile, block=block))
+    space = LEAN if seed % 2 else msgspec.structs.replace(LEAN, fixed_tp=1, fixed_dp=4)
+    problem = msgspec.structs.replace(
+        problem, cluster=cluster_of(1, 4), rates={}, search_space=space, modules=(module,)
+    )
+    loss = planned(msgspec.structs.replace(problem, modules=()))
+    devices, half = [device.name for device in problem.cluster.devices], module.profile.share_units // 2
+    lanes = tuple(
+        Pipeline(
+            stages=(
+                Stage(
+                    start=0,
+                    stop=module.profile.layers,
+                    devices=tuple(devices[at : at + 2]),
+                    shares=(half, half),
+                    recompute=module.trained,
+                    sequence_parallel=True,
+                ),
+            ),
+            micro_batches=1,
+        )
+        for at in range(0, len(devices), 2)
+    )
+    modules = (
+        ModulePlan(
+            module=module.name,
+            pipelines=lanes,
+            items=module.items,
+            trainable=module.trained,
+            ahead=loss.global_batch // loss.micro_batch,
+            lead=1,
+        ),
+        msgspec.structs.replace(loss.modules[0], module=LOSS),
+    )
+    edges = (Edge(source=module.name, target=LOSS),)
+    layout = loss.replace(strategies=(Strategy(modules=modules, edges=edges),), idle=())
+    costs = ModuleCosts(problem)
+    layout = costs.timed(layout)
+    tight = msgspec.structs.replace(problem, cluster=cluster_of(1, 4, max(costs.memory(layout).values())))
+    found = planned(tight)
+    assert found.prediction is not None
+    assert found.prediction.step_seconds <= costs.seconds(layout) * (1 + SLOWER)
 
 
 def test_what_does_not_fit_is_refused_with_a_remedy() -> None:

@@ -13,9 +13,11 @@ taken that moves the fewest bytes.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import product
 
 import msgspec
 
@@ -32,23 +34,38 @@ from elasticd_planner.search.item_lanes import ItemLane, filled, weights
 from elasticd_planner.search.module_bound import ROUNDED, ModuleBound
 from elasticd_planner.search.module_cost import ModuleCosts, item_profile
 from elasticd_planner.search.options import Form, form
+from elasticd_planner.search.recompute import flagged
+from elasticd_planner.search.sequence_parallel import sliced
 from elasticd_planner.search.task import EXACT_DEVICES, UnitProblem, alive
 from elasticd_planner.spec.cluster import NORMAL, Cluster, node_of, rate_of
-from elasticd_planner.spec.plan import Edge, ModulePlan, Pipeline, Plan, Prediction, Stage, Strategy
+from elasticd_planner.spec.plan import (
+    Edge,
+    ModulePlan,
+    Pipeline,
+    Plan,
+    Prediction,
+    Stage,
+    StatePolicy,
+    Strategy,
+)
 from elasticd_planner.spec.plan_summary import describe, some
 
 #: Plans a problem of one module: with the form of a good plan, or None; and whether briefly.
 Search = Callable[[Problem, Form | None, bool], Answer]
 
+#: The plans of the best regular layouts of such a problem.
+Regular = Callable[[Problem], list[Plan]]
+
 #: The parts of all devices that are left to items, besides none and one device.
 LEFT = (1 / 16, 1 / 8, 1 / 4)
 
-#: So many candidates are played of those whose modules share devices, and of those whose modules share none:
-#: passes of items may be too long for what the other passes leave, which only the played order shows.
-PLAYED = 2
+#: So many candidates are played at most of those whose modules share devices, and of those whose modules share
+#: none: passes of items may be too long for what the other passes leave, which only the played order shows.
+PLAYED = 8
 
-#: Of the best candidate these are played: `ahead` [micro-batches] besides all of them, and `lead`.
-AHEADS, LEADS = (8, 2, 1), (1, 0, 3)
+#: Candidates are played with the first `lead`, and the best one with the others, too; and with these `ahead`
+#: [micro-batches] besides all of them.
+AHEADS, LEADS = (16, 8, 4, 2, 1), (3, 1, 0, 8)
 
 #: A step with more micro-batches and items than these is played with fewer pairs.
 MANY = 2048
@@ -56,25 +73,26 @@ MANY = 2048
 #: A rank makes an order of about so many passes of the module with the loss at most.
 ORDER_PASSES = 16_384
 
-#: Lanes of items serve each of so many pipelines alone where that saves this part of a step.
-NEAR_PIPELINES, NEARER = 16, 0.01
+#: Lanes of items serve each of so many pipelines alone where that saves this part of a step. So many plans are
+#: tried, the best ones.
+NEAR_PIPELINES, NEARER, NEARBY = 16, 0.01, 2
 
 #: How often lanes are filled anew without those that have not the memory for their items.
 REFILLED = 8
 
-#: How many times more room for activations a module of items gets in a plan of its own, until its items fit.
+#: How many times more room for activations a module of items gets in plans of its own.
 ROOMS = (1.0, 2.0, 4.0, 8.0)
 
-#: For that plan memory is counted in so many parts of the largest device's, and there are so many items at most
-#: for each device: how its lanes share them is decided after.
+#: For that plan memory is counted in so many parts of the most that is left, and there are so many items for
+#: each device at most: how its lanes share them is decided after.
 COARSE, MICRO_BATCHES = 8, 2
 
 
-def answer(problem: Problem, search: Search, number: int, tolerance: float) -> Answer:
+def answer(problem: Problem, search: Search, regular: Regular, number: int, tolerance: float) -> Answer:
     """The best plan found of all modules of a problem, or a refusal that says what would help."""
     if isinstance(problem, UnitProblem):
         return Answer(plan=None, refusal="modules of items need seconds: give the problem model.times")
-    planner = ModulePlanner(problem=problem, search=search, number=number, tolerance=tolerance)
+    planner = ModulePlanner(problem=problem, search=search, regular=regular, number=number, tolerance=tolerance)
     return planner.answer() if problem.given is None else planner.as_given(problem.given)
 
 
@@ -85,6 +103,7 @@ class Candidate:
     plan: Plan
     seconds: float  # of its passes, by what devices are busy
     squeezed: bool = False  # a device that has a place otherwise has not the memory for it
+    apart: bool = False  # a module of items has a plan of its own: it fits no device
     left: int | None = None  # devices that were left to items, where the search was brief
 
 
@@ -94,10 +113,15 @@ class ModulePlanner:
 
     problem: Problem
     search: Search
+    regular: Regular
     number: int
     tolerance: float
     tried: list[Answer] = field(default_factory=list)  # of the module with the loss; first on all devices
     refused: list[str] = field(default_factory=list)  # why a module of items has no place
+    #: By module, cluster, state policy and room: plans of modules of items by themselves.
+    own_plans: dict[tuple[str, Cluster, StatePolicy, float], tuple[Plan | None, str]] = field(
+        default_factory=dict
+    )
 
     @cached_property
     def costs(self) -> ModuleCosts:
@@ -106,7 +130,8 @@ class ModulePlanner:
 
     def answer(self) -> Answer:
         """The plan, or why there is none."""
-        candidates = sorted(self.candidates(), key=self._estimate)
+        distinct = {each.plan.strategies: each for each in reversed([*self.candidates()])}
+        candidates = sorted(distinct.values(), key=self._estimate)
         running = self._running()
         now = None if running is None else _seconds(running)
         count = sum(each.candidates for each in self.tried) + len(candidates)
@@ -123,16 +148,18 @@ class ModulePlanner:
     def _options(self, candidates: Sequence[Candidate], slack: float) -> list[Plan]:
         """Plans to choose from: the most promising candidates, and variants of them. Those are left out whose
         estimate, which no order of their passes beats, is above the best so far and the slack."""
-        sharing = [each for each in candidates if _shares_devices(each.plan)]
-        apart = [each for each in candidates if not _shares_devices(each.plan)]
         played: list[tuple[Candidate, Plan]] = []
-        least = math.inf
+        least, counts = math.inf, Counter[bool]()
 
         def hopeless(candidate: Candidate) -> bool:
             return self._estimate(candidate) * (1 - ROUNDED) > least * (1 + slack)
 
-        for candidate in sorted((*sharing[:PLAYED], *apart[:PLAYED]), key=self._estimate):
-            if not hopeless(candidate):
+        for candidate in candidates:
+            if hopeless(candidate):
+                break
+            shares = _shares_devices(candidate.plan)
+            counts[shares] += 1
+            if counts[shares] <= PLAYED:
                 played.append((candidate, self.played(candidate.plan)))
                 least = min(least, _seconds(played[-1][1]))
         best = min(played, key=lambda pair: _seconds(pair[1]))[0]
@@ -140,7 +167,7 @@ class ModulePlanner:
         least = min([least, *map(_seconds, options)])
         # Of passes of microseconds, which are whole ones, an estimate may be above what is played.
         options += [plan for candidate, plan in played if candidate is best or not hopeless(candidate)]
-        options += [near for plan in options for near in self._near(plan)]
+        options += [near for plan in sorted(options, key=_seconds)[:NEARBY] for near in self._near(plan)]
         return [*options, *self._pairs(min(options, key=_seconds))]
 
     def as_given(self, given: Plan) -> Answer:
@@ -164,7 +191,7 @@ class ModulePlanner:
         if self.problem.only_given:
             return Answer(plan=None, refusal=f"the plan that the job gives cannot be: {wrong}", candidates=1)
         searched = msgspec.structs.replace(self.problem, given=None, current=self.problem.current or given)
-        found = answer(searched, self.search, self.number, self.tolerance)
+        found = answer(searched, self.search, self.regular, self.number, self.tolerance)
         if found.plan is None:
             return found
         reason = f"{found.plan.reason}; the plan that the job gives cannot be: {wrong}"
@@ -177,7 +204,9 @@ class ModulePlanner:
         return candidate.seconds + self.costs.after_seconds(candidate.plan)
 
     def candidates(self) -> Iterator[Candidate]:
-        """Plans for each number of devices that are left to items: these alone take items, or all do."""
+        """Plans for each number of devices that are left to items: these alone take items, or all do. Then
+        those of regular layouts of the module with the loss on all devices: beside items another one than that
+        of the module by itself may be the quickest."""
         usable, like = [device.name for device in alive(self.problem)], None
         for count in _counts(len(usable)):
             left = left_devices(self.problem, count)
@@ -196,6 +225,15 @@ class ModulePlanner:
                 for recompute in self._recomputes:
                     tight = self.loss_plan(left, self._item_bytes(usable, recompute=recompute), None)
                     yield from [] if tight is None else self.placed(tight, usable)
+        for loss in self._regular_plans(usable):
+            yield from self.placed(loss, usable)
+
+    def _regular_plans(self, usable: Sequence[str]) -> list[Plan]:
+        """Those of the module with the loss: with all memory, and with what items leave on each device."""
+        used = [{}, *(self._item_bytes(usable, recompute=recompute) for recompute in self._recomputes)]
+        problems = [problem for each in used if (problem := self._loss_problem([], each)) is not None]
+        plans = [plan for problem in problems for plan in self.regular(problem)]
+        return list({(plan.pipelines, plan.state, plan.micro_batch): plan for plan in plans}.values())
 
     def _again(self, found: Candidate) -> Iterator[Plan]:
         """A candidate of a brief search with the plan that a thorough one finds of the module with the loss."""
@@ -212,11 +250,20 @@ class ModulePlanner:
         self, left: Sequence[str], used: Mapping[str, int], like: Form | None, *, brief: bool = False
     ) -> Plan | None:
         """The plan of the module with the loss on other devices than these, with less memory."""
+        problem = self._loss_problem(left, used)
+        if problem is None:
+            return None
+        found = self.search(problem, like, brief)
+        self.tried.append(found)
+        return found.plan
+
+    def _loss_problem(self, left: Sequence[str], used: Mapping[str, int]) -> Problem | None:
+        """The problem of the module with the loss on other devices than these; None where nothing is left."""
         cluster = smaller(self.problem.cluster, used, left)
         if cluster is None:
             return None
         names = {device.name for device in cluster.devices}
-        problem = msgspec.structs.replace(
+        return msgspec.structs.replace(
             self.problem,
             cluster=cluster,
             rates={name: rate for name, rate in self.problem.rates.items() if name in names},
@@ -224,9 +271,6 @@ class ModulePlanner:
             given=None,
             current=_view(self.problem.current, self.problem.module),
         )
-        found = self.search(problem, like, brief)
-        self.tried.append(found)
-        return found.plan
 
     @property
     def _recomputes(self) -> tuple[bool, ...]:
@@ -249,28 +293,45 @@ class ModulePlanner:
         return dict.fromkeys(devices, used)
 
     def placed(self, loss: Plan, devices: Sequence[str]) -> Iterator[Candidate]:
-        """The plan with modules of items on these devices beside the module with the loss, if they fit."""
+        """The plan with modules of items on these devices beside the module with the loss, if they fit. Where
+        one of them has a plan of its own: with more and more room for its items, and with stages that need the
+        least memory, so that they may be further ahead."""
         for recompute in self._recomputes:
-            found = self._beside(loss, devices, recompute=recompute)
-            if found is not None:
-                yield found
-                if not found.squeezed:
-                    return
+            seen = list[Candidate]()
+            for room, lean in product(ROOMS, (False, True)):
+                found = self._beside(loss, devices, recompute=recompute, room=room, lean=lean)
+                if found is not None and all(found.plan.strategies != each.plan.strategies for each in seen):
+                    seen.append(found)
+                    yield found
+                if found is not None and not found.apart:
+                    break
+            if seen and not seen[0].squeezed:
+                return
 
-    def _beside(self, loss: Plan, devices: Sequence[str], *, recompute: bool) -> Candidate | None:
+    def _beside(
+        self, loss: Plan, devices: Sequence[str], *, recompute: bool, room: float, lean: bool
+    ) -> Candidate | None:
         alone = self._plan([], loss)
         made = Candidate(plan=alone, seconds=self.costs.passes_seconds(alone))
         needs = sorted(self.problem.modules, key=lambda each: -self.costs.item_work(each) * each.items_a_sample)
         for module in needs:
             free = [device for device in devices if device not in loss.carriers]
-            found = self._with(made, loss, module, free, recompute=recompute)
+            found = self._with(made, loss, module, free, recompute=recompute, room=room, lean=lean)
             if found is None:
                 return None
             made = found
         return made
 
     def _with(
-        self, before: Candidate, loss: Plan, module: ModuleProblem, devices: Sequence[str], *, recompute: bool
+        self,
+        before: Candidate,
+        loss: Plan,
+        module: ModuleProblem,
+        devices: Sequence[str],
+        *,
+        recompute: bool,
+        room: float,
+        lean: bool,
     ) -> Candidate | None:
         """The plan with a module of items more."""
         left = dict(self.problem.cluster.memory)
@@ -279,7 +340,7 @@ class ModulePlanner:
         lanes = [self._whole(module, device, recompute=recompute) for device in devices if left[device] > 0]
         found = self._filled(before, loss, module, lanes, left)
         if found is None and (not recompute or self.problem.search_space.recompute == "always"):
-            found = self._apart(before, loss, module, devices, left)
+            found = self._apart(before, loss, module, devices, left, room, lean=lean)
         return found
 
     def _whole(self, module: ModuleProblem, device: str, *, recompute: bool = False) -> Pipeline:
@@ -331,7 +392,7 @@ class ModulePlanner:
             short = {device for device, size in needed.items() if size > left[device]}
             if not short:
                 squeezed = before.squeezed or turn > 0
-                return Candidate(plan=made, seconds=filling.seconds, squeezed=squeezed)
+                return Candidate(plan=made, seconds=filling.seconds, squeezed=squeezed, apart=before.apart)
             lanes = [
                 lane
                 for lane in lanes
@@ -346,17 +407,45 @@ class ModulePlanner:
         module: ModuleProblem,
         devices: Sequence[str],
         left: Mapping[str, int],
+        room: float,
+        *,
+        lean: bool,
     ) -> Candidate | None:
-        """The module in a plan of its own, in what memory is left of these devices."""
+        """The module in a plan of its own, in what memory is left of these devices, with so many times the room
+        for activations. lean: its stages recompute and are sequence parallel where they may."""
+        found, refusal = self._own_plan(loss, module, devices, left, room)
+        if found is not None:
+            lanes = found.by_lane
+            if lean:
+                space = self.problem.search_space
+                lanes = flagged(lanes, on=True) if space.recompute and module.trained else lanes
+                lanes = sliced(lanes, on=True) if space.sequence_parallel else lanes
+            made = self._filled(before, loss, module, lanes, left)
+            if made is not None:
+                return replace(made, squeezed=True, apart=True)
+            refusal = "what it keeps of the items that are needed ahead does not fit"
+        self.refused.append(f"module {module.name} beside {self.problem.module}: {refusal}")
+        return None
+
+    def _own_plan(
+        self,
+        loss: Plan,
+        module: ModuleProblem,
+        devices: Sequence[str],
+        left: Mapping[str, int],
+        room: float,
+    ) -> tuple[Plan | None, str]:
+        """The plan of a module of items by itself, or why there is none."""
         memory = self.problem.cluster.memory
-        coarse = max(1, max(memory.values()) // COARSE)  # devices that are nearly alike count as alike
+        coarse = max(1, max(left.values()) // COARSE)  # devices that are nearly alike count as alike
         used = {device: memory[device] - size // coarse * coarse for device, size in left.items()}
         others = [device.name for device in self.problem.cluster.devices if device.name not in set(devices)]
         cluster = smaller(self.problem.cluster, used, others)
-        refusal, space = "it has no memory beside the module with the loss", self.problem.search_space
-        for room in ROOMS if cluster is not None else ():
-            assert cluster is not None
-            names = {device.name for device in cluster.devices}
+        if cluster is None:
+            return None, "it has no memory beside the module with the loss"
+        key = module.name, cluster, loss.state, room
+        if key not in self.own_plans:
+            space, names = self.problem.search_space, {device.name for device in cluster.devices}
             items = module.items_a_sample * loss.global_batch
             problem = Problem(
                 cluster=cluster,
@@ -370,16 +459,10 @@ class ModulePlanner:
                     sequence_parallel=space.sequence_parallel,
                 ),
             )
-            found = self.search(problem, None, False)
-            if found.plan is None:
-                refusal = found.refusal
-                break
-            made = self._filled(before, loss, module, found.plan.by_lane, left)
-            if made is not None:
-                return replace(made, squeezed=True)
-            refusal = "what it keeps of the items that are needed ahead does not fit"
-        self.refused.append(f"module {module.name} beside {self.problem.module}: {refusal}")
-        return None
+            plan = next(iter(self.regular(problem)), None)
+            answer = self.search(problem, None, False) if plan is None else Answer(plan=plan)
+            self.own_plans[key] = answer.plan, answer.refusal
+        return self.own_plans[key]
 
     def _plan(self, items: Sequence[ModulePlan], loss: Plan | None) -> Plan:
         """The plan of modules of items and the module with the loss (None: it is left out)."""
@@ -470,7 +553,7 @@ class ModulePlanner:
                 best = other if _seconds(other) < _seconds(best) * (1 - EQUAL) else best
                 yield other
         lead = _items_of(best)[0].lead
-        for ahead in aheads[1:3]:
+        for ahead in aheads[2:5:2]:
             yield self._predicted(with_pair(plan, ahead, min(lead, ahead)))
 
     def _predicted(self, plan: Plan) -> Plan:

@@ -109,7 +109,7 @@ def plan(
         def alone(view: Problem, near: Form | None, brief: bool) -> Answer:
             return plan(view, number, tolerance, like=near, brief=brief)
 
-        return modules.answer(problem, alone, number, tolerance)
+        return modules.answer(problem, alone, _regular, number, tolerance)
     if problem.packed is not None:
 
         def dense(view: Problem, near: Form | None) -> Answer:
