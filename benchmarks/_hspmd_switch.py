@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from elasticd_migration.reshard import bytes_lacking, reshard
+from elasticd_planner.layout.holdings import Holdings
 from elasticd_planner.layout.layouts import Layouts
 from elasticd_planner.layout.resolve import demands
 from elasticd_planner.layout.surviving_layouts import Remains
@@ -44,7 +45,7 @@ _Choose = Callable[[Sequence[str], str, int, int], str]
 
 def ours(spec: ModelSpec, old: Plan, new: Plan, gone: Sequence[str]) -> tuple[Load, int]:
     """elasticd's load, and the least bytes that can move."""
-    before, after = Remains(spec, old, gone=gone), Layouts(spec, new)
+    before, after = Remains(Layouts(spec, old), gone=gone), Layouts(spec, new)
     sizes = {item: STATE if item.role == "state" else VALUE for item in after.items}
     transfers = (
         (t.source, t.destination, t.box.size * sum(sizes[item] for item in t.items))
@@ -55,12 +56,12 @@ def ours(spec: ModelSpec, old: Plan, new: Plan, gone: Sequence[str]) -> tuple[Lo
 
 def theirs(spec: ModelSpec, old: Plan, new: Plan, gone: Sequence[str]) -> Mapping[str, Load]:
     """The load of each of HSPMD's choices."""
-    before, after = Remains(spec, old, gone=gone), Layouts(spec, new)
+    before, after = Remains(Layouts(spec, old), gone=gone), Layouts(spec, new)
     choices: dict[str, Callable[[], _Choose]] = {"first": _First, "turns": _Turns, "greedy": _Greedy}
     return {name: _load(_served(before, after, make())) for name, make in choices.items()}
 
 
-def _served(before: Layouts, after: Layouts, choose: _Choose) -> _Transfers:
+def _served(before: Holdings, after: Holdings, choose: _Choose) -> _Transfers:
     for item in after.items:
         if item.role != "value":
             continue

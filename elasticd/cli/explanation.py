@@ -141,7 +141,8 @@ def explained(
         return found
     alive = {device.name for device in cluster.devices if problem.rates.get(device.name, 1.0) is not None}
     try:
-        before = Remains(layouts.specs, current, gone=[name for name in current.members if name not in alive])
+        gone = [name for name in current.members if name not in alive]
+        before = Remains(Layouts(layouts.specs, current), gone=gone)
         switch = explain_switch(before, layouts, sizes_of(shapes, layouts), cluster)
     except Lost as error:
         return msgspec.structs.replace(found, lost=str(error))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import msgspec
-from elasticd_planner.spec.plan import Plan
+from elasticd_planner.spec.mesh import JobPlan
 from elasticd_planner.value import refuse
 
 from elasticd.codec.decoding import LARGE
@@ -33,7 +33,7 @@ class Snapped(Message, frozen=True, kw_only=True, tag="snapshot-taken"):
     largest = LARGE
 
     held: Held  # the snapshot
-    plan: Plan | None = None  # from the first rank alone: without it a set of snapshots is not complete
+    plan: JobPlan | None = None  # from the first rank alone: without it a set of snapshots is not complete
 
 
 class Fetch(Message, frozen=True, kw_only=True, tag="snapshot-fetch"):
@@ -63,7 +63,7 @@ class SnapshotInventory(Message, frozen=True, kw_only=True, tag="snapshot-invent
 
     job: str  # the job's name
     snapshots: tuple[Held, ...]  # what it holds
-    plans: tuple[Plan, ...] = ()  # that first ranks gave it with their snapshots
+    plans: tuple[JobPlan, ...] = ()  # that first ranks gave it with their snapshots
 
 
 class SnapshotSetComplete(Message, frozen=True, kw_only=True, tag="snapshot-set-complete"):

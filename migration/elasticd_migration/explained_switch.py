@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 
 from elasticd_planner.layout.explained_plan import Communications, Purpose, listed, message
-from elasticd_planner.layout.layouts import Item, Layouts, Role
+from elasticd_planner.layout.holdings import Holdings
+from elasticd_planner.layout.layouts import Item, Role
 from elasticd_planner.layout.link_traffic import Flow
 from elasticd_planner.layout.lowering import seconds
 from elasticd_planner.layout.resolve import Communication
@@ -30,7 +31,7 @@ class ExplainedSwitch(Value, frozen=True, kw_only=True):
 
 
 def explain_switch(
-    old: Layouts, new: Layouts, sizes: Mapping[Item, int], cluster: Cluster | None = None
+    old: Holdings, new: Holdings, sizes: Mapping[Item, int], cluster: Cluster | None = None
 ) -> ExplainedSwitch:
     """The communication of a switch.
 

@@ -25,7 +25,8 @@ from dataclasses import dataclass
 
 import msgspec
 import torch
-from elasticd_planner.layout.layouts import Item, Layouts
+from elasticd_planner.layout.holdings import Holdings
+from elasticd_planner.layout.layouts import Item
 from elasticd_planner.spec.box import Box
 
 from elasticd_migration.exchange import Exchange
@@ -144,8 +145,8 @@ def _in_parts(
 
 
 def migrate(
-    old: Layouts,
-    new: Layouts,
+    old: Holdings,
+    new: Holdings,
     state: LocalState,
     transport: Transport,
     *,
@@ -201,7 +202,7 @@ def _without_collections() -> Iterator[None]:
 
 
 def prepare_move(
-    old: Layouts, new: Layouts, mine: Schema, transport: Transport, *, limit: int = ROUND_LIMIT
+    old: Holdings, new: Holdings, mine: Schema, transport: Transport, *, limit: int = ROUND_LIMIT
 ) -> PreparedMove | None:
     """The rounds of a move that may follow, by all ranks together while they train. `mine`: what this rank
     holds; its scalars do not matter. None, on every rank alike, where the ranks do not agree: why, `migrate`

@@ -13,11 +13,12 @@ from itertools import chain
 from typing import NamedTuple
 
 import msgspec
-from elasticd_planner.layout.layouts import Item, Layouts, Role
+from elasticd_planner.layout.holdings import Holdings
+from elasticd_planner.layout.layouts import Item, Role
 from elasticd_planner.layout.optimizer_sharding import union
 from elasticd_planner.layout.resolve import Uncovered, demands
 from elasticd_planner.spec.box import Box, Holding, TensorLayout, lacking
-from elasticd_planner.spec.plan import Plan
+from elasticd_planner.spec.mesh import JobPlan
 from elasticd_planner.value import Value, refuse
 
 from elasticd_migration.source_choice import Dealing, Share
@@ -55,7 +56,7 @@ class Lost(RuntimeError):
         )
 
 
-def reshard(old: Layouts, new: Layouts, sizes: Mapping[Item, int]) -> tuple[Transfer, ...]:
+def reshard(old: Holdings, new: Holdings, sizes: Mapping[Item, int]) -> tuple[Transfer, ...]:
     """What has to move so that the layout `old` becomes `new`, in the model's order.
 
     old: without what is gone (`Remains`). A device that both plans bind, but to different incarnations of its
@@ -82,7 +83,7 @@ def reshard(old: Layouts, new: Layouts, sizes: Mapping[Item, int]) -> tuple[Tran
     return tuple(transfers)
 
 
-def bytes_lacking(old: Layouts, new: Layouts, sizes: Mapping[Item, int]) -> dict[str, int]:
+def bytes_lacking(old: Holdings, new: Holdings, sizes: Mapping[Item, int]) -> dict[str, int]:
     """Bytes that each device of `new` is to hold and does not hold; devices that lack nothing are left out.
 
     Counted by box differences alone, apart from `reshard`.
@@ -99,12 +100,12 @@ def bytes_lacking(old: Layouts, new: Layouts, sizes: Mapping[Item, int]) -> dict
     return {device: size for device, size in lacks.items() if size}
 
 
-def whole_bytes(layouts: Layouts, sizes: Mapping[Item, int]) -> int:
+def whole_bytes(layouts: Holdings, sizes: Mapping[Item, int]) -> int:
     """Bytes of the whole state, each element once: what a checkpoint of it would hold."""
     return sum(Box.whole(layouts.layout(item).shape).size * _element(sizes, item) for item in layouts.items)
 
 
-def renewed(old: Plan, new: Plan) -> frozenset[str]:
+def renewed(old: JobPlan, new: JobPlan) -> frozenset[str]:
     """Devices that both plans bind, but to different incarnations: the new worker owns no state."""
     return frozenset(
         device
@@ -144,7 +145,7 @@ def _dealt(alike: _Alike, classes: Sequence[int], dealing: Dealing) -> Iterator[
                 yield cell.destination, share, box
 
 
-def _joined(parts: Iterable[_Part], item: Item, old: Layouts, new: Layouts) -> Iterator[_Part]:
+def _joined(parts: Iterable[_Part], item: Item, old: Holdings, new: Holdings) -> Iterator[_Part]:
     """Neighbours of one pair made one where together they are a box again that both ends have in one piece:
     borders of holders that were not chosen cut nothing."""
     pending: _Part | None = None
@@ -162,7 +163,7 @@ def _joined(parts: Iterable[_Part], item: Item, old: Layouts, new: Layouts) -> I
         yield pending
 
 
-def _together(part: _Part, box: Box, item: Item, old: Layouts, new: Layouts) -> Box | None:
+def _together(part: _Part, box: Box, item: Item, old: Holdings, new: Holdings) -> Box | None:
     destination, source, before = part
     whole = union(before, box)
     if whole is not None:
@@ -173,7 +174,7 @@ def _together(part: _Part, box: Box, item: Item, old: Layouts, new: Layouts) -> 
 
 
 def _changed(
-    old: Layouts, new: Layouts
+    old: Holdings, new: Holdings
 ) -> Iterator[tuple[Item, tuple[Hashable, Hashable], TensorLayout, TensorLayout]]:
     """Old and new layout of every item that is held differently, with the families that it is of: items of
     the same two have equal holdings before and after, are compared once, and cost nothing where those stay."""
@@ -229,7 +230,7 @@ class _Alike(NamedTuple):
     element: int
 
 
-def _wanted(old: Layouts, new: Layouts, sizes: Mapping[Item, int]) -> Iterator[_Alike]:
+def _wanted(old: Holdings, new: Holdings, sizes: Mapping[Item, int]) -> Iterator[_Alike]:
     known: dict[object, _Lack] = {}
     same: dict[tuple[Hashable, Hashable], _Lack] = {}
     pending: _Alike | None = None

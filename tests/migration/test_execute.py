@@ -256,7 +256,7 @@ def test_a_rank_that_cannot_take_part_tells_all_others_why() -> None:
 
 def test_lost_state_stops_every_rank_before_anything_is_sent() -> None:
     ends = MemoryTransport.connect(tuple(sorted({*members(BEFORE, AFTER)} - {"n0/1"})))
-    left = Remains(SPEC, BEFORE, gone={"n0/1"})
+    left = Remains(Layouts(SPEC, BEFORE), gone={"n0/1"})
     results = together(ends, lambda end: migrate(left, NEW, held(OLD, end.members[end.rank]), end))
     assert all(isinstance(result, Lost) for result in results)
     assert all(end.bytes_sent == 0 for end in ends)

@@ -16,7 +16,7 @@ def test_what_is_left_is_what_the_living_hold(plan, data) -> None:  # type: igno
     whole = Layouts(SPEC, plan)
     gone = data.draw(st.sets(st.sampled_from(plan.members), max_size=len(plan.members) - 1))
     stale = data.draw(st.sets(st.sampled_from(plan.members)))
-    left = Remains(SPEC, plan, gone=gone, stale=stale)
+    left = Remains(whole, gone=gone, stale=stale)
     lost = dict(left.lost())
     for item in whole.items:
         held: list[Box] = []

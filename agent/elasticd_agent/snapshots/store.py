@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from elasticd_planner.spec.plan import Plan
+from elasticd_planner.spec.mesh import JobPlan
 
 from elasticd.wire.snapshots import Held
 
@@ -30,7 +30,7 @@ PATIENCE = 30.0
 _SHARE = 10.0
 
 _Key = tuple[str, str, int, int]
-#: Plan and step.
+#: JobPlan and step.
 Version = tuple[int, int]
 
 
@@ -44,7 +44,7 @@ class Snapshot:
 
     held: Held
     fd: int
-    plan: Plan | None = None
+    plan: JobPlan | None = None
 
 
 @dataclass(kw_only=True, slots=True)
@@ -121,7 +121,7 @@ class Vault:
         with self._lock:
             return tuple(self._entries[key].snapshot.held for key in sorted(self._entries) if key[0] == job)
 
-    def plans(self, job: str) -> tuple[Plan, ...]:
+    def plans(self, job: str) -> tuple[JobPlan, ...]:
         """The plans of these, as far as they are known, each once."""
         with self._lock:
             found = (e.snapshot.plan for key, e in self._entries.items() if key[0] == job)

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 
 import msgspec
-from elasticd_planner.spec.plan import Plan
+from elasticd_planner.spec.mesh import JobPlan
 
 from elasticd.codec.decoding import LARGE, MessageReader, shown, version_refusal
 from elasticd.codec.message import WIRE_VERSION, Message
@@ -49,7 +49,7 @@ class Request(Message, frozen=True, kw_only=True, tag="stream-request"):
     largest = LARGE
 
     held: Held | None = None
-    plan: Plan | None = None
+    plan: JobPlan | None = None
     echoes: int = 0
     bytes: int = 0
 

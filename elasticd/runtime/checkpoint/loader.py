@@ -17,7 +17,8 @@ from typing import NamedTuple
 import torch
 from elasticd_migration.local_state import LocalState, LocalTensor, Shard, restore, torch_dtype
 from elasticd_migration.schema import MASTER, VALUE
-from elasticd_planner.layout.layouts import Item, Layouts
+from elasticd_planner.layout.holdings import Holdings
+from elasticd_planner.layout.layouts import Item
 from elasticd_planner.spec.box import Box
 from torch import Tensor
 
@@ -49,7 +50,7 @@ class NoCheckpoint(RuntimeError):
 class Types:
     """What a job holds its state in: values as its layouts say, master weights (None: there are none)."""
 
-    layouts: Layouts
+    layouts: Holdings
     master: torch.dtype | None
 
     def value(self, item: Item) -> torch.dtype:

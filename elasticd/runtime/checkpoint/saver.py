@@ -16,7 +16,8 @@ from dataclasses import replace
 from functools import partial
 
 from elasticd_migration.local_state import LocalState
-from elasticd_planner.layout.layouts import Item, Layouts
+from elasticd_planner.layout.holdings import Holdings
+from elasticd_planner.layout.layouts import Item
 from elasticd_planner.spec.box import Box
 from elasticd_planner.spec.model import frozen_names, fused_parameters
 
@@ -117,7 +118,7 @@ class Saver:
         self,
         step: int,
         words: Sequence[int],
-        layouts: Layouts,
+        layouts: Holdings,
         state: Callable[[], LocalState],
         *,
         begins: bool = True,
@@ -138,7 +139,7 @@ class Saver:
         self,
         step: int,
         gather: Callable[[int], Sequence[int]],
-        layouts: Layouts,
+        layouts: Holdings,
         state: Callable[[], LocalState],
     ) -> bool:
         """Makes the last checkpoint, of `step`, and returns when it is published or cannot be.
@@ -167,7 +168,7 @@ class Saver:
         self,
         step: int,
         words: Sequence[int],
-        layouts: Layouts,
+        layouts: Holdings,
         state: Callable[[], LocalState],
         *,
         due: bool,
@@ -219,7 +220,7 @@ class Saver:
             self._tell_failed(self._task, self._why_failed)
         self._put(self._let_go)
 
-    def _begin(self, step: int, layouts: Layouts, state: Callable[[], LocalState]) -> None:
+    def _begin(self, step: int, layouts: Holdings, state: Callable[[], LocalState]) -> None:
         plan = layouts.plan
         if self._share is None or self._share[0] != plan.number:
             self._share = plan.number, shares(layouts, self._left_out)[self._device]

@@ -9,7 +9,8 @@ from typing import NamedTuple
 import torch
 from elasticd_migration.checkpoint_writers import writers
 from elasticd_migration.local_state import LocalState, LocalTensor
-from elasticd_planner.layout.layouts import Item, Layouts
+from elasticd_planner.layout.holdings import Holdings
+from elasticd_planner.layout.layouts import Item
 from elasticd_planner.spec.box import Box
 from torch import Tensor
 
@@ -28,7 +29,7 @@ class Piece(NamedTuple):
     values: Tensor
 
 
-def shares(layouts: Layouts, left_out: Container[str] = ()) -> dict[str, dict[Item, tuple[Box, ...]]]:
+def shares(layouts: Holdings, left_out: Container[str] = ()) -> dict[str, dict[Item, tuple[Box, ...]]]:
     """The boxes that each of the plan's members writes: disjoint, and together all that they hold of everything
     but the parameters of these full names."""
     found: dict[str, dict[Item, tuple[Box, ...]]] = {member: {} for member in layouts.plan.members}

@@ -17,7 +17,7 @@ from elasticd_migration.local_state import LocalState
 from elasticd_migration.schema import Schema
 from elasticd_planner.layout.layouts import Item
 from elasticd_planner.spec.box import Box
-from elasticd_planner.spec.plan import Plan
+from elasticd_planner.spec.mesh import JobPlan
 
 from elasticd.checkpoints.checksums import FileSums, SummedStream
 from elasticd.checkpoints.disk import Disk
@@ -76,7 +76,7 @@ class Task:
         return self.path.name.removesuffix(UNFINISHED)
 
 
-def origin_of(spec: JobSpec, plan: Plan, step: int, longest: int = 0) -> Origin:
+def origin_of(spec: JobSpec, plan: JobPlan, step: int, longest: int = 0) -> Origin:
     """What a checkpoint's manifest says of the training that it is of: see `Origin`."""
     return Origin(
         job=spec.job,
@@ -94,7 +94,7 @@ def origin_of(spec: JobSpec, plan: Plan, step: int, longest: int = 0) -> Origin:
     )
 
 
-def path_of(folder: Path, plan: Plan, step: int) -> Path:
+def path_of(folder: Path, plan: JobPlan, step: int) -> Path:
     """Where a checkpoint is written, the same on every rank."""
     return folder / (name_of(step, plan.number, plan.binding.get(plan.members[0], "unbound")) + UNFINISHED)
 

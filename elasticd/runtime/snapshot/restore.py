@@ -8,11 +8,10 @@ from dataclasses import dataclass
 
 import torch
 from elasticd_migration.local_state import LocalState
-from elasticd_planner.layout.layouts import Layouts
+from elasticd_planner.layout.holdings import JobTensors, holdings_of
 from elasticd_planner.layout.snapshot_layouts import StoodIn
 from elasticd_planner.spec.cluster import node_of
-from elasticd_planner.spec.model import Specs
-from elasticd_planner.spec.plan import Plan
+from elasticd_planner.spec.mesh import JobPlan
 
 from elasticd.records import Recovery
 from elasticd.runtime.accelerator import CPU, Accelerator
@@ -35,7 +34,9 @@ class Snapshots:
     job: str = ""
     fetch: Fetch = _nothing
 
-    def state(self, old: Plan, recovery: Recovery, device: str, accelerator: Accelerator = CPU) -> LocalState:
+    def state(
+        self, old: JobPlan, recovery: Recovery, device: str, accelerator: Accelerator = CPU
+    ) -> LocalState:
         """The shares of all for whom `device` stands in, in memory of its own on its accelerator.
 
         Raises BadSnapshot, or what `fetch` raises."""
@@ -43,7 +44,7 @@ class Snapshots:
         place = accelerator.device
         return joined({member: self._one(old, recovery.step, member, place) for member in members})
 
-    def _one(self, old: Plan, step: int, member: str, place: torch.device) -> LocalState:
+    def _one(self, old: JobPlan, step: int, member: str, place: torch.device) -> LocalState:
         wanted = Held(
             job=self.job,
             device=member,
@@ -67,6 +68,7 @@ class Snapshots:
         return state
 
 
-def stood_in(spec: Specs, old: Plan, recovery: Recovery) -> StoodIn:
+def stood_in(tensors: JobTensors, old: JobPlan, recovery: Recovery) -> StoodIn:
     """Where everything lies once all have read the snapshots that they are to."""
-    return StoodIn(spec, old, shares=shares(Layouts(spec, old)), stands=recovery.snapshots)
+    layouts = holdings_of(tensors, old)
+    return StoodIn(layouts, shares=shares(layouts), stands=recovery.snapshots)

@@ -17,9 +17,9 @@ from contextlib import suppress
 from functools import partial
 
 from elasticd_migration.local_state import LocalState, NotElementWise
-from elasticd_planner.layout.layouts import Layouts
+from elasticd_planner.layout.holdings import Holdings
 from elasticd_planner.spec.cluster import node_of
-from elasticd_planner.spec.plan import Plan
+from elasticd_planner.spec.mesh import JobPlan
 
 from elasticd.codec.message import Message
 from elasticd.machines.worker import snapshotting
@@ -61,7 +61,7 @@ class Snapper:
         self._lock = threading.Lock()
         self._state = snapshotting.first(every)
         self._files: list[MemoryFile | None] = [None] * len(self._state.slots)
-        self._layouts: Layouts | None = None
+        self._layouts: Holdings | None = None
         self._beside = DaemonThreads("snapshot")
         self._copier = DaemonThreads("snapshot-copy")  # no copy waits for a file to be made, which takes longer
         self._copying: Future[None] | None = None  # of the last snapshot, until it is known to have ended
@@ -73,7 +73,9 @@ class Snapper:
         with self._lock:
             return self._state.ready(plan, step)
 
-    def voted(self, step: int, bits: Sequence[bool], layouts: Layouts, state: Callable[[], LocalState]) -> None:
+    def voted(
+        self, step: int, bits: Sequence[bool], layouts: Holdings, state: Callable[[], LocalState]
+    ) -> None:
         """After that vote and its update: begins a snapshot where all ranks may. Until `copied` returns, the
         state's tensors must not change.
 
@@ -115,7 +117,7 @@ class Snapper:
             self._layouts = None  # there is more state than at first: it is measured anew
         self._step(lambda old: snapshotting.freed(old, plan, step))
 
-    def _measure(self, layouts: Layouts, state: Callable[[], LocalState]) -> None:
+    def _measure(self, layouts: Holdings, state: Callable[[], LocalState]) -> None:
         """A plan's first step was made, so that all of its state is there: files are made for this rank's share
         of it, beside training."""
         self._layouts = layouts
@@ -124,7 +126,7 @@ class Snapper:
         need = size_of(pieces(local, self._share), without_planes(local, self._share))
         self._step(lambda old: snapshotting.sized(old, layouts.plan.number, need))
 
-    def _copy(self, step: int, file: MemoryFile, layouts: Layouts, state: LocalState) -> None:
+    def _copy(self, step: int, file: MemoryFile, layouts: Holdings, state: LocalState) -> None:
         held, small, me = pieces(state, self._share), without_planes(state, self._share), self._welcome()
         file.prepare(held)
         hand_over = partial(self._hand_over, me, step, file, layouts.plan, held, small)
@@ -180,7 +182,7 @@ class Snapper:
         self._step(lambda old: snapshotting.made(old, make.slot, make.size))
 
     def _hand_over(
-        self, me: Welcome, step: int, file: MemoryFile, plan: Plan, held: Sequence[Piece], small: LocalState
+        self, me: Welcome, step: int, file: MemoryFile, plan: JobPlan, held: Sequence[Piece], small: LocalState
     ) -> None:
         """`held` serves to describe what was copied; its values are of a later step by now."""
         try:

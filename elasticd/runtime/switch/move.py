@@ -18,10 +18,10 @@ from elasticd_migration.reshard import Lost, bytes_lacking, whole_bytes
 from elasticd_migration.schema import Disagreement, Schema
 from elasticd_migration.transport import ProcessGroupTransport, Transport
 from elasticd_planner.layout.channels import Channel
+from elasticd_planner.layout.holdings import Holdings, JobTensors, holdings_of
 from elasticd_planner.layout.layouts import Layouts
 from elasticd_planner.layout.surviving_layouts import Remains
-from elasticd_planner.spec.model import Specs
-from elasticd_planner.spec.plan import Plan
+from elasticd_planner.spec.mesh import JobPlan
 
 from elasticd.records import Proposal, Recovery
 from elasticd.runtime.accelerator import Accelerator
@@ -47,7 +47,7 @@ SOUND = (Corrupt, Incomplete, Disagreement, Lost, NotElementWise, NoCheckpoint)
 class PreparedPlan:
     """All that a rank needs before it switches to a proposed plan."""
 
-    old: Layouts | None  # of the state that moves; None: it is read from a checkpoint, or made
+    old: Holdings | None  # of the state that moves; None: it is read from a checkpoint, or made
     new: Layouts  # of the proposed plan
     engine: Engine | None  # without state; None on a rank that is no member of the plan
     transition: PlanGroups  # the groups made for this switch
@@ -151,7 +151,7 @@ def _compile(recipe: Recipe, engine: Engine, training: Engine | None) -> None:
             runner.before_first_pass = partial(compile_now, recipe, plan, engine.device, seen)
 
 
-def _prepare_move(old: Layouts, new: Layouts, group: Group, training: Engine | None) -> PreparedMove | None:
+def _prepare_move(old: Holdings, new: Holdings, group: Group, training: Engine | None) -> PreparedMove | None:
     try:
         mine = training.state().schema() if training is not None else Schema()
     except (NotElementWise, RuntimeError) as error:  # its optimizer makes its state at this moment
@@ -175,7 +175,7 @@ def _data_transport(prepared: PreparedPlan, accelerator: Accelerator) -> Transpo
     return DeviceTransport(_transport(group), made.mesh(_channel(group)), accelerator.device)
 
 
-def _members(old: Plan | None, plan: Plan, recovery: Recovery | None) -> tuple[str, ...]:
+def _members(old: JobPlan | None, plan: JobPlan, recovery: Recovery | None) -> tuple[str, ...]:
     """The transition group: the ranks that hold state, the old plan's members first, and those that will."""
     before = old.members if old is not None else ()
     if recovery is None:
@@ -184,14 +184,14 @@ def _members(old: Plan | None, plan: Plan, recovery: Recovery | None) -> tuple[s
     return tuple(dict.fromkeys((*living, *plan.members, *sorted(recovery.sources))))
 
 
-def _source(spec: Specs, old: Plan, recovery: Recovery | None) -> Layouts:
+def _source(tensors: JobTensors, old: JobPlan, recovery: Recovery | None) -> Holdings:
     """What moves: the old plan's layouts, after a fault as far as they are left."""
     if recovery is None:
-        return Layouts(spec, old)
+        return holdings_of(tensors, old)
     if recovery.snapshots:
-        return stood_in(spec, old, recovery)
+        return stood_in(tensors, old, recovery)
     gone = [device for device in old.members if device not in recovery.sources]
-    return Remains(spec, old, gone=gone, stale=recovery.stale)
+    return Remains(holdings_of(tensors, old), gone=gone, stale=recovery.stale)
 
 
 def move(prepared: PreparedPlan, engine: Engine | None, step: int, recipe: Recipe) -> MoveResult:
@@ -269,7 +269,7 @@ def _frozen(recipe: Recipe) -> FrozenValues:
 
 def _migrated(
     prepared: PreparedPlan,
-    old: Layouts,
+    old: Holdings,
     engine: Engine | None,
     transport: Transport,
     accelerator: Accelerator,

@@ -15,12 +15,20 @@ from typing import Literal, NamedTuple
 
 from elasticd_planner.layout.optimizer_sharding import Dealer, Dealt, Part, joined
 from elasticd_planner.spec.box import Box, Holding, TensorLayout
-from elasticd_planner.spec.model import ModelSpec, Parameter, Specs, block_of, member_boxes
+from elasticd_planner.spec.model import Kind, ModelSpec, Parameter, Specs, block_of, member_boxes
 from elasticd_planner.spec.plan import HeldExperts, Plan, Stage
 from elasticd_planner.spec.plan_checks import check_experts
 from elasticd_planner.value import refuse
 
 Role = Literal["value", "state", "buffer"]
+
+#: The roles in which a tensor of each kind is held.
+ROLES: Mapping[Kind, tuple[Role, ...]] = {
+    "trained": ("value", "state"),
+    "frozen": ("value",),
+    "buffer": ("buffer",),
+}
+
 Gradient = Literal["same", "add"]  # of a TP group: see `Parameter.replicas`
 
 
@@ -183,6 +191,16 @@ class Layouts:
         """The boxes that one device holds of an item."""
         return self._dealt_family(item.name).boxes(item.role, device)
 
+    def own(self, item: Item, device: str) -> tuple[Box, ...]:
+        """The boxes of an item that a device has without what others send it at the end of a step: under ZeRO
+        those of a parameter whose state it keeps, and of a buffer those that it computes with."""
+        family = self._dealt_family(item.name)
+        if self.plan.state.zero and item.role == "value" and family.kind == "trained":
+            return family.boxes("state", device)
+        if self.plan.state.zero and item.role == "buffer":
+            return tuple(holding.box for holding in family.parameter if holding.device == device)
+        return family.boxes(item.role, device)
+
     def gradient(self, name: str) -> TensorLayout:
         """Who holds which term of a parameter's gradient after the backward pass.
 
@@ -316,9 +334,7 @@ class _Family:
 
     @property
     def roles(self) -> tuple[Role, ...]:
-        if self.kind == "buffer":
-            return ("buffer",)
-        return ("value", "state") if self.kind == "trained" else ("value",)
+        return ROLES[self.kind]
 
     @cached_property
     def parameter(self) -> _Holders:

@@ -8,30 +8,32 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 
-from elasticd_planner.layout.layouts import Item, Layouts
+from elasticd_planner.layout.holdings import Holdings
+from elasticd_planner.layout.layouts import Item
 from elasticd_planner.spec.box import Box, Holding, TensorLayout
-from elasticd_planner.spec.model import Specs
-from elasticd_planner.spec.plan import Plan
+from elasticd_planner.spec.mesh import JobPlan
 from elasticd_planner.value import refuse
 
 
-class StoodIn(Layouts):
-    """The layouts of `plan` as its members' `shares` lie on the devices of `stands`.
+class StoodIn:
+    """The `layouts` of a plan as its members' `shares` lie on the devices of `stands`.
 
     shares: by member the disjoint boxes that it was dealt of each item; together they are everything. stands:
     by member the device that has its share; one may stand in for several, or for itself. No incarnation
     matters here: what is held was read, not trained. Raises Invalid where a member has no stand-in.
     """
 
+    plan: JobPlan  #: that the snapshots are of, bound to no incarnation
+
     def __init__(
         self,
-        spec: Specs,
-        plan: Plan,
+        layouts: Holdings,
         *,
         shares: Mapping[str, Mapping[Item, Sequence[Box]]],
         stands: Mapping[str, str],
     ) -> None:
-        super().__init__(spec, plan.replace(binding={}))
+        self.plan, self.items, self.trained = layouts.plan.replace(binding={}), layouts.items, layouts.trained
+        plan = self.plan
         missing = [member for member in plan.members if member not in stands or member not in shares]
         if missing:
             refuse(f"plan {plan.number}: nobody stands in for {missing[0]} ({len(missing)} such members)")
@@ -46,7 +48,7 @@ class StoodIn(Layouts):
         self._numbers: dict[Hashable, int] = {}
         self._of: dict[Item, tuple[int, TensorLayout]] = {}
         for item in self.items:
-            whole = super().layout(item)
+            whole = layouts.layout(item)
             key = tuple(holdings.get(item, ())), whole.shape, whole.dtype
             number = self._numbers.setdefault(key, len(self._numbers))
             layout = TensorLayout(name=whole.name, shape=whole.shape, dtype=whole.dtype, holdings=key[0])
@@ -64,3 +66,12 @@ class StoodIn(Layouts):
     def boxes(self, item: Item, device: str) -> tuple[Box, ...]:
         """The boxes of an item that one device has read."""
         return self._held.get(device, {}).get(item, ())
+
+    def own(self, item: Item, device: str) -> tuple[Box, ...]:
+        """The boxes of an item that a device has without what others send it: all that it has read."""
+        return self.boxes(item, device)
+
+    def held(self, device: str) -> dict[Item, tuple[Box, ...]]:
+        """All that one device has read: the boxes of each item, in order."""
+        boxes = {item: self.boxes(item, device) for item in self.items}
+        return {item: held for item, held in boxes.items() if held}

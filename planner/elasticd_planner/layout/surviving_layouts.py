@@ -11,27 +11,44 @@ from collections.abc import Collection, Hashable, Iterator
 
 import msgspec
 
-from elasticd_planner.layout.layouts import Item, Layouts
+from elasticd_planner.layout.holdings import Holdings
+from elasticd_planner.layout.layouts import Item
 from elasticd_planner.spec.box import Box, Holding, TensorLayout, subtract
-from elasticd_planner.spec.model import Specs
-from elasticd_planner.spec.plan import Plan
+from elasticd_planner.spec.mesh import JobPlan
 
 
-class Remains(Layouts):
-    """The layouts of `plan` without `gone`, and without what `stale` devices get from others."""
+class Remains:
+    """The holdings `layouts` without `gone`, and without what `stale` devices get from others."""
 
-    def __init__(self, spec: Specs, plan: Plan, *, gone: Collection[str], stale: Collection[str] = ()) -> None:
-        super().__init__(spec, plan)
-        self._gone = frozenset(gone)
-        self._stale = frozenset(stale) if plan.state.zero else frozenset()
-        self._trained = frozenset(self.trained)
+    def __init__(self, layouts: Holdings, *, gone: Collection[str], stale: Collection[str] = ()) -> None:
+        self._whole = layouts
+        self._gone, self._stale = frozenset(gone), frozenset(stale)
         self._left: dict[tuple[Hashable, str], TensorLayout] = {}
 
+    @property
+    def plan(self) -> JobPlan:
+        """The plan before the fault."""
+        return self._whole.plan
+
+    @property
+    def items(self) -> tuple[Item, ...]:
+        """All that was held, in the model's order."""
+        return self._whole.items
+
+    @property
+    def trained(self) -> tuple[str, ...]:
+        """Full names of the parameters that have a gradient."""
+        return self._whole.trained
+
+    def family(self, item: Item) -> Hashable:
+        """Items with equal keys have equal holdings, shapes and dtypes still."""
+        return self._whole.family(item)
+
     def layout(self, item: Item) -> TensorLayout:
-        """Who holds which box of an item still."""
+        """The holdings of an item that are left."""
         key = self.family(item), item.name
         if key not in self._left:
-            whole = super().layout(item)
+            whole = self._whole.layout(item)
             holdings = tuple(self._kept(item, whole.holdings))
             self._left[key] = msgspec.structs.replace(whole, holdings=holdings)
         return self._left[key]
@@ -40,11 +57,16 @@ class Remains(Layouts):
         """The boxes of an item that one device holds still."""
         if device in self._gone:
             return ()
-        if device in self._stale and self._cut(item):
-            return super().boxes(Item(item.name, "state"), device)
-        if device in self._stale and item.role == "buffer":
-            return tuple(held.box for held in self.parameter(item.name).holdings if held.device == device)
-        return super().boxes(item, device)
+        return self.own(item, device) if device in self._stale else self._whole.boxes(item, device)
+
+    def own(self, item: Item, device: str) -> tuple[Box, ...]:
+        """The boxes of an item that a device has without what others send it at the end of a step."""
+        return () if device in self._gone else self._whole.own(item, device)
+
+    def held(self, device: str) -> dict[Item, tuple[Box, ...]]:
+        """All that one device holds still: the boxes of each item, in order."""
+        boxes = {item: self.boxes(item, device) for item in self.items}
+        return {item: held for item, held in boxes.items() if held}
 
     def lost(self) -> Iterator[tuple[Item, tuple[Box, ...]]]:
         """Of each item the boxes that nobody holds any more."""
@@ -58,15 +80,15 @@ class Remains(Layouts):
             if known[key]:
                 yield item, known[key]
 
-    def _cut(self, item: Item) -> bool:
-        return item.role == "value" and item.name in self._trained
-
     def _kept(self, item: Item, holdings: Collection[Holding]) -> Iterator[Holding]:
+        stale = dict[str, bool]()
         for holding in holdings:
-            if holding.device in self._gone or (holding.device in self._stale and self._cut(item)):
+            device = holding.device
+            if device in self._gone:
                 continue
-            if holding.device not in self._stale or item.role != "buffer" or self.boxes(item, holding.device):
+            if device in self._stale and device not in stale:
+                stale[device] = set(self.own(item, device)) != set(self._whole.boxes(item, device))
+            if not stale.get(device):
                 yield holding
-        if self._cut(item):
-            for device in sorted(self._stale - self._gone):
-                yield from (Holding(device=device, box=box) for box in self.boxes(item, device))
+        for device in sorted(device for device, lacks in stale.items() if lacks):
+            yield from (Holding(device=device, box=box) for box in self.own(item, device))

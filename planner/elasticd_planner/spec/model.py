@@ -14,6 +14,9 @@ from elasticd_planner.spec.box import Box
 from elasticd_planner.spec.plan import Stage
 from elasticd_planner.value import Value, refuse
 
+#: Of a tensor of a model: see `Parameter`.
+Kind = Literal["trained", "frozen", "buffer"]
+
 
 class Units(Value, frozen=True, kw_only=True):
     """A kind of unit that a dimension is cut in: query heads, kv-heads, ffn columns, vocabulary rows.
@@ -50,7 +53,7 @@ class Parameter(Value, frozen=True, kw_only=True, omit_defaults=True):
     dtype: str
     cut: Cut | None = None
     replicas: Literal["same", "add"] = "same"
-    kind: Literal["trained", "frozen", "buffer"] = "trained"
+    kind: Kind = "trained"
     fused: int | None = None
     experts: bool = False
 

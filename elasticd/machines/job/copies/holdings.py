@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from elasticd_migration.reshard import span
+from elasticd_planner.layout.holdings import JobTensors, holdings_of
 from elasticd_planner.layout.surviving_layouts import Remains
-from elasticd_planner.spec.model import Specs
-from elasticd_planner.spec.plan import Plan
+from elasticd_planner.spec.mesh import JobPlan
 
 
-def lost_boxes(spec: Specs, plan: Plan, live: Collection[str], stale: Collection[str] = ()) -> str:
+def lost_boxes(tensors: JobTensors, plan: JobPlan, live: Collection[str], stale: Collection[str] = ()) -> str:
     """Which part of the state none of the devices `live` holds under `plan`, in words; nothing if none."""
     gone = set(plan.members) - set(live)
     if not gone and not stale:
         return ""
     lost = [
         f"{item} {span(box)}"
-        for item, boxes in Remains(spec, plan, gone=gone, stale=stale).lost()
+        for item, boxes in Remains(holdings_of(tensors, plan), gone=gone, stale=stale).lost()
         for box in boxes
     ]
     more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""

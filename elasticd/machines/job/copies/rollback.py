@@ -8,7 +8,7 @@ some to come: torchrun starts them again, or somebody starts the job's command a
 from __future__ import annotations
 
 from elasticd_planner.layout.optimizer_sharding import with_carriers
-from elasticd_planner.spec.plan import Plan
+from elasticd_planner.spec.mesh import JobPlan
 from elasticd_planner.value import Value
 
 from elasticd.machines.job.copies.snapshots import plan_of, words
@@ -27,7 +27,7 @@ MOST_TRIES = 3
 class Source(Value, frozen=True, kw_only=True):
     """What a recovery reads its state from, as the proposal carries it."""
 
-    plan: Plan | None  # that copies or snapshots are of; None: checkpoints
+    plan: JobPlan | None  # that copies or snapshots are of; None: checkpoints
     recovery: Recovery  # who has what
     checkpoints: tuple[str, ...] = ()  # names, newest first
     words: str = ""  # where the state comes from, if not from copies that live
@@ -91,7 +91,7 @@ class _Option(Value, frozen=True, kw_only=True):
 
     moment: Moment  # the point in the job's history
     words: str  # where it is, for people
-    old: Plan | None = None  # plan that snapshots are of, None for checkpoints
+    old: JobPlan | None = None  # plan that snapshots are of, None for checkpoints
     lacking: tuple[str, ...] = ()  # nodes that cannot be reached now, and alone hold some of it
 
 
@@ -147,7 +147,7 @@ def _coming(turn: Turn) -> str:
     return ""
 
 
-def _source(turn: Turn, option: _Option, plan: Plan) -> Source | str:
+def _source(turn: Turn, option: _Option, plan: JobPlan) -> Source | str:
     """What a proposal of `plan` says of it, or what is lacking."""
     job = turn.job
     assert job.fence is not None

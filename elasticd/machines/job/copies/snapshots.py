@@ -4,7 +4,7 @@ more."""
 from __future__ import annotations
 
 import msgspec
-from elasticd_planner.spec.plan import Plan
+from elasticd_planner.spec.mesh import JobPlan
 
 from elasticd.machines.job.state.snapshot_sets import Moment
 from elasticd.machines.job.state.transaction import Turn
@@ -36,7 +36,7 @@ def keeps(turn: Turn, node: str, body: SnapshotInventory) -> None:
         turn.order(node, _complete(turn, before))  # it missed the word, or a leader before this one gave it
 
 
-def _whole(turn: Turn, moment: Moment, plan: Plan) -> None:
+def _whole(turn: Turn, moment: Moment, plan: JobPlan) -> None:
     snapshots = turn.job.snapshots
     turn.set(snapshots=msgspec.structs.replace(snapshots, whole=moment))
     for node in sorted(snapshots.kept):
@@ -53,7 +53,7 @@ def _complete(turn: Turn, moment: Moment) -> SnapshotSetComplete:
     return SnapshotSetComplete(job=turn.job.job, plan=moment.plan, step=moment.step)
 
 
-def plan_of(turn: Turn, number: int) -> Plan | None:
+def plan_of(turn: Turn, number: int) -> JobPlan | None:
     """The plan of this number, if this leader knows it: from the store, or with a snapshot."""
     known = next((plan for plan in turn.job.candidates if plan.number == number), None)
     return known or turn.job.snapshots.plans.get(number)
@@ -63,7 +63,7 @@ def _takers(turn: Turn) -> set[str]:
     return {name for name, node in turn.nodes.items() if node.record.snapshots}
 
 
-def secured(turn: Turn, plan: Plan) -> Moment | None:
+def secured(turn: Turn, plan: JobPlan) -> Moment | None:
     """The newest moment of `plan` whose snapshots can be read now, each on some node, if there is one."""
     for moment in turn.job.snapshots.moments():
         if moment.plan == plan.number:

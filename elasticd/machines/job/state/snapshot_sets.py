@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import msgspec
 from elasticd_planner.spec.cluster import node_of
-from elasticd_planner.spec.plan import Plan
+from elasticd_planner.spec.mesh import JobPlan
 from elasticd_planner.value import Value
 
 from elasticd.wire.snapshots import Held
@@ -32,7 +32,7 @@ class SnapshotSets(Value, frozen=True, kw_only=True):
 
     kept: dict[str, dict[Moment, tuple[Held, ...]]] = msgspec.field(default_factory=dict)  # by node and moment
     #: by number, as first ranks gave them with their snapshots
-    plans: dict[int, Plan] = msgspec.field(default_factory=dict)
+    plans: dict[int, JobPlan] = msgspec.field(default_factory=dict)
     #: updates at which each plan was recorded, by its number
     begun: dict[int, int] = msgspec.field(default_factory=dict)
     whole: Moment | None = None  # newest complete set that no single node's end can take away
@@ -40,7 +40,7 @@ class SnapshotSets(Value, frozen=True, kw_only=True):
     #: recoveries that failed, by the name of what they read
     failed: dict[str, int] = msgspec.field(default_factory=dict)
 
-    def replaced(self, node: str, held: Iterable[Held], plans: Iterable[Plan]) -> SnapshotSets:
+    def replaced(self, node: str, held: Iterable[Held], plans: Iterable[JobPlan]) -> SnapshotSets:
         """With all that this node's agent says that it holds, in place of what it said before. History that a
         later plan did not go on from is left out."""
         sets: dict[Moment, tuple[Held, ...]] = {}
@@ -87,7 +87,9 @@ class SnapshotSets(Value, frozen=True, kw_only=True):
         """The nodes that hold a snapshot of this moment."""
         return sorted(node for node, sets in self.kept.items() if moment in sets)
 
-    def copies(self, moment: Moment, plan: Plan, nodes: Collection[str] | None = None) -> dict[str, list[str]]:
+    def copies(
+        self, moment: Moment, plan: JobPlan, nodes: Collection[str] | None = None
+    ) -> dict[str, list[str]]:
         """Who holds the share of which member, of these nodes (None: of all). A member whose share nobody holds
         is not in it; one of another incarnation is no member."""
         found: dict[str, list[str]] = {}
@@ -98,7 +100,7 @@ class SnapshotSets(Value, frozen=True, kw_only=True):
                         found.setdefault(held.device, []).append(node)
         return found
 
-    def is_whole(self, moment: Moment, plan: Plan, peers: Collection[str]) -> bool:
+    def is_whole(self, moment: Moment, plan: JobPlan, peers: Collection[str]) -> bool:
         """Whether the share of each member is held on two nodes; on one where the plan has no other node that
         takes snapshots. peers: the nodes that do."""
         homes = {device: node_of(device) for device in plan.members}
@@ -114,7 +116,7 @@ class SnapshotSets(Value, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, failed={**self.failed, what: self.failed.get(what, 0) + 1})
 
 
-def stand_ins(plan: Plan, copies: dict[str, list[str]], members: Iterable[str]) -> dict[str, str] | None:
+def stand_ins(plan: JobPlan, copies: dict[str, list[str]], members: Iterable[str]) -> dict[str, str] | None:
     """Who of `members` reads the share of which member of `plan` from its own node's agent: evenly, and each
     its own where it can. None where some share is on no node that has one of them.
 
