@@ -34,7 +34,7 @@ from elasticd.coordinator.auth import USER_HEADER
 from elasticd.coordinator.events.event_log import EventRecord
 from elasticd.coordinator.live_types import AnyNews
 from elasticd.local_cluster import settings as settings_of
-from elasticd.records import HistoryRecord, JobSpec, Keys
+from elasticd.records import AnyHistoryRecord, JobSpec, Keys
 from elasticd.store.configured import etcd_options
 from elasticd.store.etcd import EtcdStore
 from elasticd.store.leader import read_leader
@@ -109,7 +109,7 @@ class Api:
         """Steps above `after`, oldest first."""
         return self._read(f"/v1/jobs/{_quoted(job)}/steps?after={after}", Steps)
 
-    def history(self, job: str, after: int = -1) -> tuple[HistoryRecord, ...]:
+    def history(self, job: str, after: int = -1) -> tuple[AnyHistoryRecord, ...]:
         """Every plan of the job above this number with the problem it answers, oldest first."""
         return self._read(f"/v1/jobs/{_quoted(job)}/history?after={after}", History).history
 

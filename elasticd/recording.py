@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import msgspec
 from elasticd_planner.detection.device_rates import as_mapping
+from elasticd_planner.problem import Answer, Problem
 from elasticd_planner.value import Invalid, StoredValue
 
 from elasticd.codec.decoding import decoded, decoded_as, stored_refusal, tag_of
@@ -60,6 +61,8 @@ EVENTS: dict[str, type] = {
 }
 #: Events of older releases that the machine does not have any more: reading a recording leaves them out.
 GONE = frozenset({"samples-reread"})
+T = TypeVar("T")
+
 _KINDS = {event: kind for kind, event in EVENTS.items()}
 
 
@@ -80,7 +83,7 @@ class Line(StoredValue, frozen=True, kw_only=True, tag="recording-line"):
     def state(self) -> CoordinatorState:
         """The leader's state in a `began` line. Raises `msgspec.DecodeError` where the body is no state."""
         # Not strict: what JSON has no number for is text.
-        return decoded_as(CoordinatorState, bytes(self.body), strict=False)
+        return _decoded(CoordinatorState, bytes(self.body), strict=False)
 
     def event(self) -> Event:
         """The event in a `heard` line. Raises `msgspec.DecodeError` for a kind or a body that this release does
@@ -88,12 +91,33 @@ class Line(StoredValue, frozen=True, kw_only=True, tag="recording-line"):
         kind = EVENTS.get(self.kind)
         if kind is None:
             raise msgspec.ValidationError(f"there is no event {self.kind!r}")
-        event: Event = decoded_as(kind, bytes(self.body))
+        event: Event = _decoded(kind, bytes(self.body))
         return event
 
     def note(self) -> CoordinatorNote:
         """The note in a `told` line. Raises `msgspec.DecodeError` where the body is no note."""
         return decoded_as(CoordinatorNote, bytes(self.body))
+
+
+def _decoded(kind: type[T], body: bytes, *, strict: bool = True) -> T:
+    """The value of a line. Release 0.1 wrote no tags of problems and answers, which were all of pipelines."""
+    try:
+        return decoded_as(kind, body, strict=strict)
+    except msgspec.ValidationError as error:
+        if "required field `type`" not in str(error):
+            raise
+    return decoded_as(kind, msgspec.json.encode(_tagged(msgspec.json.decode(body))), strict=strict)
+
+
+def _tagged(value: Any, name: str = "") -> Any:
+    """JSON with the tags of problems and answers."""
+    if isinstance(value, list):
+        return [_tagged(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    tags = {"problem": tag_of(Problem), "answer": tag_of(Answer)}
+    tag = {"type": tags[name]} if name in tags else {}
+    return {**tag, **{key: _tagged(each, key) for key, each in value.items()}}
 
 
 def began(state: CoordinatorState, at: float, time: float) -> bytes:

@@ -6,21 +6,22 @@ a comparison with its leader key. `epoch` is that key's create revision: orders 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Literal, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, TypeVar
 
 import msgspec
 from elasticd_planner.cost.model_profile import ModelProfile, Numbers
-from elasticd_planner.problem import ModuleProblem, Problem
+from elasticd_planner.problem import MeshProblem, ModuleProblem, Problem
 from elasticd_planner.profiling.samples import ModelBytes
 from elasticd_planner.spec.cluster import Device
+from elasticd_planner.spec.mesh import JobPlan, MeshModel, MeshPlan
 from elasticd_planner.spec.model import ModelSpec, Specs
 from elasticd_planner.spec.packed_sequences import PackedSequences
 from elasticd_planner.spec.plan import Plan, StatePolicy
 from elasticd_planner.spec.sequence_lengths import Lengths
 from elasticd_planner.value import StoredValue, Value, refuse
 
-from elasticd.codec.decoding import decode_stored, decoded, decoded_as, shown, skip, version_refusal
+from elasticd.codec.decoding import decode_stored, decoded, decoded_as, shown, skip, tag_of, version_refusal
 from elasticd.codec.message import PEERS_VERSION
 from elasticd.codec.record_parts import whole
 from elasticd.version import __version__
@@ -40,6 +41,7 @@ LASTING: tuple[Literal["plan", "fence"], ...] = ("plan", "fence")
 #: Digits of a number in a key, at most: those of 64 bits.
 MOST_DIGITS = 18
 T = TypeVar("T", bound=msgspec.Struct)
+S = TypeVar("S")
 
 # fmt: off
 #: How a key below a job's begins; all of them begin with the empty one.
@@ -268,6 +270,34 @@ class JobSpec(StoredValue, frozen=True, kw_only=True, tag="job-spec"):
         return {module.name: module.model for module in self.modules} if self.modules else self.model
 
 
+class MeshJobSpec(StoredValue, frozen=True, kw_only=True, tag="mesh-job-spec"):
+    """What a job trains whose loop is the user's own, on a device mesh; the same from every worker."""
+
+    job: str  # the job's name
+    model: MeshModel  # the tensors, and the meshes that it may have
+    global_batch: int  # samples of a step, over all lanes
+    samples: int  # samples of the dataset
+    seed: int  # of the order of samples
+    #: digest of the model's first values (empty: not known); matters until a step was trained
+    first: str = ""
+    keep_plan: bool = False  # whether a plan stays while its devices do
+    peers: int = PEERS_VERSION  # version of what its ranks exchange with each other
+    version: int = RECORD_VERSION
+
+    def __post_init__(self) -> None:
+        if self.global_batch < 1:
+            refuse(f"batch {self.global_batch}: a step needs a sample at least")
+
+    @property
+    def specs(self) -> MeshModel:
+        """The tensors of the model."""
+        return self.model
+
+
+#: What a job trains: a model that elasticd cuts, or a loop of the user's own on a mesh.
+AnyJobSpec = JobSpec | MeshJobSpec
+
+
 class Vote(Value, frozen=True, kw_only=True):
     """The outcome of a step's vote. Every rank that kept the step's reduced gradients can make the update from
     it."""
@@ -336,8 +366,8 @@ class Proposal(StoredValue, frozen=True, kw_only=True, tag="proposal"):
 
     number: int  # above every number used before
     epoch: int  # of the leader that wrote it
-    plan: Plan  # the plan, bound to the incarnations of its members
-    old: Plan | None  # the plan that state comes from; None: state comes from `checkpoints`, or is made anew
+    plan: JobPlan  # the plan, bound to the incarnations of its members
+    old: JobPlan | None  # the plan that state comes from; None: state comes from `checkpoints`, or is made anew
     recovery: Recovery | None = None  # what it goes on from after a fence
     status: Literal["open", "aborted"] = "open"  # "aborted": its members keep the plan before
     reason: str = ""  # why it was aborted
@@ -385,7 +415,7 @@ class StoredProposal(Value, frozen=True, kw_only=True):
 class PlanRecord(StoredValue, frozen=True, kw_only=True, tag="running-plan"):
     """The plan that the job runs, recorded from the first report of a swap."""
 
-    plan: Plan  # the plan
+    plan: JobPlan  # the plan
     epoch: int  # of the leader that wrote it
     step: int  # updates before the first step under it
     version: int = RECORD_VERSION
@@ -399,6 +429,20 @@ class HistoryRecord(StoredValue, frozen=True, kw_only=True, tag="plan-history"):
     problem: Problem  # what the planner was given
     reason: str  # why it was proposed, for people
     version: int = RECORD_VERSION
+
+
+class MeshHistoryRecord(StoredValue, frozen=True, kw_only=True, tag="mesh-plan-history"):
+    """Why the plan of a mesh was made, and from what: see `HistoryRecord`."""
+
+    number: int  # of the plan
+    plan: MeshPlan  # the plan
+    problem: MeshProblem  # what the planner was given
+    reason: str  # why it was proposed, for people
+    version: int = RECORD_VERSION
+
+
+#: Why a plan of either kind was made.
+AnyHistoryRecord = HistoryRecord | MeshHistoryRecord
 
 
 class ProfileRecord(StoredValue, frozen=True, kw_only=True, tag="job-profile"):
@@ -515,6 +559,12 @@ def schema_refusal(data: bytes) -> str:
         return str(error)
 
 
+class _Tag(msgspec.Struct):
+    """What is read of a record before the rest."""
+
+    type: Any = ""
+
+
 def encode(record: msgspec.Struct) -> bytes:
     """A record as it is stored."""
     return msgspec.json.encode(record)
@@ -530,6 +580,24 @@ def decode(data: bytes, kind: type[T], parts: Mapping[str, bytes] = NO_PARTS) ->
     return decode_stored(whole(data, parts), kind)
 
 
+def decode_spec(data: bytes, parts: Mapping[str, bytes] = NO_PARTS) -> AnyJobSpec:
+    """The spec of a job of either kind. Raises `msgspec.DecodeError` as `decode` does."""
+    data = whole(data, parts)
+    return decode_stored(data, MeshJobSpec) if _has_tag(data, MeshJobSpec) else decode_stored(data, JobSpec)
+
+
+def decode_history(data: bytes, parts: Mapping[str, bytes] = NO_PARTS) -> AnyHistoryRecord:
+    """Why a plan of either kind was made. Raises `msgspec.DecodeError` as `decode` does."""
+    data = whole(data, parts)
+    if _has_tag(data, MeshHistoryRecord):
+        return decode_stored(data, MeshHistoryRecord)
+    return decode_stored(data, HistoryRecord)
+
+
+def _has_tag(data: bytes, kind: type[msgspec.Struct]) -> bool:
+    return bool(decoded_as(_Tag, data).type == tag_of(kind))
+
+
 def decode_proposal(data: bytes, parts: Mapping[str, bytes] = NO_PARTS) -> StoredProposal:
     """A job's proposal, of which the head alone is decoded. Raises `msgspec.DecodeError` as `decode` does; also
     for bytes that are no JSON, so that the rest can be passed on."""
@@ -541,7 +609,21 @@ def decode_proposal(data: bytes, parts: Mapping[str, bytes] = NO_PARTS) -> Store
 
 def decode_at(key: str, data: bytes, kind: type[T], parts: Mapping[str, bytes] = NO_PARTS) -> T:
     """The record at a key of the store. Raises `msgspec.DecodeError` that names the key too."""
-    try:
+
+    def reader(data: bytes, parts: Mapping[str, bytes]) -> T:
         return decode(data, kind, parts)
+
+    return read_at(key, data, reader, parts)
+
+
+def read_at(
+    key: str,
+    data: bytes,
+    reader: Callable[[bytes, Mapping[str, bytes]], S],
+    parts: Mapping[str, bytes] = NO_PARTS,
+) -> S:
+    """The record at a key of the store, by its own reader. Raises as `decode_at`."""
+    try:
+        return reader(data, parts)
     except msgspec.DecodeError as error:
         raise msgspec.DecodeError(f"the record {shown(key)!r}: {error}") from None

@@ -16,7 +16,7 @@ from elasticd.cli.options import asking, json_option, plain_table, write_json
 from elasticd.client import Api
 from elasticd.coordinator.events.event_log import EventRecord
 from elasticd.dashboard.why import prediction_of
-from elasticd.records import HistoryRecord
+from elasticd.records import AnyHistoryRecord
 
 
 @click.command()
@@ -39,14 +39,14 @@ def history(api: Api, as_json: bool, last: int, job: str | None) -> None:
     command_console().print(listed(found, told))
 
 
-def told_of(record: HistoryRecord, told: Sequence[EventRecord]) -> dict[str, Any]:
+def told_of(record: AnyHistoryRecord, told: Sequence[EventRecord]) -> dict[str, Any]:
     """A plan for programs."""
     predicted = prediction_of(record, told)
     about = {"predicted_seconds": predicted.seconds, "guessed": predicted.guessed}
     return {**msgspec.to_builtins(record), **about}
 
 
-def listed(records: Sequence[HistoryRecord], told: Sequence[EventRecord] = ()) -> Table:
+def listed(records: Sequence[AnyHistoryRecord], told: Sequence[EventRecord] = ()) -> Table:
     """One line for each plan; `told` are the events of its job, by which a step may be predicted anew."""
     table = plain_table(">plan", ">step, predicted", ">devices", ">idle", "why")
     for record in records:

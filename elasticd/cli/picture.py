@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 
+from elasticd_planner.spec.mesh import JobPlan, MeshPlan
 from elasticd_planner.spec.plan import Plan, Stage
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -29,11 +30,32 @@ StageTimes = Sequence[Sequence[float]]
 Loads = Sequence[Sequence[float | None]]
 
 
-def picture(plan: Plan, rates: Mapping[str, float], times: StageTimes | None = None) -> RenderableType:
-    """The plan's pipelines and what stands idle; of several modules those of each, and where each device is.
+def picture(plan: JobPlan, rates: Mapping[str, float], times: StageTimes | None = None) -> RenderableType:
+    """The plan's pipelines and what stands idle; of several modules those of each, and where each device is;
+    of a plan of a mesh the lanes and their samples.
     With `times`, each stage of a plan of one module shows how busy it is of the time that the busiest one takes
     for its micro-batches."""
+    if isinstance(plan, MeshPlan):
+        return _mesh_picture(plan, rates)
     return module_picture(plan, rates) if len(plan.modules) > 1 else _picture(plan, rates, _loads(plan, times))
+
+
+def _mesh_picture(plan: MeshPlan, rates: Mapping[str, float]) -> RenderableType:
+    """A line for each lane: its place on the mesh, its devices, and its samples of a step."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for heading in ("lane", plan.mesh_text, "devices"):
+        table.add_column(heading)
+    table.add_column("samples a step", justify="right")
+    for lane, (devices, samples) in enumerate(zip(plan.lanes, plan.samples, strict=True)):
+        if lane < SHOWN:
+            place = ", ".join(map(str, plan.coordinates[devices[0]]))
+            table.add_row(str(lane), place, named(devices, rates), str(samples))
+    parts: list[RenderableType] = [table]
+    if len(plan.lanes) > SHOWN:
+        parts.append(Text(f"and {len(plan.lanes) - SHOWN} more lanes"))
+    if plan.idle:
+        parts.append(Text.assemble(("idle ", "dim"), named(plan.idle, rates)))
+    return Group(*parts)
 
 
 def _picture(plan: Plan, rates: Mapping[str, float], loads: Loads) -> RenderableType:

@@ -129,10 +129,11 @@ class RecordedRun:
 
     def _expected(self, job: JobState, step: StepRecord) -> tuple[float | None, float | None]:
         """Seconds of a step: as predicted, and those that no plan can go below."""
-        if job.plan is None or job.number != step.plan:
+        plan = job.pipeline_plan
+        if plan is None or job.number != step.plan:
             return None, None
         news = self._of_devices(job)
-        bound = balanced_seconds(job.plan, table_of(news), self._rates) if news is not None else None
+        bound = balanced_seconds(plan, table_of(news), self._rates) if news is not None else None
         predicted = None if job.prediction_guessed else job.predicted_seconds
         return predicted, lowest_seconds(bound, step.seconds, predicted)
 

@@ -9,6 +9,7 @@ import click
 import msgspec
 from elasticd_planner.detection.slowness_history import SlownessKind
 from elasticd_planner.readable import counted, readable, readable_seconds
+from elasticd_planner.spec.mesh import MeshPlan
 from elasticd_planner.value import Value
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -370,11 +371,11 @@ def _job(
         expected = predicted(job)
         proposed = f", plan {job.proposal} is proposed" if job.proposal is not None else ""
         yield Text(f"  plan {job.plan.number}{expected}{proposed}")
-        loss_view = job.plan.loss_view
-        lanes = len(loss_view.by_lane)
-        if everything or lanes <= MOST_PIPELINES:
+        if isinstance(job.plan, MeshPlan) or everything or len(job.plan.loss_view.by_lane) <= MOST_PIPELINES:
             yield picture(job.plan, rates)
         else:
+            loss_view = job.plan.loss_view
+            lanes = len(loss_view.by_lane)
             stages = {len(lane.stages) for lane in loss_view.by_lane}
             depth = f"{min(stages)}" if len(stages) == 1 else f"{min(stages)} to {max(stages)}"
             text = f"  {lanes:,} pipelines of {depth} stages on {len(job.plan.members):,} devices"

@@ -32,7 +32,7 @@ from elasticd.dashboard.why import (
     seconds_under,
     use,
 )
-from elasticd.records import HistoryRecord
+from elasticd.records import AnyHistoryRecord
 
 
 @click.command()
@@ -110,8 +110,8 @@ def _user_of(device: str | None, status: ClusterStatus) -> str | None:
 
 
 def _meant(
-    status: ClusterStatus, records: Sequence[HistoryRecord], job: str, what: str | None
-) -> HistoryRecord:
+    status: ClusterStatus, records: Sequence[AnyHistoryRecord], job: str, what: str | None
+) -> AnyHistoryRecord:
     """The plan of this number, or the one in force. Raises `CannotReach` where there is none."""
     found = status.job(job)
     number = int(what) if what is not None else found.plan.number if found and found.plan else None
@@ -139,10 +139,10 @@ def failure(text: str) -> Iterator[Text]:
 
 
 def plan_told(
-    record: HistoryRecord,
+    record: AnyHistoryRecord,
     told: Sequence[EventRecord],
     steps: Sequence[StepRecord],
-    before: HistoryRecord | None = None,
+    before: AnyHistoryRecord | None = None,
 ) -> dict[str, object]:
     """What `plan` shows, for programs."""
     seconds = seconds_under(record.plan, steps)
@@ -158,10 +158,10 @@ def plan_told(
 
 
 def plan(
-    record: HistoryRecord,
+    record: AnyHistoryRecord,
     told: Sequence[EventRecord],
     steps: Sequence[StepRecord],
-    before: HistoryRecord | None = None,
+    before: AnyHistoryRecord | None = None,
 ) -> Iterator[RenderableType]:
     """The cause of a plan, the plan, and how it did; `before`: the plan before it."""
     (about, text), *measured = decided(record, before)
@@ -186,7 +186,7 @@ def _shown(events: Sequence[EventRecord]) -> Iterator[RenderableType]:
 
 
 def device_told(
-    name: str, job: str, status: ClusterStatus, told: Sequence[EventRecord], records: Sequence[HistoryRecord]
+    name: str, job: str, status: ClusterStatus, told: Sequence[EventRecord], records: Sequence[AnyHistoryRecord]
 ) -> dict[str, object]:
     """What `device` shows, for programs. Raises `CannotReach` for no device."""
     node, found = _known(name, status)
@@ -237,7 +237,7 @@ def _events_about(name: str, told: Sequence[EventRecord]) -> list[EventRecord]:
 
 
 def device(
-    name: str, job: str, status: ClusterStatus, told: Sequence[EventRecord], records: Sequence[HistoryRecord]
+    name: str, job: str, status: ClusterStatus, told: Sequence[EventRecord], records: Sequence[AnyHistoryRecord]
 ) -> Iterator[RenderableType]:
     """How fast a device is, what plans did with it, and what was told of it."""
     node, found = _known(name, status)

@@ -12,12 +12,12 @@ from typing import Literal
 import msgspec
 from elasticd_planner.detection.slowness_history import Slowness
 from elasticd_planner.spec.batch import BatchSummary
-from elasticd_planner.spec.plan import Plan
+from elasticd_planner.spec.mesh import JobPlan
 from elasticd_planner.value import Value
 
 from elasticd.coordinator.events.event_log import EventRecord, Pacing
 from elasticd.coordinator.events.switch_gain import StepRecord
-from elasticd.records import ConfigRecord, HistoryRecord
+from elasticd.records import AnyHistoryRecord, ConfigRecord
 from elasticd.wire.node_health import Health
 from elasticd.wire.worker import WorkerDevice
 
@@ -121,7 +121,7 @@ class JobStatus(Value, frozen=True, kw_only=True):
     reason: str  # why it waits or has ended
     #: it has ended since its workers were told to go, by a user or by signals: nothing has failed
     orderly: bool = False
-    plan: Plan | None  # in force
+    plan: JobPlan | None  # in force
     proposal: int | None  # number of the open one
     step: int  # newest that was reported
     loss: float | None  # of the newest step, mean per token
@@ -263,7 +263,7 @@ class Steps(Value, frozen=True, kw_only=True):
 class History(Value, frozen=True, kw_only=True):
     """Every plan of a job."""
 
-    history: tuple[HistoryRecord, ...]  # oldest first
+    history: tuple[AnyHistoryRecord, ...]  # oldest first
 
 
 class OutputText(Value, frozen=True, kw_only=True):

@@ -48,7 +48,7 @@ from elasticd.coordinator.store_writer import (
 )
 from elasticd.machines.coordinator.machine import takeover
 from elasticd.machines.job.state.job_state import JobSettings
-from elasticd.records import LASTING, HistoryRecord, Keys, decode_at, numbered
+from elasticd.records import LASTING, AnyHistoryRecord, Keys, decode_history, numbered, read_at
 from elasticd.store.leader import Leader, LeadershipLost
 from elasticd.store.lease import LeaseKeeper
 from elasticd.store.protocol import Store, StoreError, StoreRefused, StoreReplaced
@@ -384,16 +384,16 @@ class Coordinator:
             self.leading.unwritten_seconds,
         )
 
-    async def history(self, job: str, after: int) -> list[HistoryRecord]:
+    async def history(self, job: str, after: int) -> list[AnyHistoryRecord]:
         """From the store, in the viewers' thread: it may be much, and no write and no plan waits for it."""
         return await self.viewers.beside(self._histories, job, after)
 
-    def _histories(self, job: str, after: int) -> list[HistoryRecord]:
+    def _histories(self, job: str, after: int) -> list[AnyHistoryRecord]:
         items = self._store.snapshot(self.keys.job(job, "")).items
         shelf = Shelf(self.keys.jobs, ((item.key, item.value) for item in items))
         folder = self.keys.job(job, "history/")
         return [
-            decode_at(item.key, item.value, HistoryRecord, shelf.of(item.key))
+            read_at(item.key, item.value, decode_history, shelf.of(item.key))
             for item in items
             if item.key.startswith(folder)
             and (number := numbered(item.key.removeprefix(folder))) is not None

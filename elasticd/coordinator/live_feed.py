@@ -29,6 +29,7 @@ import msgspec
 import numpy as np
 from elasticd_planner.detection.device_rates import COUNT, RESIDUALS, UP, Devices
 from elasticd_planner.spec.measurement import Measurement
+from elasticd_planner.spec.mesh import JobPlan
 from elasticd_planner.spec.plan import Plan
 
 from elasticd.coordinator import live_types as live
@@ -607,7 +608,7 @@ def _due(job: JobState, at: float) -> bool:
 
 
 def measurements(
-    job: JobState, plan: Plan, found: Mapping[str, Measurement], next_id: Callable[[], str]
+    job: JobState, plan: JobPlan, found: Mapping[str, Measurement], next_id: Callable[[], str]
 ) -> live.MeasuredNews | None:
     """What members measured, in columns."""
     number = plan.number
@@ -620,11 +621,15 @@ def measurements(
     width = len(live.MEASURED)
     columns = [np.frombuffer(table, "<f4").reshape(-1, width), _judged(job, plan.members)]
     names: tuple[str, ...] = live.COLUMNS
-    for module in plan.modules:
+    for module in plan.modules if isinstance(plan, Plan) else ():
         if module.items:
             columns.append(_of_items(module.module, taken))
             names = (*names, *(f"{module.module}/{name}" for name in live.OF_ITEMS))
-    readers = [found.get(device) for device in {lane.stages[0].devices[0] for lane in plan.loss_view.by_lane}]
+    if isinstance(plan, Plan):
+        first = {lane.stages[0].devices[0] for lane in plan.loss_view.by_lane}
+    else:
+        first = {lane[0] for lane in plan.lanes}
+    readers = [found.get(device) for device in first]
     told = [each for each in readers if each is not None and (each.plan, each.step) == (number, step)]
     if len(told) < len(readers):  # of a part of the step's sequences nothing is said
         told = []

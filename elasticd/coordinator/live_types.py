@@ -14,7 +14,7 @@ from __future__ import annotations
 import msgspec
 from elasticd_planner.detection.settings import DetectSettings
 from elasticd_planner.detection.slowness_history import Slowness
-from elasticd_planner.spec.plan import Plan
+from elasticd_planner.spec.mesh import JobPlan
 from elasticd_planner.value import Value
 
 from elasticd.coordinator.api_types import (
@@ -148,7 +148,7 @@ class PlanNews(News, frozen=True, kw_only=True, tag="plan"):
     """The plan of a job that is in force, or the one that is proposed."""
 
     job: str
-    plan: Plan
+    plan: JobPlan
     proposed: bool
 
 

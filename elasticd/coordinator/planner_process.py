@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 import msgspec
 import psutil
-from elasticd_planner.problem import Answer, Problem
+from elasticd_planner.problem import Answer, JobAnswer, JobProblem, MeshAnswer, MeshProblem
 
 from elasticd.codec.decoding import decode_stored, shown
 from elasticd.machines.job.state.events import Planned
@@ -62,7 +62,7 @@ class Planning:
         if self._spare is None:
             self._spare = asyncio.create_task(start(self._command), name="a planner started ahead")
 
-    def request(self, job: str, token: int, problem: Problem) -> None:
+    def request(self, job: str, token: int, problem: JobProblem) -> None:
         """Has a job planned, in place of what was asked for it before; the answer comes as `Planned`."""
         self.cancel(job)
         task = asyncio.create_task(self._run(job, token, problem), name=f"planning {job} {token}")
@@ -93,7 +93,7 @@ class Planning:
         if self._tasks.get(job) is task:
             del self._tasks[job]
 
-    async def _run(self, job: str, token: int, problem: Problem) -> None:
+    async def _run(self, job: str, token: int, problem: JobProblem) -> None:
         try:
             async with asyncio.timeout(self._patience):
                 answer = await self._asked(problem)
@@ -113,7 +113,7 @@ class Planning:
                     self._later.cancel()
                 self._later = asyncio.get_running_loop().call_later(BREATH, self.warm)
 
-    async def _asked(self, problem: Problem) -> Answer:
+    async def _asked(self, problem: JobProblem) -> JobAnswer:
         """Of the child that waits; of another where that one is not there, or fails: it may have been ended
         while it waited."""
         spare, self._spare = self._spare, None
@@ -122,7 +122,7 @@ class Planning:
                 return await self._answered(problem, await spare)
         return await self._answered(problem, await start(self._command))
 
-    async def _answered(self, problem: Problem, child: Process) -> Answer:
+    async def _answered(self, problem: JobProblem, child: Process) -> JobAnswer:
         answer = await ask(problem, child)
         if self._spare is None and _memory(child) <= LARGE:
             self._spare = asyncio.get_running_loop().create_future()
@@ -167,7 +167,7 @@ async def ended(child: Process) -> None:
         await asyncio.shield(child.wait())
 
 
-async def ask(problem: Problem, child: Process) -> Answer:
+async def ask(problem: JobProblem, child: Process) -> JobAnswer:
     """The answer of a planner process, which waits for another problem then. It is ended where this fails, or
     is cancelled. Raises PlannerFailed."""
     assert child.stdin is not None
@@ -181,6 +181,8 @@ async def ask(problem: Problem, child: Process) -> Answer:
         if not (line := await child.stdout.readline()):
             said = (await child.stderr.read()).decode(errors="replace").strip().splitlines()
             raise PlannerFailed(f"the planner ended with {await child.wait()}: {(said or ['nothing'])[-1]}")
+        if isinstance(problem, MeshProblem):
+            return await asyncio.to_thread(decode_stored, line, MeshAnswer)
         return await asyncio.to_thread(decode_stored, line, Answer)
     except msgspec.DecodeError as error:
         await ended(child)

@@ -28,6 +28,8 @@ from elasticd.records import (
     JobPart,
     JobSpec,
     Keys,
+    MeshHistoryRecord,
+    MeshJobSpec,
     OutRecord,
     PlanRecord,
     ProfileRecord,
@@ -68,6 +70,7 @@ _SINGLE: dict[type, JobPart] = {
     PlanRecord: "plan",
     Fence: "fence",
     JobSpec: "spec",
+    MeshJobSpec: "spec",
     CheckpointsRecord: "checkpoints",
     ProfileRecord: "profile",
     DoneRecord: "done",
@@ -219,7 +222,9 @@ class Ledger:
 
     def _too_old(self, write: Write) -> list[str]:
         """The keys of history that go when this write adds to it: the oldest, but for the running plan's."""
-        added = next((record for record in write.records if isinstance(record, HistoryRecord)), None)
+        added = next(
+            (record for record in write.records if isinstance(record, HistoryRecord | MeshHistoryRecord)), None
+        )
         if added is None:
             return []
         proposal = next((record for record in write.records if isinstance(record, Proposal)), None)
@@ -288,7 +293,7 @@ def operations(keys: Keys, write: Write | ConfigRecord | NodeDrain) -> Ops:
         # Of parts those go that no record needs any more: see `Sweep`.
         parts = _LIFE_FOLDERS if write.keep_history else _FOLDERS
         folders = [DeletePrefix(keys.job(write.job, part)) for part in parts]
-        return (*folders, *(Delete(keys.job(write.job, part)) for part in _SINGLE.values()))
+        return (*folders, *(Delete(keys.job(write.job, part)) for part in dict.fromkeys(_SINGLE.values())))
     ops = [Put(record_key(keys, write.job, record), encode(record)) for record in write.records]
     if write.close:
         ops.append(Delete(keys.job(write.job, "proposal")))
@@ -302,7 +307,7 @@ def rank_put(keys: Keys, rank: Rank) -> Put:
 
 def record_key(keys: Keys, job: str, record: Record) -> str:
     """Where a leader's record of a job is stored."""
-    if isinstance(record, HistoryRecord):
+    if isinstance(record, HistoryRecord | MeshHistoryRecord):
         return keys.history(job, record.number)
     if isinstance(record, OutRecord):
         return f"{keys.rendezvous(job)}out/{record.torchrun}"

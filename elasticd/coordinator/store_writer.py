@@ -13,7 +13,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
 from typing import TypeVar
 
@@ -43,8 +43,6 @@ from elasticd.records import (
     DoneRecord,
     DrainRecord,
     Fence,
-    HistoryRecord,
-    JobSpec,
     Keys,
     PlanRecord,
     ProfileRecord,
@@ -52,7 +50,10 @@ from elasticd.records import (
     RestartEndRecord,
     StopRecord,
     decode_at,
+    decode_history,
+    decode_spec,
     numbered,
+    read_at,
 )
 from elasticd.store.confirm import left
 from elasticd.store.leader import Leadership, LeadershipLost
@@ -76,6 +77,7 @@ PAUSE = 0.2
 MOST_REFUSALS = 256
 
 R = TypeVar("R", bound=StoredValue)
+T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
@@ -380,6 +382,10 @@ def _stored(job: str, found: dict[str, KeyValue], shelf: Shelf) -> Stored:
         item = found.get(part)
         return decode_at(item.key, item.value, kind, shelf.of(item.key)) if item is not None else None
 
+    def read_by(part: str, reader: Callable[[bytes, Mapping[str, bytes]], T]) -> T | None:
+        item = found.get(part)
+        return read_at(item.key, item.value, reader, shelf.of(item.key)) if item is not None else None
+
     history = {
         number: part
         for part in found
@@ -390,12 +396,12 @@ def _stored(job: str, found: dict[str, KeyValue], shelf: Shelf) -> Stored:
     number = proposal.number if proposal is not None else plan.plan.number if plan is not None else 0
     return Stored(
         job=job,
-        spec=read("spec", JobSpec),
+        spec=read_by("spec", decode_spec),
         plan=plan,
         proposal=proposal,
         fence=read("fence", Fence),
         done=done,
-        history=read(history.get(number, ""), HistoryRecord),
+        history=read_by(history.get(number, ""), decode_history),
         checkpoints=read("checkpoints", CheckpointsRecord),
         profile=read("profile", ProfileRecord),
         stop=stop,

@@ -42,7 +42,7 @@ from elasticd.dashboard.session import Session
 from elasticd.dashboard.switch_page import KINDS, nothing, switch_view
 from elasticd.dashboard.viewer_requests import AskedLeader, Failure, ViewerRequests, role
 from elasticd.dashboard.why import earlier_starts
-from elasticd.records import HistoryRecord, JobSpec
+from elasticd.records import AnyHistoryRecord, JobSpec
 from elasticd.system.front_door import GUEST, Guest, network_of
 from elasticd.system.network_addresses import is_address
 
@@ -346,8 +346,8 @@ class Answers:
 
     def _plan_view(
         self,
-        record: HistoryRecord,
-        before: HistoryRecord | None,
+        record: AnyHistoryRecord,
+        before: AnyHistoryRecord | None,
         row: views.PlanRow,
         numbers: tuple[int, ...],
         told: list[Any],

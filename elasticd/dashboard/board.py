@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterable, Mapping
 
 import msgspec
-from elasticd_planner.spec.plan import Plan
+from elasticd_planner.spec.mesh import JobPlan
 
 from elasticd.coordinator import live_types as live
 from elasticd.coordinator.events.event_log import EventRecord
@@ -53,8 +53,8 @@ class _Switch:
     def __init__(self) -> None:
         self.said: list[live.RankNews] = []
         self.told: list[EventRecord] = []
-        self.plan: Plan | None = None
-        self.before: Plan | None = None
+        self.plan: JobPlan | None = None
+        self.before: JobPlan | None = None
 
 
 class Board:
@@ -283,7 +283,7 @@ class Board:
         found = self._switch(job, number)
         return switch_view(job, number, found.plan, found.before, found.said, found.told)
 
-    def plans_of_switch(self, job: str, number: int) -> tuple[Plan | None, Plan | None]:
+    def plans_of_switch(self, job: str, number: int) -> tuple[JobPlan | None, JobPlan | None]:
         """The plan that a switch leads to, and the one before, as far as they are remembered."""
         found = self._switches.get(job, {}).get(number)
         return (found.plan, found.before) if found is not None else (None, None)

@@ -16,7 +16,7 @@ from elasticd.dashboard.job_page import parts_of
 from elasticd.dashboard.known import Knowledge
 from elasticd.dashboard.subscription import HEALTH_SECONDS, JUST_AFTER
 from elasticd.machines.job.state.events import SLOWDOWN_KINDS
-from elasticd.records import HistoryRecord
+from elasticd.records import AnyHistoryRecord
 from elasticd.wire.node_health import DeviceHealth, Health, causes
 
 #: Seconds between two rows of a node's health, above which nothing is known between them.
@@ -43,7 +43,7 @@ def device_view(
     samples: Sequence[Sample],
     health: Sequence[tuple[float, Health]],
     told: Sequence[EventRecord],
-    plans: Sequence[tuple[HistoryRecord, float]],
+    plans: Sequence[tuple[AnyHistoryRecord, float]],
 ) -> views.DeviceView:
     """The page. `told`: events about the device, newest first; `plans`: those of its job that count with
     another slowdown of it than the one before, oldest first, with the slowdown. Raises KeyError."""

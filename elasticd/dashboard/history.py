@@ -25,7 +25,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, NamedTuple, TypeVar
+from typing import IO, Any, NamedTuple, TypeVar, cast
 
 import msgspec
 
@@ -34,7 +34,7 @@ from elasticd.config.tree import ConfigError
 from elasticd.coordinator.events.event_log import EventRecord
 from elasticd.coordinator.events.switch_gain import StepRecord
 from elasticd.coordinator.live_types import RankNews
-from elasticd.records import HistoryRecord, encode
+from elasticd.records import AnyHistoryRecord, HistoryRecord, encode
 from elasticd.wire.node_health import Health
 
 T = TypeVar("T")
@@ -149,7 +149,7 @@ class PlanInBrief(msgspec.Struct, frozen=True):
     guessed: bool = False  # `predicted` is by the model's shapes: no step had been measured
 
 
-def in_brief(record: HistoryRecord) -> PlanInBrief:
+def in_brief(record: AnyHistoryRecord) -> PlanInBrief:
     """A plan in brief."""
     predicted = record.plan.prediction
     return PlanInBrief(
@@ -157,7 +157,7 @@ def in_brief(record: HistoryRecord) -> PlanInBrief:
         record.reason,
         predicted.step_seconds if predicted is not None else None,
         {device: rate for device, rate in record.problem.rates.items() if rate != 1.0},
-        not record.problem.profile.fitted,
+        isinstance(record, HistoryRecord) and not record.problem.profile.fitted,
     )
 
 
@@ -376,7 +376,7 @@ class HistoryWriter:
         self._db.execute(f"INSERT OR REPLACE INTO steps (run, {_STEP}) VALUES ({marks})", (run, *row))
         return True
 
-    def put_plan(self, job: str, record: HistoryRecord, at: float, run: int | None = None) -> None:
+    def put_plan(self, job: str, record: AnyHistoryRecord, at: float, run: int | None = None) -> None:
         """A plan with the problem that it answers. run: None: the one that goes on."""
         values = (
             self.run(job) if run is None else run,
@@ -566,7 +566,7 @@ class HistoryReader:
     def __init__(self, path: str) -> None:
         self._db = _connected(path)
         self._db.execute("PRAGMA query_only = ON")
-        self._plans: dict[tuple[int, int], HistoryRecord] = {}  # decoded of late, by run and number
+        self._plans: dict[tuple[int, int], AnyHistoryRecord] = {}  # decoded of late, by run and number
 
     def close(self) -> None:
         """Closes the file."""
@@ -681,7 +681,7 @@ class HistoryReader:
             found[plan] = (count, middle)
         return found
 
-    def plan(self, job: str, number: int) -> tuple[HistoryRecord, float] | None:
+    def plan(self, job: str, number: int) -> tuple[AnyHistoryRecord, float] | None:
         """A plan, and when it was heard of."""
         run = self._run(job)
         row = self._db.execute("SELECT time FROM plans WHERE run = ? AND number = ?", (run, number)).fetchone()
@@ -693,7 +693,7 @@ class HistoryReader:
             (body,) = self._db.execute(
                 "SELECT body FROM plans WHERE run = ? AND number = ?", (run, number)
             ).fetchone()
-            plan = _kept(HistoryRecord, body, packed=True)
+            plan = _kept(cast("type[AnyHistoryRecord]", AnyHistoryRecord), body, packed=True)
             if plan is None:
                 return None
             self._plans[run, number] = plan
@@ -704,7 +704,7 @@ class HistoryReader:
         rows = self._db.execute("SELECT head, time FROM plans WHERE run = ? ORDER BY number", (self._run(job),))
         return [(plan, at) for head, at in rows if (plan := _kept(PlanInBrief, head)) is not None]
 
-    def counted(self, job: str, device: str, most: int) -> list[tuple[HistoryRecord, float]]:
+    def counted(self, job: str, device: str, most: int) -> list[tuple[AnyHistoryRecord, float]]:
         """The last plans of a job that count with another slowdown of a device than the one before, oldest
         first, with that slowdown."""
         found: list[tuple[int, float]] = []

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
+from elasticd_planner.spec.mesh import JobPlan, MeshPlan
 from elasticd_planner.spec.plan import Plan
 from elasticd_planner.spec.sequence_lengths import PER_DOUBLING
 
@@ -84,9 +85,9 @@ def of_items(table: Table, rank: int, module: str) -> dict[str, float]:
     return found
 
 
-def stages(plan: Plan | None, table: Table | None) -> tuple[views.StageParts, ...]:
+def stages(plan: JobPlan | None, table: Table | None) -> tuple[views.StageParts, ...]:
     """The newest step stage by stage: of each the member whose computation took longest."""
-    if plan is None or table is None or table.plan != plan.number:
+    if not isinstance(plan, Plan) or table is None or table.plan != plan.number:
         return ()
     ranks = {device: rank for rank, device in enumerate(plan.members)}
     found = list(enumerate(_stages(plan, table, ranks)))
@@ -168,15 +169,17 @@ def lengths(known: Knowledge, job: str) -> views.LengthsView | None:
     )
 
 
-def batch(plan: Plan | None, job: JobStatus) -> views.BatchView | None:
+def batch(plan: JobPlan | None, job: JobStatus) -> views.BatchView | None:
     """The batch of a step under the plan in force."""
     if plan is None:
         return None
     packed = job.batch
     return views.BatchView(
         samples=plan.global_batch,
-        micro_batch=plan.micro_batch,
-        by_pipeline=tuple(pipeline.micro_batches for pipeline in plan.loss_view.pipelines),
+        micro_batch=plan.micro_batch if isinstance(plan, Plan) else 1,
+        by_pipeline=tuple(pipeline.micro_batches for pipeline in plan.loss_view.pipelines)
+        if isinstance(plan, Plan)
+        else plan.samples,
         sequences=packed.sequences if packed is not None else None,
         tokens=packed.tokens if packed is not None else None,
         cut=packed.cut if packed is not None else None,
@@ -185,11 +188,22 @@ def batch(plan: Plan | None, job: JobStatus) -> views.BatchView | None:
 
 
 def lanes(known: Knowledge, job: str) -> tuple[views.LaneRow, ...]:
-    """The lanes of pipelines with several, each as slow as its slowest device."""
+    """The lanes of pipelines with several, and of a mesh, each as slow as its slowest device."""
     plan = known.cluster.plans.get(job)
     if plan is None:
         return ()
     rates = known.cluster.rates
+    if isinstance(plan, MeshPlan):
+        return tuple(
+            views.LaneRow(
+                pipeline=0,
+                lane=number,
+                devices=devices,
+                slowdown=max(rates.get(device, 1.0) for device in devices),
+                rows=samples,
+            )
+            for number, (devices, samples) in enumerate(zip(plan.lanes, plan.samples, strict=True))
+        )
     return tuple(
         views.LaneRow(
             pipeline=p,

@@ -10,7 +10,7 @@ apart, so that pages never show half a cluster; until then, and while nobody lea
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import msgspec
@@ -18,7 +18,8 @@ import numpy as np
 from elasticd_planner.detection.settings import DetectSettings
 from elasticd_planner.detection.slowness_history import Slowness
 from elasticd_planner.numeric import Floats
-from elasticd_planner.spec.plan import Place, Plan
+from elasticd_planner.spec.mesh import JobPlan, MeshPlan
+from elasticd_planner.spec.plan import Place
 from elasticd_planner.value import Value
 
 from elasticd.codec.decoding import decoded_as
@@ -50,7 +51,7 @@ class Table:
     numbers: Floats  # [members in rank order, columns]; NaN: not measured
     lengths: SequenceLengths | None  # of its sequences (None: not known)
 
-    def of_plan(self, plan: Plan) -> bool:
+    def of_plan(self, plan: JobPlan) -> bool:
         """Returns True if its rows are the members of this plan."""
         return self.plan == plan.number and len(self.numbers) == len(plan.members)
 
@@ -93,8 +94,8 @@ class ClusterNow:
     rates: dict[str, float] = field(default_factory=dict)  # of devices that are slow
     slowness: dict[str, Slowness] = field(default_factory=dict)
     jobs: dict[str, live.JobNews] = field(default_factory=dict)
-    plans: dict[str, Plan] = field(default_factory=dict)  # in force
-    proposed: dict[str, Plan] = field(default_factory=dict)
+    plans: dict[str, JobPlan] = field(default_factory=dict)  # in force
+    proposed: dict[str, JobPlan] = field(default_factory=dict)
     members: dict[str, tuple[MemberStatus, ...]] = field(default_factory=dict)
     halts: dict[str, dict[str, Halted]] = field(default_factory=dict)
     links: tuple[LinkStatus, ...] = ()
@@ -256,9 +257,8 @@ class Knowledge:
             job = self.cluster.jobs.get(name)
             if job is None or job.over:
                 continue
-            for module in sorted(plan.modules, key=lambda each: not each.items):  # that with the loss last
-                for device, place in plan.view(module.module).places.items():
-                    self.uses[device] = Use(job=name, place=place)
+            for device, place in _places(plan):
+                self.uses[device] = Use(job=name, place=place)
             for device in plan.carriers:
                 self.uses[device] = Use(job=name, carrier=True)
             for device in plan.idle:
@@ -327,7 +327,7 @@ class SavedCluster(Value, frozen=True, kw_only=True):
     nodes: tuple[NodeStatus, ...]
     rates: dict[str, float]
     jobs: tuple[live.JobNews, ...]
-    plans: dict[str, Plan]
+    plans: dict[str, JobPlan]
     members: dict[str, tuple[MemberStatus, ...]]
     links: tuple[LinkStatus, ...]
     restarts: tuple[live.RestartingJob, ...]
@@ -487,11 +487,23 @@ def lowest_seconds(
     return min(known for known in (balanced, seconds, predicted) if known)
 
 
+def _places(plan: JobPlan) -> Iterator[tuple[str, Place]]:
+    """The place of each device that computes; of several modules that with the loss last. The lanes of a mesh
+    are those of one pipeline."""
+    if isinstance(plan, MeshPlan):
+        for lane, devices in enumerate(plan.lanes):
+            for position, device in enumerate(devices):
+                yield device, Place(0, 0, position, lane)
+        return
+    for module in sorted(plan.modules, key=lambda each: not each.items):
+        yield from plan.view(module.module).places.items()
+
+
 #: Columns of what a member computed in a step, whatever plan divides it: no communication, no recomputation.
 COMPUTED = ("block_seconds", "embed_seconds", "head_seconds")
 
 
-def balanced_seconds(plan: Plan, table: Table, slowdowns: Mapping[str, float]) -> float | None:
+def balanced_seconds(plan: JobPlan, table: Table, slowdowns: Mapping[str, float]) -> float | None:
     """Seconds of a step whose computation is divided over all devices of a job by their measured slowdowns,
     standby devices included, and in which nothing else takes time; None where nothing was measured.
 

@@ -35,7 +35,7 @@ from elasticd.coordinator.events.event_log import EventRecord
 from elasticd.coordinator.events.switch_gain import StepRecord
 from elasticd.dashboard import views, why
 from elasticd.dashboard.history import PlanInBrief
-from elasticd.records import HistoryRecord, JobSpec
+from elasticd.records import AnyHistoryRecord, HistoryRecord, JobSpec, MeshHistoryRecord
 
 #: Micro-batches of a schedule that are drawn, lanes of it, and devices of a difference that are listed.
 MOST_MICRO_BATCHES, MOST_LANES, MOST_MOVING = 32, 16, 512
@@ -331,7 +331,7 @@ _SAVED = re.compile(
 )
 
 
-def policy(record: HistoryRecord) -> views.Policy:
+def policy(record: AnyHistoryRecord) -> views.Policy:
     """The policy's inequality, from the reason that it gave."""
     found = _SAVED.search(record.reason)
     predicted = record.plan.prediction
@@ -469,8 +469,8 @@ def plan_row(
 
 
 def plan_view(
-    record: HistoryRecord,
-    before: HistoryRecord | None,
+    record: AnyHistoryRecord,
+    before: AnyHistoryRecord | None,
     row: views.PlanRow,
     numbers: tuple[int, ...],
     told: Sequence[EventRecord],
@@ -478,6 +478,23 @@ def plan_view(
     spec: JobSpec | None,
 ) -> views.PlanView:
     """The page. `told`: events of the job and the cluster, oldest first; `steps`: those around the switch."""
+    if isinstance(record, MeshHistoryRecord):
+        missing = "the job's own loop communicates on its mesh, and elasticd plans none of it"
+        return views.PlanView(
+            row=row,
+            newest=max(numbers, default=record.number),
+            numbers=numbers,
+            pipelines=(),
+            idle=record.plan.idle,
+            carriers=(),
+            timeline=(),
+            timeline_seconds=None,
+            why="\n".join(why.about_plan(record, told, steps, before)),
+            policy=policy(record),
+            diff=None,
+            communications=(),
+            communications_missing=missing,
+        )
     listed, missing = communications(record, spec)
     try:
         drawn, lanes = boxes(record), timeline(record)
@@ -494,7 +511,7 @@ def plan_view(
         timeline_seconds=max((lane.seconds for lane in lanes), default=None),
         why="\n".join(why.about_plan(record, told, steps, before)),
         policy=policy(record),
-        diff=diff(before, record, row.bytes_sent),
+        diff=diff(before if isinstance(before, HistoryRecord) else None, record, row.bytes_sent),
         communications=listed,
         communications_missing=missing,
     )

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from elasticd_planner.spec.cluster import node_of
-from elasticd_planner.spec.plan import Plan
+from elasticd_planner.spec.mesh import JobPlan
 
 from elasticd.coordinator.events.event_log import EventRecord
 from elasticd.coordinator.live_types import RankNews
@@ -40,8 +40,8 @@ def nothing(job: str) -> views.SwitchView:
 def switch_view(
     job: str,
     number: int,
-    plan: Plan | None,
-    before: Plan | None,
+    plan: JobPlan | None,
+    before: JobPlan | None,
     said: Sequence[RankNews],
     told: Sequence[EventRecord],
 ) -> views.SwitchView:
@@ -87,7 +87,7 @@ def _recovers(told: Sequence[EventRecord], number: int) -> bool:
 
 
 def _ranks(
-    plan: Plan | None, before: Plan | None, said: Sequence[RankNews], proposed: float | None
+    plan: JobPlan | None, before: JobPlan | None, said: Sequence[RankNews], proposed: float | None
 ) -> list[views.RankProgress]:
     members = plan.members if plan is not None else ()
     rank_of = {device: rank for rank, device in enumerate(members)}

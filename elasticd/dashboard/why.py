@@ -8,11 +8,12 @@ from typing import NamedTuple
 
 import msgspec
 from elasticd_planner.readable import readable_seconds
-from elasticd_planner.spec.plan import NO_TIMES, ModulePlan, Pipeline, Plan, Stage
+from elasticd_planner.spec.mesh import JobPlan, MeshPlan
+from elasticd_planner.spec.plan import NO_TIMES, ModulePlan, Pipeline, Stage
 
 from elasticd.coordinator.events.event_log import EventRecord, line
 from elasticd.coordinator.events.switch_gain import Gain, StepRecord, gain_of
-from elasticd.records import HistoryRecord
+from elasticd.records import AnyHistoryRecord, HistoryRecord
 
 #: Devices of a change that are named; more are counted.
 MOST_NAMED = 4
@@ -27,26 +28,30 @@ class WhyLine(NamedTuple):
     text: str
 
 
-def decided(record: HistoryRecord, before: HistoryRecord | None = None) -> Iterator[WhyLine]:
+def decided(record: AnyHistoryRecord, before: AnyHistoryRecord | None = None) -> Iterator[WhyLine]:
     """The cause of a plan, and which modules it changed of the plan `before`."""
     yield WhyLine("plan ", f"{record.number}  {record.reason}")
     slow = {device: rate for device, rate in record.problem.rates.items() if rate != 1.0}
     told = ", ".join(f"{device} takes {rate:.2f}x" for device, rate in sorted(slow.items()))
     yield WhyLine("measured  ", told or "every device at normal speed")
+    if isinstance(record.plan, MeshPlan):
+        yield WhyLine("mesh      ", record.plan.words)
     if before is not None and (changes := module_changes(before, record)):
         yield WhyLine("modules   ", "; ".join(f"{module}: {change}" for module, change in changes.items()))
 
 
-def record_before(record: HistoryRecord, records: Sequence[HistoryRecord]) -> HistoryRecord | None:
+def record_before(record: AnyHistoryRecord, records: Sequence[AnyHistoryRecord]) -> AnyHistoryRecord | None:
     """The record of the plan before this one; None: it is the first one, or that is not kept."""
     return max(
         (each for each in records if each.number < record.number), key=lambda each: each.number, default=None
     )
 
 
-def module_changes(before: HistoryRecord, record: HistoryRecord) -> dict[str, str]:
+def module_changes(before: AnyHistoryRecord, record: AnyHistoryRecord) -> dict[str, str]:
     """The changes of a plan in each module of a model of several."""
     was, now = before.plan, record.plan
+    if isinstance(was, MeshPlan) or isinstance(now, MeshPlan):
+        return {}
     known = {module.module: module for module in was.modules}
     if len(now.modules) == 1 or {*known} != {module.module for module in now.modules}:
         return {}
@@ -81,7 +86,9 @@ def _layout(pipeline: Pipeline) -> tuple[Stage, ...]:
     return tuple(msgspec.structs.replace(stage, microseconds=NO_TIMES) for stage in pipeline.stages)
 
 
-def did(record: HistoryRecord, told: Sequence[EventRecord], steps: Sequence[StepRecord]) -> Iterator[WhyLine]:
+def did(
+    record: AnyHistoryRecord, told: Sequence[EventRecord], steps: Sequence[StepRecord]
+) -> Iterator[WhyLine]:
     """How a plan did; `steps` are those around the switch to it."""
     seconds, predicted = seconds_under(record.plan, steps), prediction_of(record, told)
     if predicted.seconds is not None:
@@ -115,12 +122,13 @@ class ShownPrediction(NamedTuple):
         return text if made is None else f"{text}; {readable_seconds(made)} when it was made"
 
 
-def prediction_of(record: HistoryRecord, told: Sequence[EventRecord]) -> ShownPrediction:
+def prediction_of(record: AnyHistoryRecord, told: Sequence[EventRecord]) -> ShownPrediction:
     """What a step takes under a plan: as its leader predicted it last, else as when it was made."""
     made = record.plan.prediction.step_seconds if record.plan.prediction is not None else None
     newest = newest_prediction(record.number, told)
     if newest is None:
-        return ShownPrediction(made, None, not record.problem.profile.fitted)
+        guessed = isinstance(record, HistoryRecord) and not record.problem.profile.fitted
+        return ShownPrediction(made, None, guessed)
     return ShownPrediction(newest, made if made is not None and differs(made, newest) else None, guessed=False)
 
 
@@ -159,10 +167,10 @@ def event_lines(events: Sequence[EventRecord]) -> Iterator[str]:
 
 
 def about_plan(
-    record: HistoryRecord,
+    record: AnyHistoryRecord,
     told: Sequence[EventRecord],
     steps: Sequence[StepRecord],
-    before: HistoryRecord | None = None,
+    before: AnyHistoryRecord | None = None,
 ) -> Iterator[str]:
     """All lines of `elasticd why NUMBER` but for its picture; `before`: the plan before it."""
     for each in (*decided(record, before), *did(record, told, steps)):
@@ -170,7 +178,7 @@ def about_plan(
     yield from event_lines([event for event in events_of(record.number, told) if event.kind != "gained"])
 
 
-def seconds_under(made: Plan, steps: Sequence[StepRecord]) -> list[float]:
+def seconds_under(made: JobPlan, steps: Sequence[StepRecord]) -> list[float]:
     """Of each step under a plan."""
     return [step.seconds for step in steps if step.plan == made.number and step.seconds > 0]
 
@@ -197,8 +205,20 @@ def pause_of(number: int, told: Sequence[EventRecord]) -> float:
     return max((float(event.data.get("pause_seconds", 0.0)) for event in swapped), default=0.0)
 
 
-def use(made: Plan, name: str) -> str:
+def _use_on_mesh(made: MeshPlan, name: str) -> str:
+    if name not in made.coordinates:
+        return "idle" if name in made.idle else "no part of it"
+    place = zip(made.names, made.coordinates[name], strict=True)
+    at = ", ".join(f"{dimension} {index}" for dimension, index in place)
+    lane = made.lane_of[name]
+    with_others = f" with {len(made.lanes[lane]) - 1} more" if len(made.lanes[lane]) > 1 else ""
+    return f"{at}; {made.samples[lane]} of {made.global_batch} samples a step{with_others}"
+
+
+def use(made: JobPlan, name: str) -> str:
     """What a plan does with a device, in a few words."""
+    if isinstance(made, MeshPlan):
+        return _use_on_mesh(made, name)
     if len(made.modules) > 1:
         views = ((module.module, made.view(module.module)) for module in made.modules)
         found = [f"{module}: {use(view, name)}" for module, view in views if name in view.places]

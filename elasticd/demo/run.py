@@ -19,6 +19,7 @@ from elasticd.demo.record import DemoRecord, read_ledger
 from elasticd.demo.scenario import JOB, DemoError, DemoScenario
 from elasticd.demo.story import Action, DemoPhase, Seen, Story
 from elasticd.extras import need
+from elasticd.records import HistoryRecord
 from elasticd.system.child_processes import Child, Processes
 
 #: Seconds between two looks at the coordinator.
@@ -150,7 +151,7 @@ def _gather(cluster: DemoCluster, progress: DemoProgress, seen: _Seen, plain: Ch
         scenario=cluster.scenario,
         events=tuple(seen.events),
         steps=tuple(seen.steps),
-        history=cluster.api().history(JOB),
+        history=tuple(r for r in cluster.api().history(JOB) if isinstance(r, HistoryRecord)),
         pacing=seen.pacing,
         before=seen.pids,
         after=pids(seen.job),

@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 
 import msgspec
-from elasticd_planner.problem import Answer, Problem
-from elasticd_planner.search.planner import plan
+from elasticd_planner.problem import JobAnswer, JobProblem
+from elasticd_planner.search.planner import answer
 
 from elasticd.simulator.scenarios.scenario import Times
 
@@ -16,9 +16,9 @@ class Planner:
 
     def __init__(self, times: Times) -> None:
         self._times = times
-        self._answers: dict[str, Answer] = {}
+        self._answers: dict[str, JobAnswer] = {}
 
-    def answer(self, problem: Problem) -> Answer:
+    def answer(self, problem: JobProblem) -> JobAnswer:
         """The planner's answer, computed once for equal problems. No virtual time passes: `seconds` says how
         long the answer is taken to need."""
         key = hashlib.sha256(msgspec.json.encode(problem)).hexdigest()
@@ -26,10 +26,10 @@ class Planner:
             self._answers[key] = self.plan(problem)
         return self._answers[key]
 
-    def plan(self, problem: Problem) -> Answer:
+    def plan(self, problem: JobProblem) -> JobAnswer:
         """One call of the planner."""
-        return plan(problem)
+        return answer(problem)
 
-    def seconds(self, problem: Problem) -> float:
+    def seconds(self, problem: JobProblem) -> float:
         """How long this is taken to last: wall time would make every run another."""
         return self._times.planning + self._times.planning_per_device * len(problem.cluster.devices)

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import msgspec
 from elasticd_planner.detection.stragglers import DetectSettings
 from elasticd_planner.policy.policy import PolicySettings
-from elasticd_planner.problem import Problem
+from elasticd_planner.problem import JobProblem
 from elasticd_planner.value import Value
 
 from elasticd import recording
@@ -109,7 +109,7 @@ class _Again:
     ) -> None:
         self._planner, self._start = planner, start
         self._detect, self._policy = detect, policy
-        self._asked: dict[tuple[str, int], Problem] = {}
+        self._asked: dict[tuple[str, int], JobProblem] = {}
         self._due: list[tuple[float, str, int]] = []
         self._last = start
         self.decisions: list[Decision] = []
@@ -174,7 +174,7 @@ class _Again:
         if self._other and proposed:
             self.ended = "a plan is proposed: from here on nobody knows what the workers would have measured"
 
-    def _ask(self, job: str, token: int, problem: Problem, at: float) -> None:
+    def _ask(self, job: str, token: int, problem: JobProblem, at: float) -> None:
         self._asked[job, token] = problem
         if self._other:
             self._due.append((at + self._planner.seconds(problem), job, token))

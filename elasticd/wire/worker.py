@@ -11,13 +11,13 @@ import re
 
 import msgspec
 from elasticd_planner.spec.measurement import Measurement
-from elasticd_planner.spec.plan import Plan
+from elasticd_planner.spec.mesh import JobPlan
 from elasticd_planner.value import Value, refuse
 
 from elasticd.codec.decoding import LARGE, MessageReader, decoder_of, tag_of
 from elasticd.codec.message import WIRE_VERSION, Message
 from elasticd.codec.record_parts import MOST_BYTES
-from elasticd.records import JobSpec, Proposal, Vote
+from elasticd.records import AnyJobSpec, Proposal, Vote
 from elasticd.wire.launch import Following, Happened, OfLaunch, OutputKept
 from elasticd.wire.main_thread import Whereabouts
 from elasticd.wire.rendezvous import (
@@ -63,7 +63,7 @@ class WorkerDevice(Value, frozen=True, kw_only=True):
 class RunningPlan(Value, frozen=True, kw_only=True):
     """The plan that a worker trains under, for a leader whose etcd was set up anew."""
 
-    plan: Plan  # as it was proposed
+    plan: JobPlan  # as it was proposed
     step: int  # updates before the first step under it
     highest: int  # the highest number of a proposal or fence that the worker has heard of
 
@@ -77,7 +77,7 @@ class Hello(Message, frozen=True, kw_only=True, tag="hello"):
     local_rank: int  # index of its device on the node
     world_size: int  # workers that torchrun started for the job, on all nodes
     pid: int  # process id
-    spec: JobSpec  # what it trains
+    spec: AnyJobSpec  # what it trains
     checkpoints: tuple[str, ...] = ()  # names of the checkpoints that it sees and that look sound, newest first
     incarnation: str = ""  # the id that it has already, if it comes back to an agent that was started again
     probes: bool = False  # it answers a `Probe`

@@ -16,20 +16,24 @@ import sys
 
 import msgspec
 
-from elasticd_planner.problem import Problem
-from elasticd_planner.search.planner import plan
+from elasticd_planner.problem import JobProblem, MeshProblem, Problem
+from elasticd_planner.search.planner import answer
 from elasticd_planner.value import refuse
 
 
 class _Head(msgspec.Struct):
     """What is read of a problem before the rest."""
 
+    type: str = ""
     version: int = 1
 
 
-def read(line: bytes) -> Problem:
+def read(line: bytes) -> JobProblem:
     """The problem in a line. Raises `msgspec.DecodeError`, and `Invalid` for one of a newer version."""
-    version = msgspec.json.decode(line, type=_Head).version
+    head = msgspec.json.decode(line, type=_Head)
+    if head.type == MeshProblem.__struct_config__.tag:
+        return msgspec.json.decode(line, type=MeshProblem)
+    version = head.version
     if version > Problem.newest:
         refuse(
             f"it has version {version}, and the planner that is installed here knows version {Problem.newest}: "
@@ -43,7 +47,7 @@ def main() -> int:
     try:
         number = int(sys.argv[1]) if len(sys.argv) > 1 else 0
         for line in sys.stdin.buffer:
-            sys.stdout.buffer.write(msgspec.json.encode(plan(read(line), number)) + b"\n")
+            sys.stdout.buffer.write(msgspec.json.encode(answer(read(line), number)) + b"\n")
             sys.stdout.flush()
     except ValueError as error:
         sys.stderr.write(f"elasticd planner: the problem on standard input is wrong: {error}\n")

@@ -10,6 +10,7 @@ import msgspec
 
 from elasticd_planner.cost.model_profile import ModelProfile
 from elasticd_planner.spec.cluster import Cluster, Node, check_rates
+from elasticd_planner.spec.mesh import AllowedMesh, MeshPlan
 from elasticd_planner.spec.packed_sequences import PackedSequences
 from elasticd_planner.spec.plan import Plan, StatePolicy
 from elasticd_planner.value import StoredValue, Value, refuse
@@ -116,6 +117,24 @@ class Problem(StoredValue, frozen=True, kw_only=True, tag="planner-problem"):
             refuse("modules: sequences are packed in models of one module alone; plan without packing")
 
 
+class MeshProblem(StoredValue, frozen=True, kw_only=True, tag="mesh-problem"):
+    """Choose a mesh for a job on `cluster`, its devices, and the samples of a step that each lane takes, at
+    `rates` (device name to how many times slower than normal). `current` is the running plan."""
+
+    cluster: Cluster
+    meshes: tuple[AllowedMesh, ...]  # that the job may have, preferred first
+    global_batch: int
+    rates: dict[str, float] = msgspec.field(default_factory=dict)
+    current: MeshPlan | None = None
+    sample_seconds: float = 0.0  # that a normal device takes for a sample (0: not measured yet)
+    other_seconds: float = 0.0  # of a step beside its slowest lane's computation
+
+    def __post_init__(self) -> None:
+        if not self.meshes or self.global_batch < 1:
+            refuse("mesh problem: it needs a mesh that the job may have, and a sample in a step")
+        check_rates(self.rates, self.cluster)
+
+
 class Answer(StoredValue, frozen=True, kw_only=True, tag="planner-answer"):
     """The best plan (its prediction and reason inside), or why there is none: what does not fit, by how
     much, and what would help. `current_seconds` is the current plan's step time at the problem's rates, None
@@ -125,6 +144,20 @@ class Answer(StoredValue, frozen=True, kw_only=True, tag="planner-answer"):
     refusal: str = ""
     current_seconds: float | None = None
     candidates: int = 0
+
+
+class MeshAnswer(StoredValue, frozen=True, kw_only=True, tag="mesh-answer"):
+    """The plan of a mesh, or why there is none: see `Answer`."""
+
+    plan: MeshPlan | None
+    refusal: str = ""
+    current_seconds: float | None = None
+    candidates: int = 0
+
+
+#: What a planner is given: a model to cut, or a mesh to choose; and its answer.
+JobProblem = Problem | MeshProblem
+JobAnswer = Answer | MeshAnswer
 
 
 def without(problem: Problem, device: str) -> Problem:

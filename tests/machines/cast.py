@@ -10,7 +10,7 @@ from elasticd_planner.cost.model_profile import ModelProfile, derive
 from elasticd_planner.cost.profile_cost import ProfileCost
 from elasticd_planner.problem import Answer, Problem
 from elasticd_planner.profiling.samples import MeasuredBytes, ModelBytes
-from elasticd_planner.search.planner import plan as search
+from elasticd_planner.search.planner import answer as search
 from elasticd_planner.spec.cluster import Cluster, Device, Node, node_of
 from elasticd_planner.spec.measurement import Measurement
 from elasticd_planner.spec.model import Cut, ModelSpec, Parameter, Units

@@ -18,7 +18,7 @@ from elasticd_agent.snapshots import transfer
 from elasticd_planner.cost.model_profile import ModelProfile, derive
 from elasticd_planner.detection.settings import DetectSettings
 from elasticd_planner.policy.policy import PolicySettings
-from elasticd_planner.problem import ModuleProblem, Problem, SearchSpace
+from elasticd_planner.problem import MeshProblem, ModuleProblem, Problem, SearchSpace
 from elasticd_planner.problem_files import file_format
 from elasticd_planner.problem_files.file_format import (
     BatchEntry,
@@ -48,6 +48,7 @@ from elasticd_planner.problem_files.times import (
 )
 from elasticd_planner.spec.box import Box
 from elasticd_planner.spec.cluster import Cluster, Device, Link, Node
+from elasticd_planner.spec.mesh import AllowedMesh, MeshModel, MeshPlan, MeshTensor, Placement
 from elasticd_planner.spec.model import ModelSpec
 from elasticd_planner.spec.packed_sequences import PackedSequences
 from elasticd_planner.spec.plan import (
@@ -195,6 +196,18 @@ CLUSTER = Cluster(
 LINK = LinkEntry(gb_per_s=8.0, latency_us=3.0)
 PROFILE = derive(model(), 64.0, 1)
 #: Values that check themselves, and those whose types say too little.
+MESHES = (AllowedMesh(names=("replicate", "shard"), sizes=(0, 2)), AllowedMesh(names=("shard",)))
+MESH_PLAN = MeshPlan(
+    number=3,
+    names=("replicate", "shard"),
+    shape=(1, 2),
+    members=("n0/0", "n0/1"),
+    samples=(3, 5),
+    idle=("n1/0",),
+    binding={"n0/0": "one é", "n0/1": "two"},
+    prediction=Prediction(step_seconds=1.5, bound_seconds=1.25, memory={"n0/0": 7}),
+    reason="reason é",
+)
 FIXED: dict[type, Any] = {
     Plan: PLAN,
     Cluster: CLUSTER,
@@ -211,6 +224,28 @@ FIXED: dict[type, Any] = {
         least=1024,
     ),
     ModelSpec: model(),
+    MeshPlan: MESH_PLAN,
+    MeshModel: MeshModel(
+        meshes=MESHES,
+        tensors=(
+            MeshTensor(
+                name="up.weight é",
+                shape=(3, 4),
+                dtype="bfloat16",
+                kind="frozen",
+                placements=((Placement(), Placement(dim=1, strided=True)), (Placement(dim=0),)),
+            ),
+        ),
+    ),
+    MeshProblem: MeshProblem(
+        cluster=CLUSTER,
+        meshes=MESHES,
+        global_batch=8,
+        rates={CLUSTER.devices[0].name: 1.5},
+        current=MESH_PLAN,
+        sample_seconds=0.25,
+        other_seconds=0.5,
+    ),
     StatePolicy: StatePolicy(zero=2, replicas=2),
     SearchSpace: SearchSpace(
         micro_batches=(1, 2),

@@ -16,10 +16,11 @@ from elasticd_planner.spec.cluster import Cluster, Node
 
 from elasticd.codec import decoding
 from elasticd.coordinator.planner_process import COMMAND, PlannerFailed, ask, ended, start
+from elasticd.records import MeshHistoryRecord, MeshJobSpec, PlanRecord, encode
 from tests.machines.cast import model, node_record
 from tests.planner.models import at_rest
 from tests.releases import kept
-from tests.releases.samples import MODULES
+from tests.releases.samples import MESH_PLAN, MODULES, sample
 
 NODES = tuple(Node(name=name, devices=node_record(name).devices) for name in ("alpha", "beta"))
 #: Without bytes of passes, of which the earliest release knows nothing.
@@ -86,6 +87,22 @@ def test_an_earlier_release_refuses_a_plan_of_modules_by_its_version(release: st
     )
     assert done.returncode == 1
     assert b"version 4 of the format; this elasticd reads versions 1 to" in done.stderr
+
+
+@pytest.mark.parametrize("release", kept.RELEASED)
+def test_an_earlier_release_refuses_what_is_stored_of_a_job_on_a_mesh_by_its_tag(release: str) -> None:
+    """A coordinator that cannot read it does not lead; a leader tells its worker so."""
+    record = PlanRecord(plan=MESH_PLAN, epoch=1, step=0)
+    for text, kind, tag in (
+        (encode(record), "PlanRecord", "mesh-plan"),
+        (encode(sample(MeshJobSpec)), "JobSpec", "mesh-job-spec"),
+        (encode(sample(MeshHistoryRecord)), "HistoryRecord", "mesh-plan-history"),
+    ):
+        read = f"import sys; from elasticd.records import {kind}, decode; "
+        command = *python(release), "-c", f"{read}decode(sys.stdin.buffer.read(), {kind})"
+        done = subprocess.run(command, input=text, capture_output=True, timeout=120, cwd="/")
+        assert done.returncode == 1
+        assert f"Invalid value '{tag}'".encode() in done.stderr
 
 
 def test_a_planner_refuses_a_problem_that_is_newer_than_it_and_says_what_to_do() -> None:

@@ -32,7 +32,7 @@ from elasticd.coordinator.live_config import Scalar
 from elasticd.coordinator.live_feed import FeedSource
 from elasticd.coordinator.metrics import CONTENT_TYPE
 from elasticd.coordinator.worker_output import MOST_READ
-from elasticd.records import HistoryRecord, JobSpec
+from elasticd.records import AnyHistoryRecord, JobSpec
 
 #: The longest that a user may have a job's end wait for.
 MOST_STOP_SECONDS = 86_400.0
@@ -76,7 +76,7 @@ class Served(Protocol):
         """The cluster now."""
         ...
 
-    async def history(self, job: str, after: int) -> list[HistoryRecord]:
+    async def history(self, job: str, after: int) -> list[AnyHistoryRecord]:
         """Every plan of a job with a number above this one, oldest first."""
         ...
 
@@ -132,6 +132,10 @@ class Rest:
         found = self._served.leading.state.jobs.get(job)
         if found is None or found.spec is None:
             raise ApiError("unknown", f"job {job} has no worker that said what it trains yet")
+        if not isinstance(found.spec, JobSpec):
+            raise ApiError(
+                "unknown", f"job {job} trains a loop of its own on a mesh: elasticd cuts no model of it"
+            )
         return found.spec
 
     @get("/v1/nodes/{node}/devices/{index}/output", refuses=(503,))

@@ -33,7 +33,7 @@ from typing import Any
 
 import msgspec
 from elasticd_planner.readable import counted
-from elasticd_planner.spec.plan import Plan
+from elasticd_planner.spec.mesh import JobPlan
 
 from elasticd.codec.decoding import shown
 from elasticd.codec.message import protocol_refusal
@@ -748,7 +748,7 @@ def _orders(workers: Iterable[Client], bound: Sequence[_Binding], body: FromItsA
 _Binding = Mapping[str, str]
 
 
-def _binding(plan: Plan) -> _Binding:
+def _binding(plan: JobPlan) -> _Binding:
     return {device: plan.binding.get(device, "") for device in plan.members}
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import msgspec
+from elasticd_planner.profiling.samples import ModelBytes
 from elasticd_planner.readable import counted
 from elasticd_planner.spec.cluster import node_of
 
@@ -20,7 +21,7 @@ from elasticd.machines.job.lifecycle.stop_request import BY_REQUEST
 from elasticd.machines.job.lost_workers import lost
 from elasticd.machines.job.state.job_state import JobPhase, JobState, Joiner, Worker, stranger
 from elasticd.machines.job.state.transaction import Turn
-from elasticd.records import JobSpec, ModuleSpec, Thrown
+from elasticd.records import AnyJobSpec, JobSpec, MeshJobSpec, ModuleSpec, Thrown
 from elasticd.version import __version__
 from elasticd.wire.coordinator import FromClient, Unread, WorkerLost
 from elasticd.wire.rendezvous import Join, Joined, Leave, WorkerFailure
@@ -362,7 +363,7 @@ def hello(turn: Turn, node: str, up: FromClient, body: Hello) -> None:
             stop(turn, refusal)
         return
     spec = with_known_bytes(body.spec, job.spec)
-    if job.spec is None or spec.measured_bytes != job.spec.measured_bytes:
+    if job.spec is None or _measured_bytes(spec) != _measured_bytes(job.spec):
         turn.write(spec)
     turn.set(spec=spec, world_size=job.world_size or body.world_size, arrived=turn.now)
     turn.set(likely=max(job.likely, body.longest))
@@ -511,10 +512,10 @@ def _of_release(release: str) -> str:
     return f" (elasticd {shown(release)})" if release else ""
 
 
-def with_known_bytes(spec: JobSpec, earlier: JobSpec | None) -> JobSpec:
+def with_known_bytes(spec: AnyJobSpec, earlier: AnyJobSpec | None) -> AnyJobSpec:
     """A worker's spec with what the first worker of the job that says it is believed in: the bytes that one
     worker measures, and the rows of an item, which may be drawn with each reading."""
-    if earlier is None:
+    if not isinstance(earlier, JobSpec) or not isinstance(spec, JobSpec):
         return spec
     of_items = {module.name: module for module in earlier.modules}
     modules = tuple(
@@ -526,10 +527,18 @@ def with_known_bytes(spec: JobSpec, earlier: JobSpec | None) -> JobSpec:
     return msgspec.structs.replace(spec, measured_bytes=known, modules=modules)
 
 
-def difference(ours: JobSpec, theirs: JobSpec) -> str:
+def _measured_bytes(spec: AnyJobSpec) -> ModelBytes | None:
+    return spec.measured_bytes if isinstance(spec, JobSpec) else None
+
+
+def difference(ours: AnyJobSpec, theirs: AnyJobSpec) -> str:
     """What differs in the training of two specs, in words; an empty string if they train alike, whichever
     release wrote them."""
     told = list[str]()
+    if type(ours) is not type(theirs):
+        loops = "elasticd.live's loop of its own", "an elasticd.Job"
+        mine, other = loops if isinstance(ours, MeshJobSpec) else loops[::-1]
+        return f"it trains in {other}, not in {mine}"
     for name in ours.__struct_fields__:
         mine, other = getattr(ours, name), getattr(theirs, name)
         if name == "modules":

@@ -16,6 +16,7 @@ from collections.abc import Collection
 
 import msgspec
 from elasticd_planner.spec.cluster import node_of
+from elasticd_planner.spec.plan import Plan
 
 from elasticd.machines.job import replan
 from elasticd.machines.job.copies.holdings import lost_boxes
@@ -325,7 +326,7 @@ def survey(turn: Turn, nodes: Collection[str] | None = None) -> Source | str:
             step=step,
             sources={device: plan.binding[device] for device in plan.members if device in sources},
             vote=vote,
-            stale=tuple(device for device in plan.members if device in stale) if plan.state.zero else (),
+            stale=tuple(device for device in plan.members if device in stale) if isinstance(plan, Plan) else (),
         )
         return Source(plan=plan, recovery=recovery)
     return lacking

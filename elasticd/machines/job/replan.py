@@ -15,17 +15,19 @@ from elasticd_planner.layout.module_passes import ROWS
 from elasticd_planner.placement.state_movement import bytes_to_move
 from elasticd_planner.policy.policy import Decision, decide, measured_price
 from elasticd_planner.policy.stability import payoff_horizon, settled
-from elasticd_planner.problem import ModuleProblem, Problem, SearchSpace
+from elasticd_planner.problem import JobProblem, ModuleProblem, Problem, SearchSpace
 from elasticd_planner.profiling.fit import fit, fit_modules
 from elasticd_planner.profiling.section_bytes import with_bytes
 from elasticd_planner.readable import counted, readable_seconds
 from elasticd_planner.spec.cluster import Cluster, Device, Node, node_of
+from elasticd_planner.spec.mesh import JobPlan, MeshPlan
 from elasticd_planner.spec.plan import Plan
 from elasticd_planner.spec.sequence_lengths import even
 from elasticd_planner.spec.step_measurements import NONE_REPORTED, Step
 from elasticd_planner.value import Invalid
 
 from elasticd.codec.safe_text import shortened
+from elasticd.machines.job import mesh_plans
 from elasticd.machines.job.faults import user_exceptions
 from elasticd.machines.job.faults.network_partition import stepped, unplanned, usable
 from elasticd.machines.job.lifecycle.drain import ending, saving, to_leave, words
@@ -52,7 +54,7 @@ from elasticd.machines.job.state.job_state import (
 )
 from elasticd.machines.job.state.transaction import Turn
 from elasticd.machines.job.switch import no_capacity, propose
-from elasticd.records import JobSpec
+from elasticd.records import AnyJobSpec, JobSpec, MeshJobSpec
 from elasticd.wire.worker import Report
 
 #: What is left after a step of the weight that the slowest one before it has.
@@ -88,7 +90,7 @@ def measured(turn: Turn, worker: Worker, report: Report) -> None:
     plan = job.plan
     if plan is None or measurement.plan != plan.number or measurement.device not in plan.binding:
         return
-    if measurement.step not in job.gathered:
+    if measurement.step not in job.gathered and isinstance(plan, Plan):
         _fit(turn, plan)
     step = job.gathered.get(measurement.step, NONE_REPORTED).after(measurement)
     gathered = {
@@ -120,17 +122,17 @@ def _left_out(turn: Turn, report: Report) -> None:
         turn.note("no_progress", now.words, step=first, count=now.count)
 
 
-def _judged(turn: Turn, plan: Plan, step: Step) -> Observed:
+def _judged(turn: Turn, plan: JobPlan, step: Step) -> Observed:
     """The slowdowns after a whole step."""
     job, detect = turn.job, turn.settings.detect
-    if job.profile is None:
+    if job.profile is None or not isinstance(plan, Plan):
         return observe(job.rates, step, detect)
     if len(plan.modules) == 1:
         return observe(job.rates, step, detect, expectation(job.profile, plan))
     rates = job.rates
     profiles, sigma = _profiles(turn, plan, job.profile), max(detect.noise, rates.noise)
     resizing = item_counts.resizing(job)
-    step = as_one(step, plan, profiles, rates.rates, sigma, _rises(job.spec), resizing)
+    step = as_one(step, plan, profiles, rates.rates, sigma, _rises(job.pipeline_spec), resizing)
     return observe(rates, step, detect)
 
 
@@ -146,16 +148,19 @@ def _profiles(turn: Turn, plan: Plan, profile: ModelProfile) -> dict[str, ModelP
     return {**others, plan.loss_module.module: profile}
 
 
-def _observe(turn: Turn, plan: Plan, step: Step) -> None:
+def _observe(turn: Turn, plan: JobPlan, step: Step) -> None:
     """A whole step: who became slow or recovered, and one more sample for the profile's fit."""
     last = tuple(known for known in turn.job.last_steps if known.plan == plan.number)
     turn.set(last_steps=(*last, step)[-MOST_RECENT:])
-    item_counts.measured(turn, plan, step)  # a device is judged by profiles of the items that there are
+    if isinstance(plan, Plan):
+        item_counts.measured(turn, plan, step)  # a device is judged by profiles of the items that there are
     rates, changes = _judged(turn, plan, step)
     turn.set(rates=rates)
     data_lengths.measured(turn, step)
-    lane_shares.measured(turn, plan, step)
     idle_probes.told(turn, changes)
+    if not isinstance(plan, Plan):
+        return
+    lane_shares.measured(turn, plan, step)
     profile = turn.job.profile
     if profile is None or turn.job.taught_by == plan.number or not _teaches(turn, plan, profile):
         return
@@ -236,7 +241,9 @@ def request(turn: Turn) -> None:
     if job.phase is JobPhase.PLANNING:
         if idle_probes.awaited(turn):
             return
-        if job.profile is None and all_reduce_probes.awaited(turn, _guessed(turn, job.spec)):
+        spec = job.pipeline_spec
+        guessed = _guessed(turn, spec) if spec is not None and job.profile is None else None
+        if guessed is not None and all_reduce_probes.awaited(turn, guessed):
             return
     idle_probes.judge(turn)
     try:
@@ -248,15 +255,11 @@ def request(turn: Turn) -> None:
 def _request(turn: Turn) -> None:
     job = turn.job
     assert job.spec is not None
-    if job.profile is None:
-        all_reduce_probes.learn(turn, _guessed(turn, job.spec))
-    if job.spec.modules and not job.modules:  # it is new, or its last leader knew none of them
-        turn.set(modules=_guessed_modules(turn, job.spec))
-    profile = turn.job.profile
-    assert profile is not None
-    stays = job.plan is not None and (not profile.fitted or _kept(turn))
+    profile = _profile(turn)
+    known = profile.fitted if profile is not None else mesh_plans.is_measured(job)
+    stays = job.plan is not None and (not known or _kept(turn))
     if stays and job.phase is not JobPhase.RECOVERING and not to_leave(turn):
-        if job.spec.keep_plan and profile.fitted and job.phase is JobPhase.RUNNING:
+        if job.spec.keep_plan and known and job.phase is JobPhase.RUNNING:
             _told_kept(turn, _basis(turn, _devices(turn), profile))
         return
     devices = _devices(turn)
@@ -279,6 +282,19 @@ def _request(turn: Turn) -> None:
     turn.effects.append(RequestPlan(job=job.job, token=token, problem=problem))
     slow = ", ".join(f"{device} {rate:.2f}x" for device, rate in sorted(basis.rates.items()))
     turn.note("planning", f"planning for {len(devices)} devices, slow: {slow or 'none'}", rates=basis.rates)
+
+
+def _profile(turn: Turn) -> ModelProfile | None:
+    """The profile to plan with, the first one made now; None of a job on a mesh."""
+    spec = turn.job.pipeline_spec
+    if spec is None:
+        return None
+    if turn.job.profile is None:
+        all_reduce_probes.learn(turn, _guessed(turn, spec))
+    if spec.modules and not turn.job.modules:  # it is new, or its last leader knew none of them
+        turn.set(modules=_guessed_modules(turn, spec))
+    assert turn.job.profile is not None
+    return turn.job.profile
 
 
 def _kept(turn: Turn) -> bool:
@@ -365,21 +381,23 @@ def loss_module(spec: JobSpec) -> str:
     return next((module.name for module in spec.modules if not module.items), "model")
 
 
-def problem_now(turn: Turn) -> Problem | None:
+def problem_now(turn: Turn) -> JobProblem | None:
     """What a plan would be made for now; None before the first was."""
     job, devices = turn.job, _devices(turn)
-    if job.spec is None or job.profile is None or not devices:
+    if job.spec is None or not devices or (job.profile is None and job.pipeline_spec is not None):
         return None
     return _problem(turn, _basis(turn, devices, job.profile), job.spec)
 
 
-def _basis(turn: Turn, devices: tuple[Device, ...], profile: ModelProfile) -> Basis:
+def _basis(turn: Turn, devices: tuple[Device, ...], profile: ModelProfile | None) -> Basis:
     """Chunks make a search several times as long: not while survivors stand still. They are asked for again
     once the job runs."""
-    chunks = 1 if turn.job.phase is JobPhase.RECOVERING else turn.settings.policy.interleave
     rates = turn.job.rates.rates
     names = {device.name for device in devices} if rates else set()
     slow = {name: rate for name, rate in rates.items() if name in names}
+    if profile is None:
+        return Basis(devices=devices, rates=slow, profile=None)
+    chunks = 1 if turn.job.phase is JobPhase.RECOVERING else turn.settings.policy.interleave
     packed = data_lengths.packed(turn.job)
     lanes = turn.settings.policy.lanes or (len(devices) if packed is not None and packed.cut else 1)
     return Basis(
@@ -396,7 +414,7 @@ def _basis(turn: Turn, devices: tuple[Device, ...], profile: ModelProfile) -> Ba
 def _modules(turn: Turn, profile: ModelProfile) -> tuple[ModuleProblem, ...]:
     """The modules of items. Those that no steps have taught take as many times longer than by their shapes as
     the module with the loss does."""
-    spec = turn.job.spec
+    spec = turn.job.pipeline_spec
     if spec is None or not spec.modules:
         return ()
     pace = profile.block.seconds / _guessed(turn, spec).block.seconds
@@ -413,7 +431,10 @@ def _paced(module: ModuleProblem, pace: float) -> ModuleProblem:
     return msgspec.structs.replace(module, profile=msgspec.structs.replace(profile, **sections))
 
 
-def _problem(turn: Turn, basis: Basis, spec: JobSpec) -> Problem:
+def _problem(turn: Turn, basis: Basis, spec: AnyJobSpec) -> JobProblem:
+    if isinstance(spec, MeshJobSpec):
+        return mesh_plans.problem(turn, basis, spec, _cluster(turn, basis.devices))
+    assert basis.profile is not None
     return Problem(
         module=loss_module(spec),
         modules=basis.modules,
@@ -422,7 +443,7 @@ def _problem(turn: Turn, basis: Basis, spec: JobSpec) -> Problem:
         global_batch=spec.global_batch,
         micro_batch=spec.micro_batch,
         rates=basis.rates,
-        current=turn.job.plan,
+        current=turn.job.pipeline_plan,
         given=spec.plan if turn.job.plan is None else None,
         only_given=spec.keep_plan,
         packed=basis.packed,
@@ -494,9 +515,9 @@ def _answered(turn: Turn, event: Planned) -> Asked | None:
     return asked
 
 
-def remedy(spec: JobSpec | None, why: str) -> str:
+def remedy(spec: AnyJobSpec | None, why: str) -> str:
     """The advice for a job that does not fit ("": there is none)."""
-    if spec is None or spec.recompute or not why.startswith("does not fit"):
+    if not isinstance(spec, JobSpec) or spec.recompute or not why.startswith("does not fit"):
         return ""
     return ', or let blocks recompute their activations: ParallelismOptions(recompute="plan")'
 
@@ -506,7 +527,7 @@ def ripe(job: JobState) -> bool:
     return job.deferred is not None and job.rates.step >= job.deferred.step
 
 
-def _weigh(turn: Turn, plan: Plan | None, found: Deferred) -> None:
+def _weigh(turn: Turn, plan: JobPlan | None, found: Deferred) -> None:
     """An answer against the running plan: proposed, kept for later, or done with."""
     new = found.answer.plan
     assert plan is not None
@@ -531,10 +552,15 @@ def _weigh(turn: Turn, plan: Plan | None, found: Deferred) -> None:
     )
 
 
-def _worth_it(turn: Turn, plan: Plan, new: Plan, found: Deferred) -> Decision:
+def _worth_it(turn: Turn, plan: JobPlan, new: JobPlan, found: Deferred) -> Decision:
     job, policy = turn.job, turn.settings.policy
     if leave := to_leave(turn):
         return Decision(replan=True, reason=words(turn, leave))
+    if isinstance(new, MeshPlan):
+        assert isinstance(plan, MeshPlan)
+        return mesh_plans.worth_it(turn, plan, new, found.answer.current_seconds, found.basis)
+    assert isinstance(plan, Plan)
+    assert isinstance(found.problem, Problem)
     best_still = Decision(replan=False, reason="it is the best plan still")
     if new.strategies == plan.strategies:
         return best_still

@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import msgspec
-from elasticd_planner.layout.optimizer_sharding import with_carriers
 from elasticd_planner.policy.policy import Moved
 from elasticd_planner.policy.stability import switched as answered_by
-from elasticd_planner.problem import Problem
+from elasticd_planner.problem import JobProblem, MeshProblem, Problem
 from elasticd_planner.readable import readable_seconds
 from elasticd_planner.spec.cluster import node_of
+from elasticd_planner.spec.mesh import JobPlan, MeshPlan
 from elasticd_planner.spec.plan import Plan
 
 from elasticd.machines.job.copies import checkpoints
 from elasticd.machines.job.copies.checkpoints import NotShared, offered
 from elasticd.machines.job.copies.memory import room_for
-from elasticd.machines.job.copies.rollback import Source, called, waits
+from elasticd.machines.job.copies.rollback import Source, called, spread, waits
 from elasticd.machines.job.faults import user_exceptions
 from elasticd.machines.job.faults.network_partition import regroup
 from elasticd.machines.job.lifecycle.drain import ending, preempted
@@ -25,7 +25,7 @@ from elasticd.machines.job.lifecycle.job_end import aborted, stop
 from elasticd.machines.job.lifecycle.stop_request import ends_unsaved
 from elasticd.machines.job.state.job_state import JobPhase, JobProgress, Setback, Worker, incarnations
 from elasticd.machines.job.state.transaction import Turn, doubled
-from elasticd.records import HistoryRecord, PlanRecord, Proposal
+from elasticd.records import AnyHistoryRecord, HistoryRecord, MeshHistoryRecord, PlanRecord, Proposal
 from elasticd.wire.worker import InDoubt, Prepared, Refused, StayedOnPlan, Switched
 
 #: Seconds from a switch that was given up to the next, where a worker waits for it to leave.
@@ -35,11 +35,11 @@ AGAIN_SECONDS = 1.0
 MOST_MOVED = 4
 
 
-def propose(turn: Turn, plan: Plan, problem: Problem, reason: str, source: Source | None = None) -> None:
+def propose(turn: Turn, plan: JobPlan, problem: JobProblem, reason: str, source: Source | None = None) -> None:
     """Opens a proposal of `plan` under a number of its own, bound to the workers that are there. It goes on
     from the plan in force; after a fence, from its `source`."""
     job = turn.job
-    plan = with_carriers(plan)
+    plan = spread(plan)
     try:
         names = source.checkpoints if source is not None else offered(job)
     except NotShared as error:
@@ -80,9 +80,17 @@ def propose(turn: Turn, plan: Plan, problem: Problem, reason: str, source: Sourc
     seconds = plan.prediction.step_seconds if plan.prediction is not None else None
     turn.write(
         proposal,
-        HistoryRecord(number=number, plan=plan, problem=problem, reason=reason),
+        _history(number, plan, problem, reason),
         notes=(turn.told("proposed", f"plan {number}: {reason}", number=number, step_seconds=seconds),),
     )
+
+
+def _history(number: int, plan: JobPlan, problem: JobProblem, reason: str) -> AnyHistoryRecord:
+    if isinstance(plan, MeshPlan) and isinstance(problem, MeshProblem):
+        return MeshHistoryRecord(number=number, plan=plan, problem=problem, reason=reason)
+    assert isinstance(plan, Plan)
+    assert isinstance(problem, Problem)
+    return HistoryRecord(number=number, plan=plan, problem=problem, reason=reason)
 
 
 def _does_not_fit(turn: Turn, wrong: str) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from elasticd_planner.spec.plan import Plan
+from elasticd_planner.spec.mesh import JobPlan
 
 from elasticd.codec.message import Message
 from elasticd.wire.worker import (
@@ -86,8 +86,8 @@ class PlanMemory:
     told it. Proposals are heard on the control thread, and a switch to one is said on any."""
 
     def __init__(self) -> None:
-        self._proposed: dict[int, Plan] = {}  # by number, those that may still be switched to
-        self._running: tuple[Plan, int] | None = None  # and the updates before its first step
+        self._proposed: dict[int, JobPlan] = {}  # by number, those that may still be switched to
+        self._running: tuple[JobPlan, int] | None = None  # and the updates before its first step
         self._highest = 0
 
     @property

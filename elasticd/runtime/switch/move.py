@@ -22,6 +22,7 @@ from elasticd_planner.layout.holdings import Holdings, JobTensors, holdings_of
 from elasticd_planner.layout.layouts import Layouts
 from elasticd_planner.layout.surviving_layouts import Remains
 from elasticd_planner.spec.mesh import JobPlan
+from elasticd_planner.spec.plan import Plan
 
 from elasticd.records import Proposal, Recovery
 from elasticd.runtime.accelerator import Accelerator
@@ -101,6 +102,8 @@ def prepare(
     """
     recipe.accelerator.use()  # this thread is another than the training's
     spec, plan, old, recovery = recipe.model.specs, proposal.plan, proposal.old, proposal.recovery
+    if not isinstance(plan, Plan):
+        raise ValueError(f"plan {plan.number} has a mesh, and this worker trains an elasticd.Job")
     if plan.sequence:
         raise ValueError("the plan has samples read in other sequences (chaos shift of release 0.1)")
     layouts = Layouts(spec, plan)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from elasticd_planner.problem import Problem
+from elasticd_planner.problem import JobProblem
 from elasticd_planner.spec.plan import Plan
 
 from elasticd.clock import Due
@@ -191,7 +191,7 @@ class SimulatedLeader:
                 assert result.succeeded, "nobody else writes the leader's records here"
                 self._ledger.done(ops, {op.key: result.revision for op in ops if isinstance(op, Put)})
 
-    def _request(self, job: str, token: int, problem: Problem) -> None:
+    def _request(self, job: str, token: int, problem: JobProblem) -> None:
         self._cancel(job)
         seconds = self._planner.seconds(problem)
 

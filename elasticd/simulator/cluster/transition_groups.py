@@ -127,7 +127,10 @@ class Transitions:
             return
         transition.began = self._engine.now()
         sources = recovery.sources if recovery is not None else None
-        found = move(self._truth, proposal.old, proposal.plan, sources)
+        old, plan = proposal.old, proposal.plan
+        assert isinstance(plan, Plan)
+        assert old is None or isinstance(old, Plan)
+        found = move(self._truth, old, plan, sources)
         transition.found = found
         pause = self._times.pause if proposal.old is not None else 0.0
         members = self._members(transition)
@@ -163,7 +166,9 @@ class Transitions:
         transition = self.of(number)
         assert transition.found is not None
         lacking = transition.found.lacking.get(worker.device, 0)
-        profiles = [self._truth.profile_of(module.module) for module in transition.proposal.plan.modules]
+        plan = transition.proposal.plan
+        assert isinstance(plan, Plan)
+        profiles = [self._truth.profile_of(module.module) for module in plan.modules]
         return Switched(
             number=number,
             step=transition.step,

@@ -148,6 +148,7 @@ class WorkerGroup:
         proposal, now = transition.proposal, self.engine.now()
         if transition.step != self.step:
             raise SimulationError(f"plan {proposal.number} goes on from {transition.step}, not {self.step}")
+        assert isinstance(proposal.plan, Plan)
         self.plan = proposal.plan
         if proposal.old is None:
             return

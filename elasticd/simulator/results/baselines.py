@@ -106,7 +106,9 @@ class Given:
             modules=truth.modules,
             search_space=SearchSpace(lanes=len(truth.names) if self.scenario.data is not None else 1),
         )
-        return self.planner.answer(problem).plan
+        best = self.planner.answer(problem).plan
+        assert best is None or isinstance(best, Plan)
+        return best
 
     def truth(self) -> Truth:
         """A modelled cluster for one run alone. Devices that the script kills at step 0 are dead in it from the

@@ -19,13 +19,14 @@ from elasticd_planner.numeric import EQUAL, Floats
 from elasticd_planner.placement.state_movement import bytes_to_move, strategy
 from elasticd_planner.placement.stay_close import BETWEEN, WHOLE, nearest, rebalance_shares
 from elasticd_planner.placement.tp_rank_order import relax_shares, reorder_tp_ranks
-from elasticd_planner.problem import Answer, Problem
+from elasticd_planner.problem import Answer, JobAnswer, JobProblem, MeshProblem, Problem
 from elasticd_planner.search import given_plan, interleave, lanes, modules, packed
 from elasticd_planner.search.balance.micro_batch_split import split_micro_batches
 from elasticd_planner.search.device_swaps import swapped
 from elasticd_planner.search.exhaustive import Combination, Exact, place
 from elasticd_planner.search.infeasible import impossible_pin
 from elasticd_planner.search.large import LargeSearch
+from elasticd_planner.search.mesh import plan_mesh
 from elasticd_planner.search.options import (
     Form,
     OptionOrder,
@@ -68,6 +69,11 @@ AGAIN = 4
 
 #: A plan's pipelines on other devices, where its step is faster there.
 Swaps = dict[tuple[tuple[Strategy, ...], int | None], tuple[Pipeline, ...] | None]
+
+
+def answer(problem: JobProblem, number: int = 0) -> JobAnswer:
+    """The best plan of a problem of either kind, or why there is none."""
+    return plan_mesh(problem, number) if isinstance(problem, MeshProblem) else plan(problem, number)
 
 
 def plan(

@@ -168,6 +168,11 @@ class MeshPlan(StoredValue, frozen=True, kw_only=True, dict=True, tag="mesh-plan
         """Samples of a step."""
         return sum(self.samples)
 
+    @property
+    def carriers(self) -> tuple[str, ...]:
+        """None: every member of a mesh computes."""
+        return ()
+
     @cached_property
     def coordinates(self) -> dict[str, tuple[int, ...]]:
         """The place of each member on the mesh, in rank order."""
@@ -197,17 +202,29 @@ class MeshPlan(StoredValue, frozen=True, kw_only=True, dict=True, tag="mesh-plan
         """The mesh for people: "replicate=2, shard=2"."""
         return ", ".join(f"{name}={size}" for name, size in zip(self.names, self.shape, strict=True))
 
+    @property
+    def words(self) -> str:
+        """The mesh and the shares of its lanes for people."""
+        text = f"{self.mesh_text} on {len(self.members)} device{'s' if len(self.members) > 1 else ''}"
+        shares = f"{self.global_batch} samples a step"
+        if len({*self.samples}) == 1:
+            return f"{text}; {shares}, {self.samples[0]} in each of {len(self.lanes)} lanes"
+        listed = zip(self.lanes, self.samples, strict=True)
+        most = ", ".join(f"{lane[0]}: {samples}" for lane, samples in [*listed][:16])
+        more = f", and {len(self.lanes) - 16} more lanes" if len(self.lanes) > 16 else ""
+        return f"{text}; {shares}, by lane {most}{more}"
+
     def rank(self, device: str) -> int:
         """The rank of a member. Raises ValueError for any other device."""
         return self.members.index(device)
 
-    def same_mesh(self, other: JobPlan) -> bool:
-        """Returns True if the workers of `other` stand where those of this plan do, so that groups, modules and
-        state stay, and samples alone are shared otherwise."""
+    def same_mesh(self, other: JobPlan | None) -> bool:
+        """Returns True if the workers of `other` stand where those of this plan do: groups, modules and state
+        stay, and samples alone are shared otherwise."""
         return (
             isinstance(other, MeshPlan)
             and (self.names, self.shape, self.members) == (other.names, other.shape, other.members)
-            and self.binding == other.binding
+            and all(other.binding.get(device, one) == one for device, one in self.binding.items())
         )
 
     def replace(self, **changes: Any) -> MeshPlan:

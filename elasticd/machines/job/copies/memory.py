@@ -18,6 +18,7 @@ import msgspec
 from elasticd_planner.cost.model_profile import ModelProfile
 from elasticd_planner.layout.layouts import Item, Layouts
 from elasticd_planner.spec.box import Box
+from elasticd_planner.spec.mesh import JobPlan
 from elasticd_planner.spec.model import Specs, item_size
 from elasticd_planner.spec.plan import Plan
 from elasticd_planner.value import Value
@@ -41,21 +42,22 @@ class Room(Value, frozen=True, kw_only=True):
     aside: tuple[str, ...] = ()
 
 
-def room_for(turn: Turn, plan: Plan, source: Source | None) -> Room:
+def room_for(turn: Turn, plan: JobPlan, source: Source | None) -> Room:
     """For a switch to `plan` from the plan in force; after a fence, from `source`. Cramped: state can move in
-    place, which is safe."""
-    job = turn.job
-    if job.spec is None or job.profile is None:
+    place, which is safe. Of a job on a mesh no bytes are known."""
+    job, spec = turn.job, turn.job.pipeline_spec
+    if spec is None or job.profile is None or not isinstance(plan, Plan):
         return Room()
     older = source is not None and (source.plan is None or bool(source.recovery.snapshots))
-    old = source.plan if source is not None and not older else job.plan
+    before = source.plan if source is not None and not older else job.plan
+    old = before if isinstance(before, Plan) else None
     holders = {worker.device for worker in job.bound(old)}
     memory = {
         device.name: turn.settings.usable(device.memory)
         for node in turn.nodes.values()
         for device in node.record.devices
     }
-    found = room(plan, old, job.spec.specs, job.profile, memory, holders=holders, anew=older)
+    found = room(plan, old, spec.specs, job.profile, memory, holders=holders, anew=older)
     if found.cramped and not older and not job.no_aside and _hosts_hold(turn, found.changing):
         return msgspec.structs.replace(found, aside=tuple(sorted(found.changing)))
     # An older state is read from where it stays; of `old` no copy is needed once snapshots of it can be read.

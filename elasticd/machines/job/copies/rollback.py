@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from elasticd_planner.layout.optimizer_sharding import with_carriers
 from elasticd_planner.spec.mesh import JobPlan
+from elasticd_planner.spec.plan import Plan
 from elasticd_planner.value import Value
 
 from elasticd.machines.job.copies.snapshots import plan_of, words
@@ -75,7 +76,7 @@ def older(turn: Turn, *, survivors: bool) -> Source | str | None:
         return f"{coming} may come yet; {held}"
     if turn.job.remedy is None:
         return ""
-    plan = with_carriers(turn.job.remedy.plan)
+    plan = spread(turn.job.remedy.plan)
     patient = turn.now - turn.job.since < turn.settings.prepare_seconds
     waits: list[str] = []
     for option in options:
@@ -84,6 +85,11 @@ def older(turn: Turn, *, survivors: bool) -> Source | str | None:
             return waits[0] if waits and patient else source
         waits.append(source)
     return waits[0]
+
+
+def spread(plan: JobPlan) -> JobPlan:
+    """The plan with the members that carry replicas of state alone, where it needs any."""
+    return with_carriers(plan) if isinstance(plan, Plan) else plan
 
 
 class _Option(Value, frozen=True, kw_only=True):

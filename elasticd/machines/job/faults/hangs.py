@@ -27,7 +27,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import msgspec
-from elasticd_planner.spec.plan import Plan
+from elasticd_planner.spec.mesh import JobPlan
 
 from elasticd.machines.job.copies.rollback import older_state
 from elasticd.machines.job.state.job_state import JobPhase, JobState, Worker
@@ -227,7 +227,7 @@ def described(turn: Turn, found: tuple[Worker, ...]) -> str:
     return f"{', '.join(texts)}, while {', '.join(waits[:3])}{_more(waits)} wait{'s' * (len(waits) == 1)}"
 
 
-def _waiting(plan: Plan | None, device: str, halted: Halted) -> str:
+def _waiting(plan: JobPlan | None, device: str, halted: Halted) -> str:
     source = ""
     if plan is not None and halted.step >= 0 and 0 <= halted.rank < len(plan.members):
         source = f" from {plan.members[halted.rank]}"

@@ -40,9 +40,10 @@ def measured(turn: Turn, step: Step) -> None:
     job = turn.job
     state, shift = watch(job.shifts, step.step, step.lengths, turn.settings.detect)
     turn.set(shifts=state)
-    if job.profile is None or job.spec is None:
+    spec = job.pipeline_spec
+    if job.profile is None or spec is None:
         return
-    before = job.lengths or _assumed(job.spec)
+    before = job.lengths or _assumed(spec)
     if shift is not None:
         after, reason = shift.after, shift.reason
     elif (
@@ -56,11 +57,11 @@ def measured(turn: Turn, step: Step) -> None:
     turn.set(lengths=after)
     if shift is None and not _off(before, after):
         return
-    rise = attention_rise(job.spec.model, job.rates.curve)
-    profile = evaluated(job.profile, before, after, rise, rows=job.spec.packed is not None)
-    if profile.fitted and job.plan is not None:
+    rise = attention_rise(spec.model, job.rates.curve)
+    profile = evaluated(job.profile, before, after, rise, rows=spec.packed is not None)
+    if profile.fitted and job.pipeline_plan is not None:
         alike = [step for step in job.last_steps if _is_like(step, after)]
-        profile = remeasured(profile, job.plan.loss_view, alike, job.rates.rates)
+        profile = remeasured(profile, job.pipeline_plan.loss_view, alike, job.rates.rates)
     turn.set(profile=profile, sampled=(), first_step=None)
     seconds = step_prediction.predict_anew(turn, packed(turn.job))
     step_prediction.keep_profile(turn)
@@ -82,9 +83,10 @@ def packed(job: JobState) -> PackedSequences | None:
     What a checkpoint knows of may come again, or was left out of the data since: it is likely, no more. Of a
     stream nothing was known beforehand: once it is measured, twice the longest so far is likely.
     """
-    if job.spec is None or job.spec.packed is None:
+    spec = job.pipeline_spec
+    if spec is None or spec.packed is None:
         return None
-    told, lengths, longest = job.spec.packed, job.lengths, job.longest
+    told, lengths, longest = spec.packed, job.lengths, job.longest
     likely = told.likely
     if lengths is not None and not told.sample:
         likely = min(likely, _MARGIN * longest)

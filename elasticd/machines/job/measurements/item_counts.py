@@ -75,7 +75,8 @@ def _items_and_rows(step: Step, view: Plan) -> tuple[float, float]:
 def _resized(turn: Turn, plan: Plan, module: ModuleProblem, rows: float) -> ModelProfile:
     """The profile of a module for items of so many rows: as measured where it is fitted, else by shapes."""
     job, profile, view = turn.job, module.profile, plan.view(module.name)
-    spec = next((each for each in job.spec.modules if each.name == module.name), None) if job.spec else None
+    known = job.pipeline_spec.modules if job.pipeline_spec is not None else ()
+    spec = next((each for each in known if each.name == module.name), None)
     if abs(rows / profile.tokens - 1) <= OFF or spec is None:
         return profile
     profile = evaluated(profile, even(profile.tokens), even(rows), item_rise(spec.model))

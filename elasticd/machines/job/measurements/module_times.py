@@ -43,7 +43,7 @@ class ModuleTimes(NamedTuple):
 
 def module_times(job: JobState) -> tuple[ModuleTimes, ...]:
     """Of a job of several modules, in the order of the plan; those that computed in the step."""
-    plan, steps = job.plan, job.last_steps
+    plan, steps = job.pipeline_plan, job.last_steps
     if plan is None or len(plan.modules) == 1 or not steps or steps[-1].plan != plan.number:
         return ()
     known, found = {module.name: module for module in job.modules}, []

@@ -69,13 +69,14 @@ def predict_anew(turn: Turn, packed: PackedSequences | None) -> float | None:
         Seconds; None where there is no plan, or where the plan cannot hold the sequences.
     """
     job = turn.job
-    if job.plan is None or job.profile is None or not job.profile.fitted:
+    plan = job.pipeline_plan
+    if plan is None or job.profile is None or not job.profile.fitted:
         return None
     links, slowdowns = links_of(turn.settings), job.stability.planned
-    if len(job.plan.modules) > 1:
-        seconds = modules_seconds(job.plan, turn.settings, job.profile, job.modules, slowdowns)
+    if len(plan.modules) > 1:
+        seconds = modules_seconds(plan, turn.settings, job.profile, job.modules, slowdowns)
     else:
-        seconds = predicted_seconds(job.profile, job.plan, links, slowdowns, packed)
+        seconds = predicted_seconds(job.profile, plan, links, slowdowns, packed)
     if not math.isfinite(seconds):
         return None
     turn.set(prediction=StepPrediction(number=job.number, seconds=seconds))

@@ -8,16 +8,20 @@ import msgspec
 from elasticd_planner.detection.residual_test import Change
 from elasticd_planner.detection.stragglers import DetectSettings
 from elasticd_planner.policy.policy import PolicySettings
-from elasticd_planner.problem import Answer, Problem
-from elasticd_planner.spec.plan import Plan
+from elasticd_planner.problem import JobAnswer, JobProblem
+from elasticd_planner.spec.mesh import JobPlan
 from elasticd_planner.value import Value
 
 from elasticd.records import (
+    AnyHistoryRecord,
+    AnyJobSpec,
     CheckpointsRecord,
     DoneRecord,
     Fence,
     HistoryRecord,
     JobSpec,
+    MeshHistoryRecord,
+    MeshJobSpec,
     NodeRecord,
     OutRecord,
     PlanRecord,
@@ -91,10 +95,12 @@ def slowdown_kind(change: Change) -> EventKind:
 #: What a leader writes of a job.
 Record = (
     JobSpec
+    | MeshJobSpec
     | PlanRecord
     | Proposal
     | Fence
     | HistoryRecord
+    | MeshHistoryRecord
     | ProfileRecord
     | CheckpointsRecord
     | DoneRecord
@@ -138,11 +144,11 @@ class Planned(Value, frozen=True, kw_only=True):
 
     job: str  # the job's name
     token: int  # of the request
-    answer: Answer | None = None  # the plan, or why there is none
+    answer: JobAnswer | None = None  # the plan, or why there is none
     error: str = ""  # why the planner gave no answer
 
     @property
-    def plan(self) -> Plan | None:
+    def plan(self) -> JobPlan | None:
         """The plan, if there is one."""
         return self.answer.plan if self.answer is not None else None
 
@@ -253,12 +259,12 @@ class Stored(Value, frozen=True, kw_only=True):
     """A job's records as the store holds them: all that a new leader starts from."""
 
     job: str  # the job's name
-    spec: JobSpec | None = None  # what it trains
+    spec: AnyJobSpec | None = None  # what it trains
     plan: PlanRecord | None = None  # in force
     proposal: Proposal | None = None  # the last one
     fence: Fence | None = None  # the last one
     done: DoneRecord | None = None  # its end
-    history: HistoryRecord | None = None  # why the proposal, else the plan, was made
+    history: AnyHistoryRecord | None = None  # why the proposal, else the plan, was made
     checkpoints: CheckpointsRecord | None = None  # published ones
     profile: ProfileRecord | None = None  # of its model, where steps have taught it
     stop: StopRecord | None = None  # a user's wish to stop it
@@ -306,7 +312,7 @@ class RequestPlan(Value, frozen=True, kw_only=True):
 
     job: str  # the job's name
     token: int  # which the answer repeats
-    problem: Problem  # what to plan
+    problem: JobProblem  # what to plan
 
 
 class CancelPlan(Value, frozen=True, kw_only=True):

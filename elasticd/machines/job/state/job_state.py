@@ -43,11 +43,12 @@ from elasticd_planner.detection.stragglers import DetectSettings, RateState
 from elasticd_planner.layout.channels import MOST
 from elasticd_planner.policy.policy import Moved, PolicySettings
 from elasticd_planner.policy.stability import Stability
-from elasticd_planner.problem import Answer, ModuleProblem, Problem
+from elasticd_planner.problem import JobAnswer, JobProblem, ModuleProblem
 from elasticd_planner.profiling.fit import STEPS
 from elasticd_planner.readable import counted
 from elasticd_planner.spec.batch import BatchSummary
 from elasticd_planner.spec.cluster import Device, Level, Link, node_of
+from elasticd_planner.spec.mesh import JobPlan
 from elasticd_planner.spec.packed_sequences import PackedSequences
 from elasticd_planner.spec.plan import Plan
 from elasticd_planner.spec.sequence_lengths import Lengths
@@ -56,7 +57,7 @@ from elasticd_planner.value import Value, refuse
 
 from elasticd.machines.job.state.data_network import Network
 from elasticd.machines.job.state.snapshot_sets import SnapshotSets
-from elasticd.records import Fence, JobSpec, NodeRecord, Proposal, PublishedCheckpoint, Thrown
+from elasticd.records import AnyJobSpec, Fence, JobSpec, NodeRecord, Proposal, PublishedCheckpoint, Thrown
 from elasticd.wire.main_thread import Halted
 from elasticd.wire.node_health import Health
 from elasticd.wire.worker import Raised, RunningPlan, Saved, SaveFailed, StateReport, WorkerDevice
@@ -246,7 +247,7 @@ class Basis(Value, frozen=True, kw_only=True):
 
     devices: tuple[Device, ...]  # that the plan may use
     rates: dict[str, float]  # slowdown of stragglers, by device
-    profile: ModelProfile  # seconds and bytes of the model
+    profile: ModelProfile | None  # seconds and bytes of the model (None: of a job on a mesh none is known)
     interleave: int = 1  # chunks of layers that a device may have
     lanes: int = 1  # lanes that a pipeline may have
     packed: PackedSequences | None = None  # the sequences of a step, of a job that packs them
@@ -258,15 +259,15 @@ class Asked(Value, frozen=True, kw_only=True):
 
     token: int  # number of the request, which the answer repeats
     basis: Basis  # what it is made from
-    problem: Problem  # as the planner has it
+    problem: JobProblem  # as the planner has it
 
 
 class Deferred(Value, frozen=True, kw_only=True):
     """An answer of the planner that is worth a switch once its basis has held for longer."""
 
     basis: Basis  # what it was made from
-    problem: Problem  # as the planner had it
-    answer: Answer  # the plan
+    problem: JobProblem  # as the planner had it
+    answer: JobAnswer  # the plan
     step: int  # index of the step at which it is weighed again
 
 
@@ -274,8 +275,8 @@ class Remedy(Value, frozen=True, kw_only=True):
     """A plan for the survivors, made while they say what they hold."""
 
     basis: Basis  # what it was made from
-    problem: Problem  # as the planner had it
-    plan: Plan  # the plan
+    problem: JobProblem  # as the planner had it
+    plan: JobPlan  # the plan
 
 
 class Setback(Value, frozen=True, kw_only=True):
@@ -328,10 +329,10 @@ class JobState(Value, frozen=True, kw_only=True):
     enough_since: float | None = None  # since when enough torchruns are there
     joined: tuple[str, ...] = ()  # places that take part, in rank order
     fresh: bool = False  # it begins anew: checkpoints that it did not make itself are none of its own
-    spec: JobSpec | None = None  # what all its workers train
+    spec: AnyJobSpec | None = None  # what all its workers train
     world_size: int | None = None  # workers that torchrun started
     workers: dict[str, Worker] = msgspec.field(default_factory=dict)  # processes that said hello, by device
-    plan: Plan | None = None  # in force
+    plan: JobPlan | None = None  # in force
     unadopted: RunningPlan | None = None  # the plan that its workers run, and that the store lacks
     proposal: Proposal | None = None  # open or aborting
     highest: int = 0  # the highest number ever used
@@ -417,6 +418,16 @@ class JobState(Value, frozen=True, kw_only=True):
         return self.plan.number if self.plan is not None else 0
 
     @property
+    def pipeline_plan(self) -> Plan | None:
+        """The plan in force, if it is one of pipelines."""
+        return self.plan if isinstance(self.plan, Plan) else None
+
+    @property
+    def pipeline_spec(self) -> JobSpec | None:
+        """The spec, if elasticd cuts the model."""
+        return self.spec if isinstance(self.spec, JobSpec) else None
+
+    @property
     def predicted_seconds(self) -> float | None:
         """Of a step under the plan in force, by the newest profile; None without a plan."""
         if self.prediction is not None and self.prediction.number == self.number:
@@ -431,7 +442,7 @@ class JobState(Value, frozen=True, kw_only=True):
         return self.predicted_seconds is not None and not fitted
 
     @property
-    def plans(self) -> tuple[Plan, ...]:
+    def plans(self) -> tuple[JobPlan, ...]:
         """The plan in force and the proposed one, as far as there are any."""
         proposed = self.proposal.plan if self.proposal is not None else None
         return tuple(plan for plan in (self.plan, proposed) if plan is not None)
@@ -479,7 +490,7 @@ class JobState(Value, frozen=True, kw_only=True):
         """Whether the plan in force is bound to that worker."""
         return self.plan is not None and self.plan.binding.get(device) == incarnation
 
-    def bound(self, plan: Plan | None) -> tuple[Worker, ...]:
+    def bound(self, plan: JobPlan | None) -> tuple[Worker, ...]:
         """The workers that `plan` binds and that are known here, in rank order."""
         return self.known(plan.binding if plan is not None else {})
 
@@ -494,7 +505,7 @@ class JobState(Value, frozen=True, kw_only=True):
         return found if len(found) == len(binding) else ()
 
     @property
-    def candidates(self) -> tuple[Plan, ...]:
+    def candidates(self) -> tuple[JobPlan, ...]:
         """The plans that somebody may hold a copy of, newest first: in force, proposed, and what that goes on
         from."""
         proposal = self.proposal
@@ -508,7 +519,7 @@ class JobState(Value, frozen=True, kw_only=True):
         bound = {worker.device: worker for plan in self.candidates for worker in self.bound(plan)}
         return tuple(worker for worker in bound.values() if not worker.left)
 
-    def unmet_of(self, plan: Plan | None) -> dict[str, str]:
+    def unmet_of(self, plan: JobPlan | None) -> dict[str, str]:
         """The incarnations of this plan, by device, that this leader has not met."""
         bound = plan.binding if plan is not None else {}
         return {device: one for device, one in self.unmet.items() if bound.get(device) == one}

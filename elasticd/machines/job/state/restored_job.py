@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 from elasticd_planner.detection.stragglers import DeviceRate, RateState
 from elasticd_planner.policy.stability import Stability
-from elasticd_planner.problem import Problem
-from elasticd_planner.spec.plan import Plan
+from elasticd_planner.problem import JobProblem, MeshProblem, Problem
+from elasticd_planner.spec.mesh import JobPlan
 
 from elasticd.machines.job.state.events import Stored
 from elasticd.machines.job.state.job_state import (
@@ -37,6 +37,7 @@ def restored(stored: Stored, now: float, settings: JobSettings) -> JobState:
     last = stored.done or stored.plan
     fence = _unresolved(stored)
     problem = stored.history.problem if stored.history is not None else None
+    planned = problem if isinstance(problem, Problem) else None
     gone = stored.fence.gone if stored.fence is not None else {}
     taught = stored.profile
     return JobState(
@@ -60,8 +61,8 @@ def restored(stored: Stored, now: float, settings: JobSettings) -> JobState:
         thrown=stored.fence.thrown if stored.fence is not None else (),
         settle_until=None if phase in OVER else now + settings.reconnect_seconds,
         patient_until=now + settings.reconnect_seconds,
-        profile=taught.profile if taught is not None else problem.profile if problem is not None else None,
-        modules=taught.modules if taught is not None else problem.modules if problem is not None else (),
+        profile=taught.profile if taught is not None else planned.profile if planned is not None else None,
+        modules=taught.modules if taught is not None else planned.modules if planned is not None else (),
         taught_by=taught.taught_by if taught is not None else 0,
         lengths=taught.lengths if taught is not None else None,
         prediction=_restored_prediction(taught),
@@ -80,14 +81,14 @@ def restored(stored: Stored, now: float, settings: JobSettings) -> JobState:
     )
 
 
-def _unmet(plan: Plan | None, proposal: Proposal | None, gone: dict[str, str]) -> dict[str, str]:
+def _unmet(plan: JobPlan | None, proposal: Proposal | None, gone: dict[str, str]) -> dict[str, str]:
     """By device the incarnations that may hold a copy; of two of one device, the later one."""
     plans = (plan, proposal.plan if proposal is not None else None)
     bound = {device: one for plan in plans if plan is not None for device, one in plan.binding.items()}
     return {device: one for device, one in bound.items() if gone.get(device) != one}
 
 
-def _step_seconds(plan: Plan | None) -> float:
+def _step_seconds(plan: JobPlan | None) -> float:
     """How long a step may take, until the first is reported."""
     prediction = plan.prediction if plan is not None else None
     return prediction.step_seconds if prediction is not None else 0.0
@@ -119,15 +120,17 @@ def _restored_prediction(taught: ProfileRecord | None) -> StepPrediction | None:
     return StepPrediction(number=taught.plan, seconds=taught.step_seconds)
 
 
-def _restored_rates(problem: Problem | None) -> RateState:
+def _restored_rates(problem: JobProblem | None) -> RateState:
     """The rates that the last plan was made for: until they are measured anew, nothing says otherwise."""
     rates = problem.rates if problem is not None else {}
     return RateState(devices={name: DeviceRate(rate=rate) for name, rate in rates.items()})
 
 
-def _restored_basis(problem: Problem | None) -> Basis | None:
+def _restored_basis(problem: JobProblem | None) -> Basis | None:
     if problem is None:
         return None
+    if isinstance(problem, MeshProblem):
+        return Basis(devices=problem.cluster.devices, rates=dict(problem.rates), profile=None)
     return Basis(
         devices=problem.cluster.devices,
         rates=dict(problem.rates),

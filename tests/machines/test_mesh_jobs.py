@@ -1,0 +1,196 @@
+"""A job on a mesh in the leader's machine: first plan, death, drain, join, standby, and shares of samples."""
+
+from __future__ import annotations
+
+import pytest
+
+from elasticd.machines.job.assembly import difference
+from elasticd.machines.job.state.job_state import JobPhase
+from elasticd.records import AnyHistoryRecord, HistoryRecord, MeshHistoryRecord, decode_history
+from tests.machines.cast import JOB, FakeWorker, spec
+from tests.machines.checked import KEYS
+from tests.machines.meshed import Meshed
+from tests.machines.test_coordinator_faults import recovered
+from tests.machines.test_drain import drain, nodes_of, train_until
+from tests.machines.world import World
+
+HSDP = "replicate, shard", "shard"
+
+
+def running(
+    *meshes: str, nodes: tuple[str, ...] = ("alpha", "beta"), every: int = 0, batch: int = 24
+) -> Meshed:
+    world = Meshed(*meshes, nodes=nodes, every=every, batch=batch)
+    world.start()
+    world.settle()
+    world.train(3)
+    assert world.phase is JobPhase.RUNNING, world.job.reason
+    return world
+
+
+def newest(world: World) -> AnyHistoryRecord:
+    """Why the newest plan was made, as it is stored."""
+    items = world.store.snapshot(KEYS.job(JOB, "history/")).items
+    return decode_history(items[-1].value)
+
+
+def test_the_first_plan_is_a_mesh_of_all_devices_and_evenly_shared_samples() -> None:
+    world = running(*HSDP)
+    assert (world.mesh.names, world.mesh.shape) == (("replicate", "shard"), (2, 2))
+    assert world.mesh.samples == (6, 6, 6, 6)
+    proposed = next(note for note in world.notes if note.kind == "proposed")
+    assert proposed.text == "plan 1: a mesh of replicate=2, shard=2 on 4 devices"
+    record = newest(world)
+    assert isinstance(record, MeshHistoryRecord)
+    assert record.plan.shape == (2, 2)
+
+
+def test_replicas_go_on_after_a_death_with_every_device_that_lives() -> None:
+    world = running(*HSDP)
+    world.kill("beta/1")
+    world.settle()
+    assert recovered(world), world.job.reason
+    assert (world.mesh.names, world.mesh.shape) == (("shard",), (3,))
+    assert world.mesh.samples == (8, 8, 8)
+    recovery = world.proposals[-1].recovery
+    assert recovery is not None
+    assert set(recovery.sources) == {"alpha/0", "alpha/1", "beta/0"}
+    assert not recovery.snapshots, "the living hold all of it"
+
+
+@pytest.mark.parametrize("how", ["before", "between", "after"])
+def test_a_leader_that_dies_at_any_event_of_a_fault_leaves_another_that_ends_it(how: str) -> None:
+    whole = running(*HSDP)
+    start = whole.events
+    whole.kill("beta/1")
+    whole.settle()
+    for at in range(start + 1, whole.events + 1):
+        world = running(*HSDP)
+        world.crash_at, world.crash_how = at, how
+        world.kill("beta/1")
+        world.settle()
+        for _ in range(12):
+            world.tick(1.0)
+        assert recovered(world), f"crash {how} event {at}: {world.phase} {world.job.reason}"
+        assert "beta/1" not in world.mesh.members
+
+
+@pytest.mark.parametrize("more", range(10))
+def test_a_second_death_at_any_event_of_a_fault(more: int) -> None:
+    world = running("ddp", nodes=("alpha", "beta", "gamma"))
+    world.kill("beta/1")
+    for _ in range(more):
+        world.turn()
+    world.kill("gamma/0")
+    world.settle()
+    assert recovered(world), world.job.reason
+    assert len(world.mesh.members) == 4
+
+
+def test_plain_shards_without_a_snapshot_end_the_job_and_name_the_box() -> None:
+    world = running("shard")
+    world.kill("beta/1")
+    world.settle()
+    assert world.phase is JobPhase.STOPPED
+    assert "weight [6:8, 0:6]" in world.job.reason
+    assert "no snapshot or checkpoint" in world.job.reason
+
+
+def test_plain_shards_go_on_from_snapshots_of_the_step_that_was_made_last() -> None:
+    world = running("shard", every=1)
+    made = world.steps
+    world.kill("beta/1")
+    world.settle()
+    for _ in range(5):
+        world.tick(1.0)
+    assert recovered(world), world.job.reason
+    recovery = world.proposals[-1].recovery
+    assert recovery is not None
+    assert recovery.step == made, "nothing is made again"
+    assert "beta/1" in recovery.snapshots
+    assert world.mesh.shape == (3,)
+
+
+def test_three_survivors_of_tensor_parallelism_are_two_that_work_and_one_that_stands_by() -> None:
+    world = running("dp, tp=2", every=1)
+    assert world.mesh.lanes == (("alpha/0", "alpha/1"), ("beta/0", "beta/1"))
+    assert world.mesh.samples == (12, 12)
+    world.kill("beta/0")
+    world.settle()
+    world.tick(1.0)
+    assert recovered(world), world.job.reason
+    assert (world.mesh.shape, world.mesh.members, world.mesh.idle) == (
+        (1, 2),
+        ("alpha/0", "alpha/1"),
+        ("beta/1",),
+    )
+    assert world.job.workers["beta/1"].left_at is None, "it is a standby worker"
+    world.train(3)
+    world.workers["beta/0"] = FakeWorker(device="beta/0", incarnation="again")
+    world.up("beta/0", world.hello(world.workers["beta/0"]))
+    train_until(world, lambda: world.phase is JobPhase.RUNNING and world.mesh.shape == (2, 2))
+
+
+def test_a_drained_node_is_left_and_taken_again() -> None:
+    world = running(*HSDP)
+    drain(world, "beta")
+    train_until(world, lambda: world.phase is JobPhase.RUNNING and nodes_of(world) == {"alpha"})
+    assert "fenced" not in world.kinds()
+    drain(world, "beta", on=False)
+    train_until(world, lambda: world.phase is JobPhase.RUNNING and nodes_of(world) == {"alpha", "beta"})
+    assert world.mesh.shape == (2, 2)
+
+
+def test_shares_follow_a_rank_at_a_third_of_its_speed_and_its_recovery() -> None:
+    world = running("shard")
+    before = world.mesh
+    world.rates["alpha/1"] = 3.0
+    train_until(world, lambda: world.mesh.samples == (8, 2, 7, 7) and world.phase is JobPhase.RUNNING)
+    assert world.mesh.same_mesh(before), "nothing is made and nothing moves"
+    assert world.steps <= 15
+    assert "with 8, 2, 7, 7 samples of a step in its lanes" in world.mesh.reason
+    world.rates.clear()
+    train_until(world, lambda: world.mesh.samples == (6, 6, 6, 6) and world.phase is JobPhase.RUNNING)
+
+
+def test_noise_changes_no_shares() -> None:
+    world = running("shard")
+    number, world.noise = world.mesh.number, 0.2
+    world.train(200)
+    assert world.mesh.number == number
+    assert world.kinds().count("proposed") == 1
+
+
+def test_a_job_that_keeps_its_plan_keeps_its_shares() -> None:
+    world = Meshed("shard", keep_plan=True)
+    world.start()
+    world.settle()
+    world.train(3)
+    world.rates["alpha/1"] = 3.0
+    world.train(20)
+    assert world.mesh.samples == (6, 6, 6, 6)
+    assert "kept_plan" in world.kinds()
+
+
+def test_too_few_samples_for_a_mesh_end_the_job_with_what_to_do() -> None:
+    world = Meshed("shard=4", batch=3)
+    world.start()
+    world.settle()
+    assert world.phase is JobPhase.STOPPED
+    assert (
+        "4 devices with 3 samples a step fill none of the meshes that the job may have (shard=4)"
+        in world.job.reason
+    )
+
+
+def test_a_worker_of_the_other_kind_is_told_what_differs() -> None:
+    ours = Meshed("shard").mesh_spec
+    assert difference(ours, spec()) == "it trains in an elasticd.Job, not in elasticd.live's loop of its own"
+    assert difference(ours, ours) == ""
+
+
+def test_the_history_of_a_job_of_pipelines_is_read_as_before() -> None:
+    from tests.machines.test_coordinator_faults import running as pipelined
+
+    world = pipelined()
+    assert isinstance(newest(world), HistoryRecord)
