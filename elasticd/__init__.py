@@ -28,12 +28,14 @@ if TYPE_CHECKING:
     from elasticd.runtime.engine.parallelism import ParallelismOptions
     from elasticd.runtime.engine.stability import StabilityOptions
     from elasticd.runtime.exits import JobStopped
+    from elasticd.runtime.model.balance import Balance
     from elasticd.runtime.model.model import Model, Module
     from elasticd.runtime.model.module_sections import from_module
     from elasticd.runtime.model.tp_rules import Column, Experts, PartialGrad, Row, Rule, Sharded, UnitsOf
     from elasticd.runtime.parallel.attention import attention, positions
 
 __all__ = [
+    "Balance",
     "Callback",
     "CheckpointingOptions",
     "Column",
@@ -86,6 +88,7 @@ _NAMES = {
     "elasticd.runtime.engine.parallelism": ("ParallelismOptions",),
     "elasticd.runtime.engine.stability": ("StabilityOptions",),
     "elasticd.runtime.exits": ("JobStopped",),
+    "elasticd.runtime.model.balance": ("Balance",),
     "elasticd.runtime.model.model": ("Model", "Module"),
     "elasticd.runtime.model.module_sections": ("from_module",),
     "elasticd.runtime.model.tp_rules": (

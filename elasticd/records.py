@@ -311,6 +311,8 @@ class Vote(Value, frozen=True, kw_only=True):
     #: a bit for each trained parameter in the model's order, the first in the lowest, as a hexadecimal number:
     #: no rank has a gradient of it, and the optimizer skips it (empty: none)
     unreached: str = ""
+    #: mean over targets and blocks of the balance losses of routers, without their factor; None: there are none
+    balance: float | None = None
 
 
 class Recovery(Value, frozen=True, kw_only=True):

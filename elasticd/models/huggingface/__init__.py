@@ -28,7 +28,7 @@ from elasticd.models.huggingface.anatomy import text_of
 from elasticd.models.huggingface.batches import FOR_LAYERS, HfBatches
 from elasticd.models.huggingface.export import HfPretrained
 from elasticd.models.huggingface.folder import FolderWeights, folder_of, model_on_meta
-from elasticd.models.huggingface.fused_experts import CutIn
+from elasticd.models.huggingface.fused_experts import CutIn, routers_of
 from elasticd.models.huggingface.image_batches import sample_of
 from elasticd.models.huggingface.init_weights import on_meta, own_init, with_buffers
 from elasticd.models.huggingface.loss import causal_lm_loss
@@ -139,6 +139,7 @@ def from_hf(
     )
     if isinstance(first, FolderWeights):
         first.refuse_others(described)
+    described.routers = routers_of(model, described.sections)
     flat = _FLATTENED.get(model.config.model_type)
     described.unpackable = proof.unpackable
     limits = limits_of(model)

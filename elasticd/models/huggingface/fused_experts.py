@@ -131,3 +131,22 @@ def _parts(module: Any, name: str, parameter: Tensor, words: Mapping[str, str], 
         raise WholeGroup(f"{name} has {parameter.shape[dim]} outputs, and down_proj takes {columns}")
     concatenated = module.is_concatenated if is_contract(module) else words[name].startswith("packed_")
     return 2 if concatenated else 1
+
+
+def routers_of(model: Any, sections: Mapping[str, nn.Module]) -> dict[str, int]:
+    """The routers of a model, by full name, and the place of the logits of all experts in their outputs: those
+    that transformers records as "router_logits".
+
+    Args:
+        model: of transformers.
+        sections: made of its modules.
+    """
+    recorded = (getattr(model, "_can_record_outputs", None) or {}).get("router_logits")
+    listed: list[Any] = recorded if isinstance(recorded, list) else [recorded] if recorded else []
+    classes = {each.target_class: each.index for each in listed if hasattr(each, "target_class")}
+    return {
+        name: classes[type(module)]
+        for section, whole in sections.items()
+        for name, module in whole.named_modules(prefix=section)
+        if type(module) in classes
+    }

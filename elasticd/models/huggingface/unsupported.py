@@ -43,7 +43,9 @@ def refuse_at_sight(model: Any, *, images: bool = False) -> None:
     if getattr(text_of(config), "output_router_logits", False):
         raise ModelError(
             f"output_router_logits = True of {kind} adds a loss of all layers' routers together, which no "
-            "stage has: set model.config.output_router_logits = False"
+            "stage has, and that depends on which samples are in a micro-batch: set "
+            "model.config.output_router_logits = False, and give Job(balance=elasticd.Balance(loss=...)), "
+            "which is of each sample"
         )
     if getattr(config, "_experts_implementation", None) == "grouped_mm" and _has_double_experts(model):
         raise ModelError(

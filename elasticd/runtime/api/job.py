@@ -64,6 +64,7 @@ from elasticd.runtime.engine.recipe import Recipe
 from elasticd.runtime.engine.stability import StabilityOptions
 from elasticd.runtime.engine.warmup import warm
 from elasticd.runtime.exits import Drained, JobOver, JobStopped, is_told, refused, stopped
+from elasticd.runtime.model.balance import Balance
 from elasticd.runtime.model.model import Loss, Model
 from elasticd.runtime.model.optimizer_check import MakeScheduler, ScriptOptimizer
 from elasticd.runtime.model.parameter_groups import MakeOptimizer
@@ -143,6 +144,7 @@ class Job(RankInfo):
         checkpointing: CheckpointingOptions = DEFAULTS.checkpointing,
         evaluation: EvaluationOptions = DEFAULTS.evaluation,
         stability: StabilityOptions = DEFAULTS.stability,
+        balance: Balance | None = None,
         callbacks: Sequence[Callback] = (),
         grace: float = 25.0,
         check: bool = True,
@@ -171,6 +173,7 @@ class Job(RankInfo):
             checkpointing: checkpoints on a shared disk, snapshots in memory. The default keeps neither.
             evaluation: held-out sets for `evaluate`.
             stability: what becomes of steps whose gradient is not finite, or far larger than usual.
+            balance: how the experts of a mixture are kept evenly loaded. None: nothing does.
             callbacks: called in order, on every rank of the plan; see `Callback`.
             grace: seconds from a signal until this process ends, whatever it is doing. Within them its state
                 moves to the other devices; if every worker gets the signal, they make a last checkpoint and
@@ -214,6 +217,7 @@ class Job(RankInfo):
                 parallelism=groups.parallelism,
                 checkpointing=groups.checkpointing,
                 stability=groups.stability,
+                balance=balance,
                 snapshots=Snapshots(job=os.environ.get(NAME, ""), fetch=lambda held: self._control.fetch(held)),
                 accelerator=accelerator,
             )

@@ -16,6 +16,8 @@ class Step:
         tokens: number of tokens of the global batch.
         samples: indices in the dataset that were trained on; all ranks have verified them.
         plan: number of the plan that the step ran under.
+        balance: the balance loss of a block, its mean over targets and blocks, without its factor, 1 where all
+            experts are alike; None: the job has no `Balance(loss=)`.
         applied: whether the update was made: all gradients were finite, and there was a target.
     """
 
@@ -26,3 +28,4 @@ class Step:
     samples: tuple[int, ...]
     plan: int
     applied: bool
+    balance: float | None = None

@@ -270,6 +270,7 @@ class Loop:
             index=vote.step,
             loss=math.nan if vote.loss is None else vote.loss,
             norm=math.inf if vote.norm is None else vote.norm,
+            balance=vote.balance,
             tokens=vote.tokens,
             samples=self.feed.samples(vote.step),
             plan=plan,

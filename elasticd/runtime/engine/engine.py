@@ -270,7 +270,10 @@ class Engine:
         """
         for module in self.modules.values():
             module.adopt(state)
-        owned, where = self.owned, self.plan_groups.stopwatch.where
+        biases = self._recipe.model.biases
+        self._biases = [part for part in self.owned if part.name in biases and not part.box.empty]
+        owned = [part for part in self.owned if part.name not in biases]
+        where = self.plan_groups.stopwatch.where
         with during(where, OPTIMIZER):
             groups, slices = self._recipe.parameter_groups, [(part.name, part.parameter) for part in owned]
             self.optimizer = groups.optimizer(self._recipe.optimizer, slices)
@@ -517,8 +520,8 @@ class Engine:
             # The one wait for the device in a step: all its gradients are reduced then.
             reduced = [module.reduce() for module in self.modules.values()]
             digests = [module.choices.digest for module in self.modules.values()]
-            loss, count, *values = self.accelerator.read(
-                passed.loss, passed.count, *reduced, *digests, check=self.check
+            loss, count, balance, *values = self.accelerator.read(
+                passed.loss, passed.count, passed.balance, *reduced, *digests, check=self.check
             )
             terms, choices = values[: len(reduced)], values[len(reduced) :]
             self._arrived()
@@ -535,6 +538,7 @@ class Engine:
                 squares=squares,
                 loss=loss,
                 targets=count,
+                balance=balance,
                 samples=self._seen(batch, passed.samples),
                 failed=passed.failure.index + 1 if passed.failure is not None else 0,
                 draining=draining(),
@@ -695,13 +699,15 @@ class Engine:
         self.stale, self._delivered = self.plan.state.zero > 0, None
         if vote.apply:
             unreached = self._unreached(vote)
-            gradients = [grad for module in self.modules.values() for grad in module.agree(unreached)]
+            biases = self._recipe.model.biases
+            gradients = [grad for module in self.modules.values() for grad in module.agree(unreached, biases)]
             scale = 1.0 / vote.count / self.scale
             if self._recipe.clip is not None and vote.norm is not None:
                 scale *= min(1.0, self._recipe.clip / (vote.norm + 1e-6))
             if gradients:
                 torch._foreach_mul_(gradients, scale)
             self.optimizer.step()
+            self._move_biases()
             for module in self.modules.values():
                 module.zero.round()
         if self.scaler is not None and vote.count:  # without a target nothing was scaled
@@ -712,3 +718,11 @@ class Engine:
         self.torn = False
         for module in self.modules.values():
             module.zero.clear()
+
+    @torch.no_grad()
+    def _move_biases(self) -> None:
+        """Moves the biases of routers by the signs of their counts, see `router_balance`."""
+        balance = self._recipe.balance
+        for _, _, parameter in self._biases:
+            if balance is not None and balance.bias is not None and parameter.grad is not None:
+                parameter.sub_(parameter.grad.sign().to(parameter.dtype), alpha=balance.bias)

@@ -42,6 +42,7 @@ from elasticd.runtime.model.validation import ModelError
 from elasticd.runtime.parallel import tp_hooks
 from elasticd.runtime.parallel.expert_exchange import ExpertExchange
 from elasticd.runtime.parallel.gradient_reduction import GradientReducer, gradient_dtype
+from elasticd.runtime.parallel.router_balance import RouterBalance
 from elasticd.runtime.parallel.router_choices import RouterChoices
 from elasticd.runtime.parallel.sequence_parallel import TokenSlices
 from elasticd.runtime.parallel.zero import ZeroState
@@ -75,6 +76,7 @@ class ModuleEngine:
     constants: Constants  #: the buffers that no pass may change
     exchange: ExpertExchange | None  #: of rows for experts; None: its lane has all of them
     choices: RouterChoices  #: of the routers here
+    balance: RouterBalance | None  #: of the routers here
     telemetry: Telemetry | None  #: of a module of items, of that alone
 
     def __init__(
@@ -113,8 +115,12 @@ class ModuleEngine:
         local = self.local = build(model, layouts.plan, peers.me, recipe.accelerator)
         if recipe.precision is not None:
             recipe.precision.add_up(held.tensor for held in local.parameters.values())
-        self.reducer = self._reducer(peers)
-        self.zero = ZeroState(layouts, peers, local, self.reducer, recipe.master, recipe.accelerator)
+        for name in model.biases & local.parameters.keys():
+            local.parameters[name].tensor.requires_grad_(False)  # by counts alone
+        self.reducer = self._reducer(peers, model.biases)
+        self.zero = ZeroState(
+            layouts, peers, local, self.reducer, recipe.master, recipe.accelerator, counts=model.biases
+        )
         self.constants = Constants({self.prefix + section: module for section, module in local.modules.items()})
         self.choices = RouterChoices(recipe.accelerator.device)
         self.owned: list[Owned] = []
@@ -122,7 +128,14 @@ class ModuleEngine:
         self.telemetry = telemetry if gives is not None and here else None
         self._frozen = {name: p for name, (_, p) in local.parameters.items() if not p.requires_grad}
         self.slices = self.runner = self.exchange = None
+        self.balance = None
         if peers.me in layouts.plan.places:
+            if recipe.balance is not None and gives is None:
+                self.balance = RouterBalance(
+                    recipe.balance, recipe.balanced, local.drawing, recipe.known_length
+                )
+                for section, module in local.modules.items():
+                    self.balance.attach(section, module)
             self._attach(model, peers.communicators)
             place = layouts.plan.places[peers.me]
             self.runner = StageRunner(
@@ -138,6 +151,7 @@ class ModuleEngine:
                 sums_begin=self.reducer.begins,
                 slices=self.slices,
                 exchange=self.exchange,
+                balance=self.balance,
                 takes=takes,
                 gives=ItemSource(gives, self.name, place.pipeline, place.lane) if gives is not None else None,
             )
@@ -179,7 +193,7 @@ class ModuleEngine:
             loader.prepare([piece.sample for micro in mine for piece in micro])
         return self.runner.forward(mine, loader, loss, batch.rows(place), batch.pipelines[place.pipeline])
 
-    def _reducer(self, peers: Peers) -> GradientReducer:
+    def _reducer(self, peers: Peers, counts: Collection[str]) -> GradientReducer:
         layouts, parameters = self.layouts, self.local.parameters
         mine = reductions(layouts, self._device)
 
@@ -200,6 +214,7 @@ class ModuleEngine:
             gates=last_users(layouts.spec, list(self.local.modules)),
             keep_all=layouts.plan.state.zero < 2,
             stopwatch=peers.everyone.plan_groups.stopwatch,
+            counts=counts,
         )
 
     def _attach(self, model: Model, communicators: Communicators) -> None:
@@ -283,11 +298,11 @@ class ModuleEngine:
         with self.telemetry.apart("reduce"):
             return self.zero.reduce()
 
-    def agree(self, unreached: Collection[str]) -> list[Tensor]:
-        """See `ZeroState.agree`; names are as in `owned`."""
+    def agree(self, unreached: Collection[str], counts: Collection[str] = ()) -> list[Tensor]:
+        """See `ZeroState.agree`; names are as in `owned`. Those of counts are left out of the gradients."""
         if self.prefix:
             unreached = {name.removeprefix(self.prefix) for name in unreached if name.startswith(self.prefix)}
-        return self.zero.agree(unreached)
+        return self.zero.agree(unreached, counts)
 
     def named(self, values: Mapping[str, _Held]) -> Mapping[str, _Held]:
         """Values by their names among those of all modules."""

@@ -27,7 +27,7 @@ from elasticd.runtime.accelerator import Accelerator
 from elasticd.runtime.comm.communicators import Communicators
 from elasticd.runtime.comm.groups import Group
 from elasticd.runtime.engine.activation_header import TensorHeader, empty_header, pack_header, unpack_header
-from elasticd.runtime.model.bundle import Bundle, Gradients, going_back
+from elasticd.runtime.model.bundle import Bundle, Gradients, going_back, tensors
 
 #: Tags of headers of each module, and of each border between modules, in the group of all members.
 HEADERS = 1 << 18
@@ -219,6 +219,7 @@ class NextStage(_Neighbour):
 
     _uses = ("gradient", "activation")
     _gradients: dict[int, tuple[dict[str, Tensor | None], list[tuple[Any, bool]]]]
+    targets: dict[int, Tensor]  #: by micro-batch those of each sample, once its gradients are here
 
     def __init__(self, *connection: Any, **about: Any) -> None:
         super().__init__(*connection, **about)
@@ -236,15 +237,21 @@ class NextStage(_Neighbour):
 
     def begin_step(self) -> None:
         """No gradient of the step is asked for yet."""
-        self._gradients = {}
+        self._gradients, self.targets = {}, {}
 
-    def post(self, index: int, x: Bundle) -> None:
-        """Starts to receive the gradients of the activation `x` of a micro-batch, as it was sent."""
+    def post(self, index: int, x: Bundle, samples: int = 0) -> None:
+        """Starts to receive the gradients of the activation `x` of a micro-batch, as it was sent, and the
+        targets of each of its `samples`; 0: nobody asks for these."""
         grads: dict[str, Tensor | None] = {} if isinstance(x, Tensor) else dict.fromkeys(x)
         works = []
         for name, part in going_back(x).items():
             grad = grads[name] = torch.empty_like(part, memory_format=torch.contiguous_format)
             works.append((self._receives.begin_receive(grad), grad.numel() > 0))
+        if samples:
+            targets = self.targets[index] = torch.empty(
+                samples, dtype=torch.float64, device=tensors(x)[0].device
+            )
+            works.append((self._receives.begin_receive(targets), True))
         self._gradients[index] = grads, works
 
     def gradient(self, index: int) -> Gradients:

@@ -54,7 +54,7 @@ from elasticd.runtime.engine.compiled_blocks import (
 )
 from elasticd.runtime.engine.item_border import ItemBorder, ItemSource, in_order_of, joined, row_of
 from elasticd.runtime.engine.mixed_precision import converted
-from elasticd.runtime.engine.p2p import HEADERS, PrevStage, gradient_messages
+from elasticd.runtime.engine.p2p import HEADERS, NextStage, PrevStage, gradient_messages
 from elasticd.runtime.engine.pass_watch import PassPacer, PassWatch
 from elasticd.runtime.engine.recipe import Recipe
 from elasticd.runtime.engine.stage_chunks import StageChunk, stage_chunks
@@ -67,7 +67,8 @@ from elasticd.runtime.model.section_passes import PassPart, back_through, forth
 from elasticd.runtime.model.validation import ModelError, sum_and_count
 from elasticd.runtime.parallel.context_parallel import ContextParallel
 from elasticd.runtime.parallel.expert_exchange import ExpertExchange
-from elasticd.runtime.parallel.packed_row import PackedRow, passing
+from elasticd.runtime.parallel.packed_row import PackedRow, current_row, passing
+from elasticd.runtime.parallel.router_balance import RouterBalance, sample_of
 from elasticd.runtime.parallel.sequence_parallel import TokenSlices, single
 from elasticd.runtime.telemetry.step_times import CAPTURED, Telemetry
 from elasticd.system.user_line import described
@@ -140,6 +141,7 @@ class StageRunner:
         sums_begin: bool = True,
         slices: TokenSlices | None = None,
         exchange: ExpertExchange | None = None,
+        balance: RouterBalance | None = None,
         takes: Mapping[str, ItemBorder] | None = None,
         gives: ItemSource | None = None,
     ) -> None:
@@ -158,12 +160,14 @@ class StageRunner:
             sums_begin: it begins sums of gradients with other devices.
             slices: of the tokens that blocks are on; None: they are on all. All tokens pass between stages.
             exchange: of rows for experts that lanes share; None: each lane has all.
+            balance: of the routers; None: nothing balances them.
             takes: of a module that takes items: by their key in the batch the border with the module that
                 makes them.
             gives: of a module of items: where the outputs of its last stage go. None: it computes a loss.
         """
         self._slices, self._takes, self._of_items = slices, takes or {}, gives is not None
-        self._exchange = exchange
+        self._exchange, self._balance = exchange, balance
+        self._asks_targets = balance is not None and balance.has_loss
         self._serving: dict[tuple[int, int], dict[str, Tensor]] = {}  # by chunk and row, outputs by block
         self._rows: list[PackedRow] = []  # of the micro-batches of the step; empty: they are padded
         self._flights: tuple[object, dict[int, int]] = (None, {})  # the acts of a step, and what they hold
@@ -238,6 +242,8 @@ class StageRunner:
             reason = "members of its TP group or lanes communicate in them"
         elif self._recomputed:
             reason = "its blocks recompute"
+        elif self._balance is not None:
+            reason = "its routers are balanced"
         if reason:
             log.info("passes of this device are no CUDA graphs: %s", reason)
             return None
@@ -352,6 +358,8 @@ class StageRunner:
         if self._exchange is not None:
             self._exchange.begin_step()
         self._scale = scale
+        if self._balance is not None and torch.is_grad_enabled():
+            self._balance.begin(scale)
         self._watch.begin_step(trains=torch.is_grad_enabled())
         if self._captured is not None and torch.is_grad_enabled():
             self._begin_captured(self._captured, acts)
@@ -451,6 +459,7 @@ class StageRunner:
             count=_total(step.counts),
             tokens=step.tokens if counts_tokens else 0,
             samples=(hash_items if self._of_items else hash_samples)((*seen, *step.unexpected)),
+            balance=self._balance.value if self._balance is not None and self._position == 0 else 0.0,
             failure=failure,
         )
 
@@ -555,7 +564,11 @@ class StageRunner:
             assert not isinstance(neighbour, PrevStage)
             waiting = alive[act.chunk, index]
             out = waiting.output
-            neighbour.post(index, out if chunk.ends_with_head else self._like(out, waiting))
+            sent = out if chunk.ends_with_head else self._like(out, waiting)
+            if self._asks_targets and isinstance(neighbour, NextStage):
+                neighbour.post(index, sent, len(draws_of(micro)))
+            else:
+                neighbour.post(index, sent)
         else:
             assert isinstance(neighbour, PrevStage)
             if chunk.after is None:
@@ -731,6 +744,8 @@ class StageRunner:
         watches = self._captured is not None and self._watch.looks
         with self._drawing.keyed("loss"), watching() if watches else nullcontext(Draws()) as draws:
             state.loss, counted = sum_and_count(self.loss(logits, batch))  # on every member of the last stage
+            if self._asks_targets and torch.is_grad_enabled():
+                state.of_samples = self._targets_of(logits, batch, counted)
         self._loss_draws = self._loss_draws or draws.drew
         if isinstance(counted, Tensor) and counted.device.type == "cpu":
             counted = counted.item()
@@ -738,6 +753,18 @@ class StageRunner:
         if _none(counted):  # a loss that was made of a mean is NaN here
             state.loss = torch.zeros_like(state.loss)
         return counted
+
+    def _targets_of(self, output: Bundle, batch: Any, count: float | Tensor) -> Tensor:
+        """The targets of each sample of a micro-batch: of several the loss says those of each alone."""
+        row = current_row()
+        pieces = len(row.pieces) if row is not None else tensors(output)[0].shape[0]
+        counts = [count]
+        if pieces > 1:
+            with torch.no_grad():
+                parts = (sample_of(output, batch, at, row) for at in range(pieces))
+                counts = [sum_and_count(self.loss(*part))[1] for part in parts]
+        device = tensors(output)[0].device
+        return torch.stack([torch.as_tensor(each, dtype=torch.float64, device=device) for each in counts])
 
     def _cut(self, x: Bundle) -> Bundle:
         """This device's part of what came from another stage."""
@@ -765,6 +792,10 @@ class StageRunner:
             grads = self._gradient_of_loss(state)
         else:
             grads = None
+        if self._asks_targets and self._balance is not None:
+            if isinstance(chunk.after, NextStage):
+                state.of_samples = chunk.after.targets.pop(act.micro_batch)
+            self._balance.targets = state.of_samples
         telemetry.mark()
         if self._slices is not None and not chunk.ends_with_head and grads is not None:
             grads = self._slices.cut(single(grads))
@@ -784,6 +815,8 @@ class StageRunner:
                 joined_grads = None if grads is None else self._slices.join(single(grads))
                 out, grads = self._like(out, state), joined_grads
             self._made[act] = gradient_messages(out, grads)
+            if state.of_samples is not None:
+                self._made[act].append(state.of_samples)
 
     def _replay_backward(self, slot: PassSlot, grads: Gradients, chunk: StageChunk, *, last: bool) -> Gradients:
         """The backward pass of a micro-batch whose forward pass was a graph. Sums wait for their sections

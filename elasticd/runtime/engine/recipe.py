@@ -29,6 +29,7 @@ from elasticd.runtime.engine.item_rows import FirstItem, first_item
 from elasticd.runtime.engine.mixed_precision import Precision, lowered, precision_of
 from elasticd.runtime.engine.parallelism import ParallelismOptions
 from elasticd.runtime.engine.stability import StabilityOptions
+from elasticd.runtime.model.balance import Balance, BalancedBlock, balanced_blocks
 from elasticd.runtime.model.batch_format import BatchFormat
 from elasticd.runtime.model.model import Loss, Model
 from elasticd.runtime.model.optimizer_check import MakeScheduler
@@ -83,6 +84,7 @@ class Recipe:
     data: DataOptions = field(default_factory=DataOptions)
     parallelism: ParallelismOptions = field(default_factory=ParallelismOptions)
     checkpointing: CheckpointingOptions = field(default_factory=CheckpointingOptions)
+    balance: Balance | None = None  #: of a mixture's experts
     stability: StabilityOptions = field(default_factory=StabilityOptions)
     snapshots: Snapshots = field(default_factory=Snapshots)  #: those that this node's agent keeps
     accelerator: Accelerator = CPU  #: where this process computes
@@ -112,7 +114,29 @@ class Recipe:
             )
         if self.parallelism.sequence_parallel:
             refuse_model(self.model)
+        if self.balance is not None:
+            self._check_balance()
         object.__setattr__(self, "model", lowered(self.model, self.precision))
+
+    def _check_balance(self) -> None:
+        """Has the model's biases move, if they are to."""
+        if not isinstance(self.balance, Balance):
+            raise ValueError(f"balance is {self.balance!r}: give elasticd.Balance(loss=0.001), say")
+        if self.model.graph is not None and self.balance.bias is not None:
+            raise ValueError(
+                "Balance(bias=) of a model of several modules is not supported: give Balance(loss=)"
+            )
+        biases = [block.bias for block in self.balanced.values() if block.bias is not None]
+        if biases:
+            object.__setattr__(self, "model", self.model.moving(biases))
+
+    @cached_property
+    def balanced(self) -> dict[str, BalancedBlock]:
+        """The blocks of the module with the loss whose experts are balanced, by section."""
+        if self.balance is None:
+            return {}
+        model = self.model if self.model.graph is None else self.model.graph.loss_module
+        return balanced_blocks(self.balance, model.sections, model.routers)
 
     def module(self, name: str) -> Model:
         """A module of the model, by its name in the plan; of a model of one module that one."""
@@ -192,6 +216,11 @@ class Recipe:
         if given is None:
             return length_of(self.dataset)
         return lambda index: int(given(index))  # NumPy's integers wrap around
+
+    @property
+    def known_length(self) -> Callable[[int], int] | None:
+        """`length`; None for a stream, too."""
+        return None if isinstance(self.dataset, Stream) else self.length
 
     @cached_property
     def lengths(self) -> Ints:

@@ -31,6 +31,7 @@ class MicroBatchState:
     #: What other modules made of the items that the embedding takes, as leaves.
     items: dict[GroupId, Bundle] = field(default_factory=dict)
     loss: Tensor | None = None  #: sum over targets; None: not the last stage
+    of_samples: Tensor | None = None  #: targets of each sample, where a balance loss asks for them
     targets: float | Tensor = 0
     entered: Any = None  #: where passes may be captured: with what the forward pass was called
     slot: PassSlot | None = None  #: whose graphs its passes are; None: they are eager
@@ -70,4 +71,5 @@ class Passed:
     count: float | Tensor  #: targets, likewise; 0 on ranks that compute no loss
     tokens: int  #: counted where the pipeline begins, else 0
     samples: int  #: hash of the sample ids that were seen
+    balance: float | Tensor = 0.0  #: balance losses times targets, perhaps still on the device
     failure: SampleError | None = None  #: a sample that could not be read here; another one stood in for it

@@ -20,8 +20,8 @@ from elasticd.records import Vote
 from elasticd.runtime.comm.groups import Group
 from elasticd.runtime.data.sample_ledger import LedgerError
 
-#: The fields of `RankRecord` in their order but for the last three, 92 bytes.
-_FIELDS = "<qqq??qdddQqbQd?"
+#: The fields of `RankRecord` in their order but for the last three, 100 bytes.
+_FIELDS = "<qqq??qdddQqbQd?d"
 
 
 class Draining(IntEnum):
@@ -52,6 +52,7 @@ class RankRecord(NamedTuple):
     next: int = 0  #: digest of the next step's batch plan; 0: it is not known yet, or not packed
     seconds: float = 0.0  #: that its blocks computed in this step
     stop: bool = False  #: its script wants this step to be the last
+    balance: float = 0.0  #: balance losses times targets of the samples whose loss is in `targets`
     reached: bytes = b""  #: a bit for each trained parameter, the first in the lowest: it had a gradient here
     #: Of each module of items how many times as long as planned a row took this rank, as a double.
     items: bytes = b""
@@ -130,6 +131,7 @@ def fold(
         tokens=sum(every.tokens),
         apply=all(every.finite) and math.isfinite(squares) and unread is None and count > 0,
         unreached=_unreached(every.reached, trained),
+        balance=_finite(exact_sum(every.balance) / count) if count and any(every.balance) else None,
     )
     return StepOutcome(
         vote=vote,

@@ -128,6 +128,10 @@ class Model:
         self.pretrained: Pretrained | None = None
         #: The loss of a job that gives none; None: there is none.
         self.loss: Loss | None = None
+        #: By full name: routers of experts, and the place of the logits of all experts in their outputs.
+        self.routers: dict[str, int] = {}
+        #: The biases of routers that move by counts: parameters that no optimizer gets.
+        self.biases: frozenset[str] = frozenset()
         #: Checkpoints leave the frozen parameters out, because the script makes the same ones again.
         self.leaves_out_frozen = False
         self.rules, self.units = dict(rules or {}), dict(units or {})
@@ -218,12 +222,50 @@ class Model:
         """
         made = copy.copy(self)
         made.sections, made.units = copy.deepcopy(self.sections), dict(self.units)
-        for module in made.sections.values():
-            for parameter in module.parameters():
-                parameter.data = parameter.data.to(dtype)
-        made.fused, made._owners = {}, {section: {} for section in made.sections}
-        made.spec = made._describe()
+        for section, module in made.sections.items():
+            for name, parameter in module.named_parameters():
+                if f"{section}.{name}" not in self.biases:  # which are exact in their own type
+                    parameter.data = parameter.data.to(dtype)
+        made._described_anew()
         return made
+
+    def moving(self, biases: Iterable[str]) -> Self:
+        """The same model of one module with biases of routers as parameters that are trained, by counts.
+
+        Args:
+            biases: full names of parameters or buffers.
+
+        Raises:
+            ModelError: one is of a type in which counts are not exact.
+        """
+        made = copy.copy(self)
+        made.sections, made.units, made.biases = (
+            copy.deepcopy(self.sections),
+            dict(self.units),
+            frozenset(biases),
+        )
+        for full in sorted(made.biases):
+            section, rest = split_name(full)
+            path, _, leaf = rest.rpartition(".")
+            owner = made.sections[section].get_submodule(path)
+            value: Tensor = getattr(owner, leaf)
+            if value.dtype not in (torch.float32, torch.float64):
+                raise ModelError(
+                    f"{full} is of {str(value.dtype).removeprefix('torch.')}, which is too coarse for a bias "
+                    "that moves by a little at a step: make it of float32"
+                )
+            if leaf in owner._buffers:
+                del owner._buffers[leaf]
+                if not value.is_meta:
+                    made._own = {**made._own, full: value.detach().clone()}
+            owner.register_parameter(leaf, nn.Parameter(value.detach()))
+        made._described_anew()
+        return made
+
+    def _described_anew(self) -> None:
+        """After a change of the modules of a copy."""
+        self.fused, self._owners = {}, {section: {} for section in self.sections}
+        self.spec = self._describe()
 
     def first(self) -> str:
         """A digest of the values that the modules have by themselves, or read; empty if they have none.
@@ -476,20 +518,22 @@ class Model:
         return tuple(self.sections[section].state_dict(keep_vars=True)[rest].shape)
 
     def trained_parameters(self) -> dict[str, Tensor]:
-        """The trained parameters by full name, as the user's modules have them, on the meta device. One that
-        several sections share is there once."""
+        """The parameters of the optimizer by full name, as the user's modules have them, on the meta device.
+        One that several sections share is there once."""
         if self.graph is not None:
             return self.graph.together(Model.trained_parameters)
         trained: dict[str, Tensor] = {}
         for section, module in self.sections.items():
             for name, parameter in module.named_parameters():
-                if parameter.requires_grad:
+                if parameter.requires_grad and f"{section}.{name}" not in self.biases:
                     trained.setdefault(self.spec.owner(f"{section}.{name}"), parameter.detach())
         return trained
 
     def _whole(self, name: str, rule: Parameter, seed: int) -> Tensor:
         """A whole first value, of the shape that its module gives it."""
         shape = self.module_shape(name)
+        if name in self.biases and name in self._own:
+            return self._own[name]
         if isinstance(self._init, Mapping):
             if name not in self._init:
                 raise ModelError(f"init has no value for {name}; it has {', '.join(list(self._init)[:3])}, ...")

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -71,6 +71,7 @@ class GradientReducer:
         gates: Mapping[str, str] | None = None,
         keep_all: bool = True,
         stopwatch: Stopwatch | None = None,
+        counts: Collection[str] = (),
     ) -> None:
         """
         Args:
@@ -85,7 +86,9 @@ class GradientReducer:
             gates: for tied parameters a section that must be done before they are reduced; see `last_users`.
             keep_all: every gradient stays with its parameter; False under ZeRO 2.
             stopwatch: measures the seconds of flattening and of waits.
+            counts: parameters whose gradients are counts, which are in no norm.
         """
+        self._counts = frozenset(counts)
         self._device, self._parameters = device, parameters
         self._keep_all, self._stopwatch = keep_all, stopwatch or Stopwatch()
         self._alone, self.queue = tuple(alone), tuple(queue)
@@ -190,7 +193,8 @@ class GradientReducer:
             gradient = parameter.grad
             if gradient is not None:
                 reached.add(name)
-                yield gradient if part is None else gradient[part]
+                if name not in self._counts:
+                    yield gradient if part is None else gradient[part]
 
     def _passed(self) -> Iterator[tuple[Bucket, Tensor]]:
         """The buckets of sets without a communicator, with their sums."""
@@ -239,7 +243,9 @@ class GradientReducer:
         """Waits for all reductions: every local gradient becomes the sum over the devices with a term of it."""
         for bucket, flat in self._landed():
             if bucket.counter == self._device:
-                self.squares += sum_of_squares([flat])
+                apart = any(piece.name in self._counts for piece in bucket.pieces)
+                parts = (part for piece, part in _sums(bucket, flat) if piece.name not in self._counts)
+                self.squares += sum_of_squares(parts if apart else [flat])
             for piece, part in _sums(bucket, flat):
                 if piece.name not in self._in_buckets:
                     self._gradient(piece.name, piece.box).copy_(part)

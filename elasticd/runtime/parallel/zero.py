@@ -49,6 +49,7 @@ class ZeroState:
         reducer: GradientReducer,
         master: torch.dtype | None = None,
         accelerator: Accelerator = CPU,
+        counts: Collection[str] = (),
     ) -> None:
         """
         Args:
@@ -59,6 +60,7 @@ class ZeroState:
             master: the type of master weights. Then the master weights are owned, and values are their rounded
                 copies. None: there are none, and values themselves are owned.
             accelerator: where all this lies.
+            counts: parameters whose gradients are counts, which are in no norm.
         """
         device = peers.me
         self._layouts, self._device, self._reducer = layouts, device, reducer
@@ -74,7 +76,7 @@ class ZeroState:
         self._away = gradients_away(layouts, device)
         self._back = values_back(layouts, device)
         self._copies = buffers_away(layouts, device)
-        self._leads = leading(layouts, device)
+        self._leads = [(name, box) for name, box in leading(layouts, device) if name not in counts]
 
     def install(self, state: LocalState) -> None:
         """Makes a state's values and buffers those of this device, which adopt its tensors. Values of one local
@@ -155,19 +157,22 @@ class ZeroState:
         """
         self._deliver(self._copies, self._buffer, self._buffer)
 
-    def agree(self, unreached: Collection[str]) -> list[Tensor]:
+    def agree(self, unreached: Collection[str], counts: Collection[str] = ()) -> list[Tensor]:
         """Has all parts of a parameter have a gradient, or none, before the optimizer's step.
 
         Args:
             unreached: the parameters that no backward pass of the step reached on any device.
+            counts: the parameters whose gradients are counts.
 
         Returns:
-            The gradients of the owned parts.
+            The gradients of the owned parts, without counts.
         """
         found = []
         for name, box, parameter in self.owned:
             if name in unreached:
                 parameter.grad = None
+            elif name in counts:
+                continue
             elif (gradient := parameter.grad) is not None:
                 found.append(gradient)
             elif not box.empty:

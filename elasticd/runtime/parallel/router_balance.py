@@ -1,0 +1,264 @@
+"""Balance of routers: gradients of balance losses, and counts by which biases move, the same in any layout.
+
+A balance loss is of each sample alone, so that it depends on no micro-batch, stage or lane. It is
+
+    E sum_i f_i P_i,   f_i: part of the sample's choices that are expert i, P_i: mean probability of expert i,
+
+of each block, and its weight in the step's loss is the number of the sample's targets. That number is known
+where the loss is, in the last stage; it goes back through the stages with the gradients. So the gradient of the
+balance loss is added in the backward pass of the experts' weights, and a block that recomputes adds it once.
+
+Counts of a step for a bias are its gradient: experts x (choices of the expert) - (all choices), a whole number
+whose sum over devices has the sign of what the expert has too many. Reduction, ZeRO and migration carry it as
+they do any gradient.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from elasticd.runtime.model.balance import Balance, BalancedBlock
+from elasticd.runtime.model.graph_breaks import breaks_graphs
+from elasticd.runtime.model.rng import Drawing
+from elasticd.runtime.model.validation import ModelError
+from elasticd.runtime.parallel.packed_row import PackedRow, current_row
+
+
+class RouterBalance:
+    """The balance of the routers on one device."""
+
+    #: Of the samples whose backward pass runs, how many targets each has [samples].
+    targets: Tensor | None
+    scale: float  #: the gradients are those of the loss times this
+
+    def __init__(
+        self,
+        balance: Balance,
+        blocks: Mapping[str, BalancedBlock],
+        drawing: Drawing,
+        length: Callable[[int], int] | None,
+    ) -> None:
+        """
+        Args:
+            balance: of the job.
+            blocks: of the model that it concerns, by section.
+            drawing: knows the samples of a pass.
+            length: tokens of a sample, where that is known before it is read.
+        """
+        self._balance, self._blocks, self._drawing, self._length = balance, blocks, drawing, length
+        self._sum: Tensor | None = None
+        self.targets, self.scale = None, 1.0
+
+    @property
+    def has_loss(self) -> bool:
+        """Returns True if samples' targets have to be known in backward passes."""
+        return self._balance.loss is not None
+
+    def begin(self, scale: float) -> None:
+        """Begins a step."""
+        self._sum, self.targets, self.scale = None, None, scale
+
+    @property
+    def value(self) -> float | Tensor:
+        """The balance losses of the step's samples here, times their targets: of a mean block, without the
+        factor. Perhaps still on the device."""
+        return 0.0 if self._sum is None else self._sum / len(self._blocks)
+
+    def attach(self, section: str, module: nn.Module) -> None:
+        """Has a section's experts note and balance the choices of their router. Call it before other hooks are
+        registered."""
+        block = self._blocks.get(section)
+        if block is None:
+            return
+        bias = None if block.bias is None else module.get_parameter(block.bias.removeprefix(section)[1:])
+        experts = module.get_submodule(block.experts)
+        choices = _Choices(self, experts, block.logits, bias)
+        if block.router is not None:
+            module.get_submodule(block.router).register_forward_hook(choices.note)
+        experts.register_forward_pre_hook(choices.balanced, with_kwargs=True)
+
+    def samples_of(self, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """The samples of the rows of a pass.
+
+        Args:
+            count: of the rows.
+            device: where they lie.
+
+        Returns:
+            The place of each row's sample among those of the pass, -1 of a row that pads one; and the rows of
+            each sample.
+
+        Raises:
+            ModelError: it is not known which rows pad a sample, or a sample's rows are on several lanes.
+        """
+        row = current_row(device)
+        if row is not None:
+            if not row.whole and self.has_loss:
+                raise ModelError(
+                    "a balance loss is of whole samples, and sequences are cut over lanes: leave "
+                    "Packing(cut=True) out, or give Balance(bias=) in the place of Balance(loss=)"
+                )
+            sizes = torch.tensor([piece.length for piece in row.pieces], device=device)
+            return row.sample_of_token, sizes
+        samples: Sequence[int] = self._drawing.samples or (0,)
+        tokens = count // len(samples)
+        if len(samples) == 1:
+            return torch.zeros(count, dtype=torch.long, device=device), torch.tensor([count], device=device)
+        if self._length is None:
+            raise ModelError(
+                "a balance leaves out the rows that pad a sample, and how long samples are is not known: give "
+                "the dataset an attribute `lengths`, or DataOptions(length=...), or micro_batch=1"
+            )
+        sizes = torch.tensor([min(tokens, self._length(index)) for index in samples])
+        place = torch.arange(len(samples))[:, None].expand(-1, tokens)
+        place = place.where(torch.arange(tokens) < sizes[:, None], -1).reshape(-1)
+        return place.to(device), sizes.to(device)
+
+    def gradient(self, logits: Tensor, index: Tensor, place: Tensor, sizes: Tensor) -> Tensor:
+        """The gradient of the balance losses of a block's samples, whose backward pass runs. Adds the losses
+        to `value`.
+
+        Args:
+            logits: of all experts [rows, experts].
+            index: the experts of each row [rows, k].
+            place: the place of each row's sample; -1: of none.
+            sizes: the rows of each sample.
+        """
+        assert self.targets is not None
+        assert self._balance.loss is not None
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        probabilities, experts = logits.to(wide).softmax(-1), logits.shape[-1]
+        inside = place >= 0
+        choices = torch.zeros(len(sizes), experts, dtype=wide, device=logits.device)
+        flat = (place.clamp(0)[:, None] * experts + index.clamp(0, experts - 1)).reshape(-1)
+        ones = (inside[:, None] & (index >= 0) & (index < experts)).to(wide).reshape(-1)
+        choices = choices.view(-1).index_add(0, flat, ones).view_as(choices)
+        weight = experts * self.targets.to(wide) / sizes.clamp(1)
+        of_sample = choices / choices.sum(-1, keepdim=True).clamp(1) * weight[:, None]
+        of_row = of_sample[place.clamp(0)] * inside[:, None]
+        weighted = probabilities * of_row
+        total = weighted.sum(-1, keepdim=True)
+        added = total.double().sum()
+        self._sum = added if self._sum is None else self._sum + added
+        factor = self._balance.loss * self.scale
+        return ((weighted - probabilities * total) * factor).to(logits.dtype)
+
+
+class _Choices:
+    """The choices of one block's router, between the call of the router and that of the experts."""
+
+    def __init__(
+        self, balance: RouterBalance, experts: nn.Module, logits: int, bias: nn.Parameter | None
+    ) -> None:
+        """
+        Args:
+            balance: of the device.
+            experts: of the block.
+            logits: the place of the logits in a router's output of several tensors.
+            bias: moves by the choices; None: there is none.
+        """
+        self._balance, self._place, self._bias = balance, logits, bias
+        self._names = tuple(inspect.signature(experts.forward).parameters)[:3]
+        self._logits: Tensor | None = None
+
+    @breaks_graphs
+    def note(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """A hook of the router."""
+        logits = output if isinstance(output, Tensor) else output[self._place]
+        self._logits = logits.reshape(-1, logits.shape[-1])
+
+    @breaks_graphs
+    def balanced(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A hook of the experts: their weights bring the gradients of the balance back."""
+        logits, self._logits = self._logits, None
+        given = dict(zip(self._names, args, strict=False)) | kwargs
+        _, index, weights = (given[name] for name in self._names)
+        if not torch.is_grad_enabled() or not weights.requires_grad:
+            return None
+        samples = self._balance.samples_of(len(index), index.device)
+        weights = _Balanced.apply(weights, logits, index, *samples, self._balance, self._bias)
+        if len(args) > 2:
+            return (*args[:2], weights, *args[3:]), kwargs
+        return args, {**kwargs, self._names[2]: weights}
+
+
+class _Balanced(torch.autograd.Function):
+    """The weights as they are; their backward pass adds the gradients of the balance."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        weights: Tensor,
+        logits: Tensor | None,
+        index: Tensor,
+        place: Tensor,
+        sizes: Tensor,
+        balance: RouterBalance,
+        bias: nn.Parameter | None,
+    ) -> Tensor:
+        ctx.balance, ctx.bias = balance, bias
+        ctx.save_for_backward(logits, index, place, sizes)
+        return weights.view_as(weights)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        logits, index, place, sizes = ctx.saved_tensors
+        if ctx.bias is not None:
+            count(ctx.bias, index, place)
+        added = None if logits is None else ctx.balance.gradient(logits, index, place, sizes)
+        return grad, added, None, None, None, None, None
+
+
+def count(bias: nn.Parameter, index: Tensor, place: Tensor) -> None:
+    """Adds the choices of a pass to the gradient of a bias.
+
+    Args:
+        bias: a number for each expert.
+        index: the experts of each row [rows, k].
+        place: of each row its sample; -1: the row pads one, and is not counted.
+    """
+    experts, inside = bias.numel(), (place >= 0)[:, None].expand_as(index).reshape(-1)
+    wide = inside.to(torch.promote_types(bias.dtype, torch.float32))
+    of_each = wide.new_zeros(experts).index_add(0, index.reshape(-1).long().clamp(0, experts - 1), wide)
+    counts = (of_each * experts - wide.sum()).view_as(bias)
+    bias.grad = counts if bias.grad is None else bias.grad + counts
+
+
+def sample_of(output: Any, batch: Any, at: int, row: PackedRow | None) -> tuple[Any, Any]:
+    """The part of an output and of its batch that is of one sample, for a loss.
+
+    Args:
+        output: of the head, [samples, tokens, ...] or named tensors of that shape.
+        batch: what the loss is called with beside it.
+        at: the place of the sample.
+        row: the packed row, [1, tokens, ...], that the samples are in; None: they are padded.
+    """
+    first = output if isinstance(output, Tensor) else next(iter(output.values()))
+    if row is None:
+        samples = first.shape[0]
+        return tuple(_cut(each, samples, 0, slice(at, at + 1)) for each in (output, batch))
+    start = sum(piece.tokens for piece in row.pieces[:at])
+    part = slice(start, start + row.pieces[at].tokens)
+    return tuple(_cut(each, row.tokens, 1, part) for each in (output, batch))
+
+
+def _cut(value: Any, size: int, dim: int, part: slice) -> Any:
+    """A part of each tensor that is so long in a dimension; everything else as it is."""
+    if isinstance(value, Tensor):
+        return (
+            value[(slice(None),) * dim + (part,)] if value.dim() > dim and value.shape[dim] == size else value
+        )
+    if isinstance(value, Mapping):
+        return {key: _cut(each, size, dim, part) for key, each in value.items()}
+    if isinstance(value, tuple) and not hasattr(value, "_fields"):
+        return tuple(_cut(each, size, dim, part) for each in value)
+    if isinstance(value, list) and len(value) == size and dim == 0:
+        return value[part]
+    return value

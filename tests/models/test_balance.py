@@ -1,0 +1,291 @@
+"""Balance losses and biases of routers are under any layout those of one process."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from elasticd_planner.spec.plan import Plan
+from torch import Tensor, nn
+
+import elasticd
+from elasticd import Balance
+from elasticd.models import next_token_loss
+from elasticd.records import Vote
+from elasticd.runtime.data.packing import Packing
+from elasticd.runtime.engine.engine import Engine, StepDone
+from elasticd.runtime.model.validation import ModelError
+from tests import sizes
+from tests.models import mixture
+from tests.models.double import DoubleThroughout
+from tests.models.families import Whole
+from tests.models.layouts import Run, Training, furthest, optimizer, plan_of, stage, under
+from tests.models.mixture import CHOSEN, EXPERTS, LAYERS, VOCABULARY, Margins, Mixture, MixtureBlock
+from tests.models.test_experts import MARGIN, NEAR, PLACED, PLANS, fitting, with_experts
+from tests.models.test_huggingface import theirs
+from tests.models.test_huggingface_cut import Cut
+from tests.models.texts import Text
+
+LAYOUTS = PLANS | PLACED
+BOTH = Balance(loss=0.05, bias=0.01, router="blocks.*.router", parameter="blocks.*.shift")
+STEPS = 3
+
+
+class BiasedBlock(MixtureBlock):
+    """Its router chooses by scores and a bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self._choose  # a copy has a method of its own, and another block's bias where it is a function
+        self.register_buffer("shift", torch.linspace(-0.02, 0.02, EXPERTS))
+
+    def _choose(self, scores: Tensor) -> Tensor:
+        return torch.topk(scores + self.shift, CHOSEN, dim=-1).indices
+
+
+class Biased(Mixture):
+    """A mixture of such blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(BiasedBlock() for _ in range(LAYERS))
+
+
+class Known(Text):
+    """Texts whose lengths are known beforehand."""
+
+    @property
+    def lengths(self) -> list[int]:
+        return [len(self[index]["inputs"]) for index in range(len(self))]
+
+
+Block = tuple[nn.Module, nn.Module, Tensor | None]  #: a router, experts, and a bias
+
+
+@contextmanager
+def choices_of(blocks: list[Block]) -> Iterator[list[tuple[Tensor, Tensor]]]:
+    """Logits and choices of each block's router in the passes inside."""
+    found: list[tuple[Tensor, Tensor]] = []
+    logits: list[Tensor] = []
+
+    def noted(_: nn.Module, args: Any, output: Any) -> None:
+        logits.append(output if isinstance(output, Tensor) else output[0])
+
+    def chosen(_: nn.Module, args: Any, kwargs: Any) -> None:
+        found.append((logits.pop(), args[1]))
+
+    hooks = [router.register_forward_hook(noted) for router, _, _ in blocks]
+    hooks += [experts.register_forward_pre_hook(chosen, with_kwargs=True) for _, experts, _ in blocks]
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def one_process(
+    training: Training, whole: nn.Module, balance: Balance, blocks: list[Block]
+) -> tuple[Run, list[float], list[float]]:
+    """Plain torch: losses, weights and biases, and the balance and the norm of each step, sample by sample."""
+    update, sampler, factor = (
+        optimizer(whole.named_parameters()),
+        training.recipe().sampler,
+        balance.loss or 0.0,
+    )
+    losses, balances, norms = [], [], []
+    for step in range(training.steps):
+        samples = sampler.samples(step)
+        update.zero_grad()
+        total, count, of_routers = torch.zeros(()), 0, torch.zeros(())
+        counts = [torch.zeros(EXPERTS).double() for _ in blocks]
+        for index in samples:
+            batch = training.collate([training.dataset[index]])
+            with choices_of(blocks) as found:
+                loss, targets = training.loss(whole(batch), batch)
+            total, count = total + loss, count + targets
+            for at, (logits, index_of) in enumerate(found):
+                part = torch.bincount(index_of.flatten(), minlength=EXPERTS).double()
+                counts[at] += part
+                mean = logits.softmax(-1).mean(0)
+                of_routers = of_routers + targets * EXPERTS * (part / part.sum() * mean).sum()
+        ((total + factor * of_routers) / count).backward()
+        norms.append(float(nn.utils.get_total_norm(p.grad for p in whole.parameters() if p.grad is not None)))
+        update.step()
+        for (_, _, bias), part in zip(blocks, counts, strict=True):
+            if bias is not None and balance.bias is not None:
+                bias.add_((part.mean() - part).sign().view_as(bias), alpha=balance.bias)
+        losses.append(float(total.detach()) / count)
+        balances.append(float(of_routers.detach()) / count / len(blocks))
+    biases = {name: each.detach() for name, each in whole.named_buffers()}
+    return (losses, {name: p.detach() for name, p in whole.named_parameters()} | biases), balances, norms
+
+
+def apart(
+    training: Training, whole: nn.Module, blocks: list[Block], plan: Plan, names: Callable[[str], str]
+) -> float:
+    """The furthest that a weight, a bias or a balance is from one process's."""
+    balance = training.options["balance"]
+    margins = Margins()
+    with margins:
+        expected, balances, norms = one_process(training, whole, balance, blocks)
+    assert margins.least > MARGIN, "a router's choice hangs on the last digits"
+    votes: list[Vote] = []
+    step = Engine.step
+
+    def stepping(engine: Engine, *args: Any) -> StepDone:
+        done = step(engine, *args)
+        votes.append(done.outcome.vote)
+        return done
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Engine, "step", stepping)
+        found = under(training, plan, within=DoubleThroughout)
+    assert found[0] == pytest.approx(expected[0], rel=NEAR)
+    gap, _ = furthest(found, expected, {full: names(full) for full in found[1]})
+    for vote in votes:
+        assert vote.norm == pytest.approx(norms[vote.step], rel=NEAR), "counts are in no norm"
+        if balance.loss is None:
+            assert vote.balance is None
+        else:
+            assert vote.balance == pytest.approx(balances[vote.step], rel=NEAR)
+    return gap
+
+
+def of_mixture(training: Training, plan: Plan) -> float:
+    torch.manual_seed(0)
+    whole = Biased().double()
+    own = replace(training, model=copy.deepcopy(whole).describe())
+    blocks: list[Block] = [(block.router, block.experts, block.shift) for block in whole.blocks]
+    return apart(own, whole, blocks, plan, lambda full: full)
+
+
+def training_of(balance: Balance, **more: Any) -> Training:
+    given = {"dataset": Text(VOCABULARY), "steps": STEPS} | more
+    model = Biased().describe()
+    return Training(model=model, loss=next_token_loss, options={"balance": balance}, **given)
+
+
+@pytest.mark.parametrize(
+    "name",
+    sizes.beside(
+        ["tp1 to tp4 and back", "interleaved, tp2", "sets, zero 2, recomputing", "over lanes"], LAYOUTS
+    ),
+)
+def test_a_loss_of_each_sample_and_biases_are_those_of_one_process(name: str) -> None:
+    dataset = Known(VOCABULARY) if LAYOUTS[name].micro_batch > 1 else Text(VOCABULARY)
+    assert of_mixture(training_of(BOTH, dataset=dataset), LAYOUTS[name]) < NEAR
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    sizes.beside(
+        [("DeepseekV3", "tp3 uneven beside a pipeline"), ("Mixtral", "over lanes, two stages")],
+        [(kind, name) for kind in ("Mixtral", "Qwen3Moe", "GptOss", "DeepseekV3") for name in LAYOUTS],
+    ),
+)
+def test_routers_of_transformers_are_balanced_as_in_one_process(kind: str, name: str) -> None:
+    """By the logits that transformers records, and by `e_score_correction_bias`, which DeepSeek-V3 has."""
+    model, has_bias = with_experts(kind), kind == "DeepseekV3"
+    described = elasticd.from_hf(model, experts="experts")
+    balance = Balance(loss=0.05, bias=0.01 if has_bias else None)
+    training = Training(
+        model=described,
+        loss=next_token_loss,
+        dataset=Known(VOCABULARY),
+        steps=STEPS,
+        options={"balance": balance},
+    )
+    whole = Whole(copy.deepcopy(model))
+    sparse = [module for module in whole.modules() if isinstance(getattr(module, "experts", None), nn.Module)]
+    routers = [getattr(module, "gate", None) or module.router for module in sparse]
+    blocks: list[Block] = [
+        (router, module.experts, getattr(router, "e_score_correction_bias", None))
+        for module, router in zip(sparse, routers, strict=True)
+    ]
+    assert len(blocks) == len(training.recipe().balanced) > 0
+    assert apart(training, whole, blocks, fitting(LAYOUTS[name], described.spec), theirs) < NEAR
+
+
+def test_packed_samples_are_balanced_one_by_one() -> None:
+    training = training_of(Balance(loss=0.05, router="blocks.*.router"), dataset=Known(VOCABULARY))
+    assert of_mixture(replace(training, packing=Packing(tokens=40)), LAYOUTS["replicas"]) < NEAR
+
+
+def test_sequences_that_are_cut_over_lanes_move_biases_and_have_no_loss_of_samples() -> None:
+    training = training_of(replace(BOTH, loss=None))
+    fields = {name: getattr(training, name) for name in ("model", "loss", "dataset", "steps", "options")}
+    assert of_mixture(Cut(**fields), LAYOUTS["over lanes"]) < NEAR
+    with pytest.raises(
+        ModelError, match=r"sequences are cut over lanes: leave Packing\(cut=True\) out, or give"
+    ):
+        of_mixture(Cut(**{**fields, "options": {"balance": BOTH}}), LAYOUTS["over lanes"])
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({}, "give loss=, a factor of balance losses, or bias=, a change of biases, or both"),
+        ({"loss": 0}, "loss must be a positive number, or None, not 0"),
+        ({"bias": "much"}, "bias must be a positive number, or None, not 'much'"),
+    ],
+)
+def test_a_balance_of_nothing_is_refused(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        Balance(**given)
+
+
+class TwoRouters(MixtureBlock):
+    def __init__(self) -> None:
+        super().__init__()
+        self.router_2 = nn.Linear(mixture.WIDTH, EXPERTS)
+
+
+class CoarseBlock(MixtureBlock):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("shift", torch.zeros(EXPERTS, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize(
+    ("blocks", "balance", "said"),
+    [
+        (
+            [MixtureBlock],
+            Balance(loss=1.0),
+            r"needs the routers of the model, and none is known: give .*router=",
+        ),
+        ([MixtureBlock], replace(BOTH, router="none"), "'none' matches none"),
+        ([MixtureBlock], Balance(bias=1.0), "correction_bias' matches no parameter or buffer of a block"),
+        (
+            [TwoRouters],
+            Balance(loss=1.0, router="*.router*"),
+            "blocks.0 has the routers blocks.0.router and bl",
+        ),
+        (
+            [CoarseBlock],
+            replace(BOTH, loss=None),
+            "blocks.0.shift is of bfloat16, which is too coarse for a bias",
+        ),
+    ],
+)
+def test_models_that_cannot_be_balanced_so_are_refused(
+    blocks: list[type[nn.Module]], balance: Balance, said: str
+) -> None:
+    model = Mixture().describe(blocks=[block() for block in blocks])
+    training = Training(
+        model=model, loss=next_token_loss, dataset=Text(VOCABULARY), options={"balance": balance}
+    )
+    with pytest.raises(ModelError, match=said):
+        training.recipe()
+
+
+def test_padded_samples_of_unknown_lengths_are_refused() -> None:
+    plan = plan_of((4, [stage(0, LAYERS, ("a/0", 1))]), micro_batch=2)
+    training = training_of(Balance(loss=0.05, router="blocks.*.router"))
+    with pytest.raises(ModelError, match="how long samples are is not known: give the dataset an attribute"):
+        under(training, plan)
