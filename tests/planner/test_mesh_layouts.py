@@ -7,10 +7,12 @@ from itertools import product
 
 import pytest
 import torch
+from elasticd_migration.checkpoint_writers import writers
 from elasticd_migration.reshard import Lost, bytes_lacking, reshard
 from elasticd_planner.layout.holdings import holdings_of
 from elasticd_planner.layout.layouts import Item
 from elasticd_planner.layout.mesh_layouts import MeshLayouts, placed_boxes
+from elasticd_planner.layout.snapshot_layouts import StoodIn
 from elasticd_planner.layout.surviving_layouts import Remains
 from elasticd_planner.spec.box import Box, subtract
 from elasticd_planner.spec.mesh import AllowedMesh, MeshModel, MeshPlan, MeshTensor, Placement
@@ -146,6 +148,30 @@ def test_state_moves_between_any_two_meshes(old: MeshPlan, new: MeshPlan, data: 
         return
     transfers = reshard(before, after, SIZES)
     moved = sum(t.box.size * sum(SIZES[item] for item in t.items) for t in transfers)
+    assert moved == sum(bytes_lacking(before, after, SIZES).values())
+
+
+@settings(max_examples=examples(60), deadline=None)
+@given(old=PLANS, new=PLANS, data=st.data())
+def test_snapshots_of_a_mesh_fill_any_other(old: MeshPlan, new: MeshPlan, data: st.DataObject) -> None:
+    """Each element is in one member's share, and whoever stands in for the members has all that is wanted."""
+    bound = old.replace(binding=dict.fromkeys(old.members, "old"))
+    layouts = holdings_of(MODEL, bound)
+    dealt: dict[str, dict[Item, tuple[Box, ...]]] = {member: {} for member in old.members}
+    for role in ("value", "state", "buffer"):
+        items = {item.name: item for item in layouts.items if item.role == role}
+        held = writers([layouts.layout(item) for item in items.values()], old.members)
+        for member, boxes in held.items():
+            dealt[member] |= {items[name]: own for name, own in boxes.items()}
+    stands = {member: data.draw(st.sampled_from(new.members)) for member in old.members}
+    before = StoodIn(layouts, shares=dealt, stands=stands)
+    for item in before.items:
+        layout = before.layout(item)
+        boxes = [holding.box for holding in layout.holdings]
+        assert sum(box.size for box in boxes) == Box.whole(layout.shape).size, "exactly once"
+        assert not subtract(Box.whole(layout.shape), boxes), "all of it"
+    after = holdings_of(MODEL, new.replace(number=2, binding=dict.fromkeys(new.members, "new")))
+    moved = sum(t.box.size * sum(SIZES[item] for item in t.items) for t in reshard(before, after, SIZES))
     assert moved == sum(bytes_lacking(before, after, SIZES).values())
 
 

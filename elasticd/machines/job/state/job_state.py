@@ -439,7 +439,7 @@ class JobState(Value, frozen=True, kw_only=True):
     def prediction_guessed(self) -> bool:
         """True if `predicted_seconds` is by the model's shapes alone: no profile has been fitted."""
         fitted = self.profile is not None and self.profile.fitted
-        return self.predicted_seconds is not None and not fitted
+        return self.predicted_seconds is not None and self.pipeline_plan is not None and not fitted
 
     @property
     def plans(self) -> tuple[JobPlan, ...]:
