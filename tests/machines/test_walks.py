@@ -11,6 +11,7 @@ import pytest
 
 from elasticd.machines.job.state.job_state import OVER
 from tests import sizes
+from tests.machines.meshed import MeshWalk
 from tests.machines.test_coordinator_faults import recovered
 from tests.machines.walk import Walk, whole
 
@@ -30,8 +31,14 @@ def test_so_it_is_where_a_walk_found_otherwise(number: int) -> None:
     _walked(number)
 
 
-def _walked(number: int) -> None:
-    world = Walk(number)
+@pytest.mark.parametrize("part", range(2))
+def test_so_it_is_with_jobs_on_a_mesh(part: int, seed: int) -> None:
+    for number in range(part, SEEDS, 2):
+        _walked(seed + number, MeshWalk)
+
+
+def _walked(number: int, kind: type[Walk] = Walk) -> None:
+    world = kind(number)
     try:
         world.walk()
         world.heal()

@@ -10,7 +10,7 @@ from elasticd_planner.spec.plan import Plan
 from elasticd.machines.job.copies.holdings import lost_boxes
 from elasticd.machines.job.state.events import AgentDown, AgentUp, CoordinatorTick, Event, Received
 from elasticd.machines.job.state.job_state import OVER
-from elasticd.records import Fence, HistoryRecord, Proposal, decode
+from elasticd.records import Fence, Proposal, decode, decode_history
 from elasticd.wire.rendezvous import Joined
 from elasticd.wire.worker import PeersLost
 from tests.machines.cast import JOB
@@ -193,9 +193,9 @@ def whole(world: World) -> list[Plan]:
     for number in {worker.plan for worker in world.workers.values() if worker.alive and worker.plan}:
         item = world.store.get(KEYS.history(JOB, number))
         assert item is not None
-        plan = decode(item.value, HistoryRecord).plan
+        plan = decode_history(item.value).plan
         here = [world.workers[device] for device in plan.members if device in world.workers]
         held = {w.device for w in here if w.alive and w.plan == number}
-        if not lost_boxes(world.job.spec.model, plan, held, set()):
+        if not lost_boxes(world.job.spec.specs, plan, held, set()):
             found.append(plan)
     return found
