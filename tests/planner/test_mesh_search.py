@@ -156,6 +156,20 @@ def test_the_current_plan_is_costed_where_its_devices_are_there() -> None:
     assert plan_mesh(problem(names(3), "shard", current=current)).current_seconds is None
 
 
+def test_tensor_parallelism_stays_inside_nodes() -> None:
+    devices = [f"n{i}/{j}" for i in range(3) for j in range(4)]
+    slow = {"n0/1": 3.0, "n1/2": 3.0}
+    plan = planned(problem(devices, "dp, tp=4", rates=slow))
+    assert (plan.shape, {*plan.idle}) == ((3, 4), set()), "two nodes would be no faster than three"
+    plan = planned(problem([*devices[1:], "n3/0", "n3/1"], "dp, tp=4"))
+    assert all(len({device.split("/")[0] for device in lane}) == 1 for lane in plan.lanes)
+    assert plan.shape == (2, 4)
+    again = [*devices[:4], *devices[8:], *(f"n9/{j}" for j in range(4))]
+    current = planned(problem(devices, "dp, tp=4"))
+    kept = planned(problem(again, "dp, tp=4", current=current))
+    assert [lane[0] for lane in kept.lanes] == ["n0/0", "n9/0", "n2/0"]
+
+
 def test_too_few_devices_are_refused_with_the_meshes_that_there_are() -> None:
     told = plan_mesh(problem(names(1), "dp, tp=2"))
     assert told.plan is None

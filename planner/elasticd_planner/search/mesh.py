@@ -12,7 +12,7 @@ import heapq
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import product
+from itertools import islice, product
 from typing import NamedTuple
 
 from elasticd_planner.problem import MeshAnswer, MeshProblem
@@ -20,6 +20,9 @@ from elasticd_planner.readable import readable_seconds
 from elasticd_planner.spec.cluster import NORMAL, node_of
 from elasticd_planner.spec.mesh import SAME_SAMPLES, AllowedMesh, MeshPlan
 from elasticd_planner.spec.plan import Prediction
+
+#: Devices, the slowest ones, that a plan is tried without.
+MOST_LEFT_OUT = 64
 
 #: A mesh of fewer devices is taken if its step is shorter by this fraction of a step.
 FEWER = 0.15
@@ -105,10 +108,10 @@ def _options(problem: MeshProblem) -> Iterator[_Option]:
     """A plan for each allowed mesh, of all devices that fill one and of all but the slowest ones: most devices
     first, and of as many those whose dimensions all have several."""
     devices = _fastest_first(problem)
-    slow = sum(problem.rates.get(device, NORMAL) > NORMAL for device in devices)
+    slow = min(MOST_LEFT_OUT, sum(problem.rates.get(device, NORMAL) > NORMAL for device in devices))
     sizes: dict[tuple[int, int, int], tuple[AllowedMesh, tuple[int, ...], list[str]]] = {}
     for left_out, (place, mesh) in product(range(slow + 1), enumerate(problem.meshes)):
-        there = devices[: len(devices) - left_out]
+        there = _in_lanes(mesh, devices[: len(devices) - left_out])
         shape = _shape(mesh, there, problem.global_batch)
         if shape is not None:
             alone = sum(size == 1 for size in shape)
@@ -134,16 +137,37 @@ def _option(problem: MeshProblem, mesh: AllowedMesh, shape: tuple[int, ...], dev
     return _Option(plan, cost(plan, problem.rates))
 
 
+def _width(mesh: AllowedMesh) -> int:
+    """The devices of a lane whose dimensions are the last ones of the mesh and have sizes; else 1."""
+    sizes = mesh.sizes or (0,) * len(mesh.names)
+    shared = [name in SAME_SAMPLES for name in mesh.names]
+    last = [size for size, same in zip(sizes, shared, strict=True) if same]
+    return math.prod(last) or 1 if shared == sorted(shared) else 1
+
+
+def _in_lanes(mesh: AllowedMesh, devices: Sequence[str]) -> list[str]:
+    """The devices that fill lanes inside nodes, if any node has as many as a lane takes; else all of them."""
+    width, by_node = _width(mesh), dict[str, list[str]]()
+    for device in devices:
+        by_node.setdefault(node_of(device), []).append(device)
+    kept = {device for held in by_node.values() for device in held[: len(held) // width * width]}
+    return [device for device in devices if device in kept] if kept else list(devices)
+
+
 def _placed(
     current: MeshPlan | None, mesh: AllowedMesh, shape: tuple[int, ...], devices: Sequence[str]
 ) -> tuple[str, ...]:
-    """The devices in rank order: of the mesh that runs each where it is, and others in the gaps; else by name,
-    so that the last dimensions lie inside nodes."""
+    """The devices in rank order: of the mesh that runs each lane where it is, and others in the gaps; else by
+    name, so that the last dimensions lie inside nodes."""
+    names, width = sorted(devices), _width(mesh)
     if current is None or (current.names, current.shape) != (mesh.names, shape):
-        return tuple(sorted(devices))
-    there, known = {*devices}, {*current.members}
-    others = iter(sorted(there - known))
-    return tuple(device if device in there else next(others) for device in current.members)
+        return tuple(names)
+    there, ranks = {*devices}, range(0, len(current.members), width)
+    lanes = [current.members[first : first + width] for first in ranks]
+    intact = [lane if there.issuperset(lane) else () for lane in lanes]
+    stays = {device for lane in intact for device in lane}
+    others = iter([device for device in names if device not in stays])
+    return tuple(device for lane in intact for device in lane or (*islice(others, width),))
 
 
 def _fastest_first(problem: MeshProblem) -> list[str]:
