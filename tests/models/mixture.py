@@ -124,3 +124,23 @@ class Margins(DoubleThroughout):
                 # Groups of experts that are left out have the same score, none.
                 self.least = min(self.least, *gaps[gaps != 0].flatten().tolist(), torch.inf)
         return super().__torch_function__(function, types, args, kwargs)
+
+
+class BiasedBlock(MixtureBlock):
+    """Its router chooses by scores and a bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self._choose  # a copy has a method of its own, and another block's bias where it is a function
+        self.register_buffer("shift", torch.linspace(-0.02, 0.02, EXPERTS))
+
+    def _choose(self, scores: Tensor) -> Tensor:
+        return torch.topk(scores + self.shift, CHOSEN, dim=-1).indices
+
+
+class Biased(Mixture):
+    """A mixture of such blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(BiasedBlock() for _ in range(LAYERS))

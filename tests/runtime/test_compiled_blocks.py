@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import shutil
 import sys
@@ -40,6 +41,7 @@ from elasticd.runtime.parallel import redistribute
 from elasticd.runtime.parallel.packed_row import PackedRow, passing
 from tests import sizes
 from tests.compiling import breaks, graphs
+from tests.integration.train_experts import BALANCE
 from tests.models import mixture
 from tests.runtime.test_parity import plan_of, stage, unpaced
 
@@ -120,23 +122,32 @@ def test_blocks_whose_experts_lanes_share_are_compiled_as_they_will_be_called(tr
     held = ((0, 1, 5, 7), (0, 2, 6), (3, 4, 6))
     shared = stage(0, mixture.LAYERS, ("a/0", 2), ("a/1", 1), ("b/0", 1), lanes=(2, 1))
     plan = plan_of(((5, 3), [msgspec.structs.replace(shared, experts=(held,) * mixture.LAYERS)]))
-    recipe = replace(recipe_of(compile=True), model=mixture.Mixture().double().describe())
+    torch.manual_seed(0)
+    whole = mixture.Biased().double()
+    recipe = replace(recipe_of(compile=True), model=copy.deepcopy(whole).describe(), balance=BALANCE)
     before = graphs(), breaks()
     for device in plan.members:
         compile_ahead(recipe, plan, device)()
-    ahead = graphs(), breaks()
-    assert ahead[0] > before[0]
+    ahead = graphs()
+    assert ahead > before[0]
 
-    def worker(memory: MemoryPlanGroups) -> None:
-        layouts = Layouts(recipe.model.spec, plan)
-        own = replace(recipe, source=None)
-        engine = Engine(own, layouts, cast(PlanGroups, memory), unpaced)
-        engine.adopt(first_state(recipe.model, layouts, memory.me, recipe.seed))
-        engine.step(0, lambda: 0)
-        engine.settle()
+    def trained_by(recipe: Recipe) -> list[tuple[float | None, float | None]]:
+        def worker(memory: MemoryPlanGroups) -> list[tuple[float | None, float | None]]:
+            layouts = Layouts(recipe.model.spec, plan)
+            engine = Engine(replace(recipe), layouts, cast(PlanGroups, memory), unpaced)
+            engine.adopt(first_state(recipe.model, layouts, memory.me, recipe.seed))
+            votes = [engine.step(step, lambda: 0).outcome.vote for step in range(2)]
+            engine.settle()
+            return [(vote.norm, vote.balance) for vote in votes]
 
-    run_threads(plan.members, worker)
-    assert graphs() == ahead[0]
+        return run_threads(plan.members, worker)["a/0"]
+
+    compiled = trained_by(recipe)
+    assert graphs() == ahead
+    model = copy.deepcopy(whole).describe()
+    eager = trained_by(replace(recipe_of(compile=False), model=model, balance=BALANCE))
+    for found, expected in zip(compiled, eager, strict=True):
+        assert found == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.full

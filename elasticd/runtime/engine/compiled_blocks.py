@@ -54,6 +54,7 @@ from elasticd.runtime.parallel import tp_hooks
 from elasticd.runtime.parallel.expert_exchange import ExpertExchange
 from elasticd.runtime.parallel.packed_row import PackedRow, current_row, passing
 from elasticd.runtime.parallel.redistribute import into_graphs
+from elasticd.runtime.parallel.router_balance import RouterBalance
 from elasticd.runtime.parallel.router_choices import RouterChoices
 from elasticd.runtime.threads import DaemonThreads
 
@@ -396,8 +397,12 @@ def _pass_a_copy(
     exchange = ExpertExchange(
         model.spec, of_lanes, me, cast(Mesh, AloneMesh()), alone if len(stage.devices) > 1 else OneDevice(me)
     )
-    choices = RouterChoices(recipe.accelerator.device)
+    choices, balance = RouterChoices(recipe.accelerator.device), None
+    if recipe.balance is not None and model is recipe.loss_model:
+        balance = RouterBalance(recipe.balance, recipe.balanced, local.drawing, recipe.known_length)
     for section, module in local.modules.items():
+        if balance is not None:
+            balance.attach(section, module)
         exchange.attach(model, section, module)
         choices.attach(model, section, module, compares=len(stage.devices) > 1)
         if len(stage.devices) > 1:

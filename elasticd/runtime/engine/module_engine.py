@@ -115,8 +115,6 @@ class ModuleEngine:
         local = self.local = build(model, layouts.plan, peers.me, recipe.accelerator)
         if recipe.precision is not None:
             recipe.precision.add_up(held.tensor for held in local.parameters.values())
-        for name in model.biases & local.parameters.keys():
-            local.parameters[name].tensor.requires_grad_(False)  # by counts alone
         self.reducer = self._reducer(peers, model.biases)
         self.zero = ZeroState(
             layouts, peers, local, self.reducer, recipe.master, recipe.accelerator, counts=model.biases

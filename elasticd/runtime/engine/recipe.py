@@ -135,8 +135,12 @@ class Recipe:
         """The blocks of the module with the loss whose experts are balanced, by section."""
         if self.balance is None:
             return {}
-        model = self.model if self.model.graph is None else self.model.graph.loss_module
-        return balanced_blocks(self.balance, model.sections, model.routers)
+        return balanced_blocks(self.balance, self.loss_model.sections, self.loss_model.routers)
+
+    @property
+    def loss_model(self) -> Model:
+        """The module with the loss; of a model of one module that one."""
+        return self.model if self.model.graph is None else self.model.graph.loss_module
 
     def module(self, name: str) -> Model:
         """A module of the model, by its name in the plan; of a model of one module that one."""

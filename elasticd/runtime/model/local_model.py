@@ -97,7 +97,9 @@ def local_model(
                 _share(module, owner.get_buffer(leaf), local.buffers.setdefault(name, empty))
                 continue
             if name not in local.parameters:
-                tensor = nn.Parameter(empty, requires_grad=rule.kind == "trained")
+                # Biases of routers have counts as gradients.
+                needs = rule.kind == "trained" and name not in model.biases
+                tensor = nn.Parameter(empty, requires_grad=needs)
                 local.parameters[name] = LocalParameter(boxes, tensor)
             held = local.parameters[name].tensor
             fused = model.fused.get(f"{section}.{rule.name}")

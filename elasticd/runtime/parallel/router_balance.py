@@ -33,7 +33,7 @@ from elasticd.runtime.parallel.packed_row import PackedRow, current_row
 class RouterBalance:
     """The balance of the routers on one device."""
 
-    #: Of the samples whose backward pass runs, how many targets each has [samples].
+    #: Of the samples whose backward pass runs, how many targets each has [samples]. None: it is no step's.
     targets: Tensor | None
     scale: float  #: the gradients are those of the loss times this
 
@@ -130,8 +130,9 @@ class RouterBalance:
             place: the place of each row's sample; -1: of none.
             sizes: the rows of each sample.
         """
-        assert self.targets is not None
         assert self._balance.loss is not None
+        if self.targets is None:
+            return torch.zeros_like(logits)
         wide = torch.promote_types(logits.dtype, torch.float32)
         probabilities, experts = logits.to(wide).softmax(-1), logits.shape[-1]
         inside = place >= 0
