@@ -20,7 +20,6 @@ from elasticd.runtime.comm.groups import Cancelled, Group, PeerLost, PlanGroups,
 from elasticd.runtime.comm.in_memory import MemoryPlanGroups, MemoryWorld
 from elasticd.runtime.engine import engine as engines
 from elasticd.runtime.engine.engine import Engine
-from elasticd.runtime.switch import switcher
 from elasticd.runtime.switch.switcher import Switcher
 from elasticd.runtime.telemetry.comm_timer import Stopwatch
 from elasticd.testing.waiting import until
@@ -292,14 +291,11 @@ def test_a_connection_that_does_not_come_ends_with_the_fault_or_at_its_time() ->
     until(lambda: library.aborted == [[library]], lambda: str(library.aborted))
 
 
-def test_a_switch_moves_nothing_before_the_old_plans_deliveries_are_there(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_switch_moves_nothing_before_the_old_plans_deliveries_are_there() -> None:
     """The new engine takes tensors of the old one by reference, and vouches for them."""
     moves: list[Any] = []
-    monkeypatch.setattr(switcher, "move", lambda *given: moves.append(given))
     made = Switcher.__new__(Switcher)
-    made.step, made._recipe = 3, cast(Any, None)
+    made.step, made._moves = 3, cast(Any, SimpleNamespace(move=lambda *given: moves.append(given)))
 
     def shut_meanwhile() -> None:
         raise Cancelled("shut")

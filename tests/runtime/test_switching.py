@@ -331,9 +331,9 @@ def test_the_thread_that_prepares_a_plan_does_not_say_where_the_main_thread_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It waits for other ranks, too, on groups that are the main thread's only later."""
-    from elasticd.runtime.switch import switcher
+    from elasticd.runtime.switch import move
 
-    told, prepare = list[object](), switcher.prepare
+    told, prepare = list[object](), move.prepare
 
     def preparing(*given: Any) -> Any:
         prepared = prepare(*given)
@@ -343,7 +343,7 @@ def test_the_thread_that_prepares_a_plan_does_not_say_where_the_main_thread_is(
         )
         return prepared
 
-    monkeypatch.setattr(switcher, "prepare", preparing)
+    monkeypatch.setattr(move, "prepare", preparing)
     agent = Played(str(tmp_path / "s"), leader)
     trained = job()
     agent.start(Propose(proposal=first()))

@@ -42,7 +42,7 @@ T = TypeVar("T")
 class BetweenSteps:
     """Runs tasks on all members of a plan, and recovers from faults during one."""
 
-    def __init__(self, switcher: Switcher, known: Sequence[Run], closing: Run | None = None) -> None:
+    def __init__(self, switcher: Switcher[Engine], known: Sequence[Run], closing: Run | None = None) -> None:
         """
         Args:
             switcher: has the engine of the plan in force.

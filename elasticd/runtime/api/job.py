@@ -71,6 +71,7 @@ from elasticd.runtime.model.parameter_groups import MakeOptimizer
 from elasticd.runtime.model.pretrained import SHARD_SIZE
 from elasticd.runtime.snapshot.restore import Snapshots
 from elasticd.runtime.snapshot.snapshotter import Snapper
+from elasticd.runtime.switch.move import JobMoves
 from elasticd.runtime.switch.switcher import Switcher
 from elasticd.runtime.telemetry.device_probe import Prober
 from elasticd.runtime.telemetry.emulation import Pacer
@@ -288,7 +289,8 @@ class Job(RankInfo):
         recipe = self._recipe
         pacer = Pacer(self._control.welcome.pace)
         self._where = shared()
-        self._switcher = Switcher(recipe, self._control, self._control.key_value(), pacer, self._where)
+        moves = JobMoves(recipe, pacer)
+        self._switcher = Switcher(moves, self._control, self._control.key_value(), pacer, self._where)
         tasks = list(self._known().values())
         self._between_steps = BetweenSteps(self._switcher, tasks, lambda *at: self._loop.close(*at))
         self._loop = Loop(

@@ -20,7 +20,7 @@ class RankInfo:
     """
 
     _control: Control
-    _switcher: Switcher
+    _switcher: Switcher[Engine]
 
     @property
     def device(self) -> str:

@@ -67,7 +67,7 @@ class _Closed(Cancelled):
 class Loop:
     """The training loop, as a generator of steps."""
 
-    switcher: Switcher
+    switcher: Switcher[Engine]
     control: Control
     pacer: Pacer
     feed: Feed  #: must know the samples of a step when the loop is resumed after its `Next`

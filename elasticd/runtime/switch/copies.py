@@ -7,30 +7,31 @@ what a recovery goes on from.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Generic
 
-from elasticd.runtime.engine.engine import Engine
+from elasticd.runtime.switch.plan_copy import Held
 from elasticd.wire.worker import Copy, StateReport
 
 
-class Copies:
+class Copies(Generic[Held]):
     """Copies by plan number.
 
     Args:
         let_go: Called with the plan number and the engine of each copy that is dropped.
     """
 
-    def __init__(self, let_go: Callable[[int, Engine], None]) -> None:
+    def __init__(self, let_go: Callable[[int, Held], None]) -> None:
         self._let_go = let_go
-        self._kept: dict[int, tuple[Engine, int]] = {}  # the engine of the plan, and the updates applied to it
+        self._kept: dict[int, tuple[Held, int]] = {}  # the engine of the plan, and the updates applied to it
 
     def __bool__(self) -> bool:
         return bool(self._kept)
 
-    def keep(self, number: int, engine: Engine, step: int) -> None:
+    def keep(self, number: int, engine: Held, step: int) -> None:
         """Adds the copy of plan `number`, after `step` updates."""
         self._kept[number] = engine, step
 
-    def get(self, number: int, engine: Engine | None, step: int) -> tuple[Engine | None, int]:
+    def get(self, number: int, engine: Held | None, step: int) -> tuple[Held | None, int]:
         """Returns the copy of a plan.
 
         Args:
@@ -45,7 +46,7 @@ class Copies:
             return engine, step
         return self._kept.get(number, (None, -1))
 
-    def others(self, engine: Engine, current: Engine | None) -> list[Engine]:
+    def others(self, engine: Held, current: Held | None) -> list[Held]:
         """Returns the engines that hold whole copies beside `engine`.
 
         Args:
@@ -56,7 +57,7 @@ class Copies:
         found = [*held, current] if current is not None and current not in held else held
         return [each for each in found if each is not engine and not (each.spent or each.torn)]
 
-    def report(self, fence: int, engine: Engine | None, step: int) -> StateReport:
+    def report(self, fence: int, engine: Held | None, step: int) -> StateReport:
         """Returns what is held here, in answer to a fence; no collective and no update may be under way.
 
         What an update left that did not end is no copy of any step: a recovery may have asked for that update,

@@ -7,9 +7,10 @@ switch machine's effects say.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import torch
 from elasticd_migration.local_state import LocalState, NotElementWise, trimmed
@@ -27,7 +28,7 @@ from elasticd_planner.spec.plan import Plan
 from elasticd.records import Proposal, Recovery
 from elasticd.runtime.accelerator import Accelerator
 from elasticd.runtime.checkpoint.loader import FrozenValues, NoCheckpoint, Types, clear, start_from
-from elasticd.runtime.comm.communicators import Communicators, agreed
+from elasticd.runtime.comm.communicators import agreed
 from elasticd.runtime.comm.device_communicators import DeviceCommunicators
 from elasticd.runtime.comm.groups import Group, PlanGroups
 from elasticd.runtime.engine.compiled_blocks import compile_ahead, compile_now
@@ -37,6 +38,7 @@ from elasticd.runtime.engine.recipe import Recipe
 from elasticd.runtime.engine.set_aside import NoHostMemory
 from elasticd.runtime.snapshot.restore import stood_in
 from elasticd.runtime.switch.device_transport import DeviceTransport
+from elasticd.runtime.switch.plan_copy import MoveResult, PreparedPlan
 from elasticd.runtime.telemetry.main_thread import during
 from elasticd.wire.main_thread import FIRST, MOVING, READING
 
@@ -44,35 +46,31 @@ from elasticd.wire.main_thread import FIRST, MOVING, READING
 SOUND = (Corrupt, Incomplete, Disagreement, Lost, NotElementWise, NoCheckpoint)
 
 
-@dataclass(frozen=True, kw_only=True)
-class PreparedPlan:
-    """All that a rank needs before it switches to a proposed plan."""
+@dataclass(frozen=True)
+class JobMoves:
+    """The `PlanMoves` of a job whose model elasticd cuts."""
 
-    old: Holdings | None  # of the state that moves; None: it is read from a checkpoint, or made
-    new: Layouts  # of the proposed plan
-    engine: Engine | None  # without state; None on a rank that is no member of the plan
-    transition: PlanGroups  # the groups made for this switch
-    group: Group  # the transition group
-    communicators: Communicators | None  # of devices, for what moves from one to another; None: it is alone
-    proposal: Proposal  # of the plan
-    snapshot: LocalState | None = None  # read here for lost ranks, where the recovery goes on from snapshots
-    prepared_move: PreparedMove | None = (
-        None  # the transfers, computed ahead where training goes on until the switch
-    )
+    recipe: Recipe
+    pacer: PassPacer
 
+    @property
+    def folder(self) -> Path | None:
+        """Where the job keeps checkpoints; None: it keeps none."""
+        return self.recipe.checkpointing.path
 
-@dataclass(frozen=True, kw_only=True)
-class MoveResult:
-    """Where a move leads, and what it cost."""
+    def prepare(
+        self,
+        proposal: Proposal,
+        device: str,
+        plan_groups_of: Callable[[str], PlanGroups],
+        training: Engine | None,
+    ) -> PreparedPlan[Engine]:
+        """See `prepare`."""
+        return prepare(proposal, self.recipe, device, self.pacer, plan_groups_of, training)
 
-    step: int  # updates that the new state has seen
-    bytes_sent: int = 0  # by this rank, checksums included
-    bytes_lacking: int = 0  # of the new state that this rank did not hold before
-    bytes_state: int = 0  # the job's whole state, each element once
-    checkpoint: str = ""  # name of the one that the state was read from ("": none)
-    began: float = 0.0  # seconds on `time.perf_counter`, when all ranks had come
-    #: By device that sent to this rank: bytes, and seconds until they were here.
-    flows: Mapping[str, tuple[int, float]] = field(default_factory=dict)
+    def move(self, prepared: PreparedPlan[Engine], held: Engine | None, step: int) -> MoveResult:
+        """See `move`."""
+        return move(prepared, held, step, self.recipe)
 
 
 def prepare(
@@ -82,7 +80,7 @@ def prepare(
     pace: PassPacer,
     plan_groups_of: Callable[[str], PlanGroups],
     training: Engine | None = None,
-) -> PreparedPlan:
+) -> PreparedPlan[Engine]:
     """Makes new groups and modules, reads the snapshots to go on from, then joins the transition group, which
     stands only when all members are ready.
 
@@ -118,12 +116,12 @@ def prepare(
     if old is not None and recovery is not None and recovery.snapshots:
         snapshot = recipe.snapshots.state(old, recovery, device, recipe.accelerator)
     transition = plan_groups_of("transition")
-    group = transition.group(_members(old, plan, recovery), "transition")
+    group = transition.group(transition_members(old, plan, recovery), "transition")
     communicators = None
     if group.size > 1:
         make = recipe.connect or agreed(group, recipe.accelerator)
         communicators = make(transition, (_channel(group),), group, recipe.accelerator)
-    source = _source(spec, old, recovery) if old else None
+    source = source_of(spec, old, recovery) if old else None
     return PreparedPlan(
         old=source,
         new=layouts,
@@ -159,26 +157,26 @@ def _prepare_move(old: Holdings, new: Holdings, group: Group, training: Engine |
         mine = training.state().schema() if training is not None else Schema()
     except (NotElementWise, RuntimeError) as error:  # its optimizer makes its state at this moment
         mine = Schema(refused=str(error))
-    return prepare_move(old, new, mine, _transport(group))
+    return prepare_move(old, new, mine, transport_of(group))
 
 
 def _channel(group: Group) -> Channel:
     return Channel("state", group.members)
 
 
-def _transport(group: Group) -> ProcessGroupTransport:
+def transport_of(group: Group) -> ProcessGroupTransport:
     return ProcessGroupTransport(group.backend, group.members, group.me, group.all_gather)
 
 
-def _data_transport(prepared: PreparedPlan, accelerator: Accelerator) -> Transport:
+def _data_transport(prepared: PreparedPlan[Engine], accelerator: Accelerator) -> Transport:
     """For state: from device to device, or over gloo by way of the host."""
     group, made = prepared.group, prepared.communicators
     if not isinstance(made, DeviceCommunicators):
-        return _transport(group)
-    return DeviceTransport(_transport(group), made.mesh(_channel(group)), accelerator.device)
+        return transport_of(group)
+    return DeviceTransport(transport_of(group), made.mesh(_channel(group)), accelerator.device)
 
 
-def _members(old: JobPlan | None, plan: JobPlan, recovery: Recovery | None) -> tuple[str, ...]:
+def transition_members(old: JobPlan | None, plan: JobPlan, recovery: Recovery | None) -> tuple[str, ...]:
     """The transition group: the ranks that hold state, the old plan's members first, and those that will."""
     before = old.members if old is not None else ()
     if recovery is None:
@@ -187,7 +185,7 @@ def _members(old: JobPlan | None, plan: JobPlan, recovery: Recovery | None) -> t
     return tuple(dict.fromkeys((*living, *plan.members, *sorted(recovery.sources))))
 
 
-def _source(tensors: JobTensors, old: JobPlan, recovery: Recovery | None) -> Holdings:
+def source_of(tensors: JobTensors, old: JobPlan, recovery: Recovery | None) -> Holdings:
     """What moves: the old plan's layouts, after a fault as far as they are left."""
     if recovery is None:
         return holdings_of(tensors, old)
@@ -197,7 +195,7 @@ def _source(tensors: JobTensors, old: JobPlan, recovery: Recovery | None) -> Hol
     return Remains(holdings_of(tensors, old), gone=gone, stale=recovery.stale)
 
 
-def move(prepared: PreparedPlan, engine: Engine | None, step: int, recipe: Recipe) -> MoveResult:
+def move(prepared: PreparedPlan[Engine], engine: Engine | None, step: int, recipe: Recipe) -> MoveResult:
     """Fills the new engine from what all ranks hold. The old engine is untouched, but by a move in place, which
     leaves it spent, and where its state is set aside: it can train again after `Engine.back`.
 
@@ -227,7 +225,7 @@ def move(prepared: PreparedPlan, engine: Engine | None, step: int, recipe: Recip
         assert new is not None
         folder = recipe.checkpointing.path
         if proposal.checkpoints and folder is not None:
-            types = Types(layouts=prepared.new, master=recipe.master)
+            types = Types(layouts=new.layouts, master=recipe.master)
             with during(where, READING):
                 found = start_from(
                     folder, proposal.checkpoints, types, group, recipe.accelerator, _frozen(recipe)
@@ -241,7 +239,7 @@ def move(prepared: PreparedPlan, engine: Engine | None, step: int, recipe: Recip
             clear(folder)
         with during(where, FIRST):
             state = first_state(
-                recipe.model, prepared.new, group.me, recipe.seed, recipe.master, recipe.accelerator
+                recipe.model, new.layouts, group.me, recipe.seed, recipe.master, recipe.accelerator
             )
         new.adopt(state)
         return MoveResult(step=step, began=began)
@@ -271,7 +269,7 @@ def _frozen(recipe: Recipe) -> FrozenValues:
 
 
 def _migrated(
-    prepared: PreparedPlan,
+    prepared: PreparedPlan[Engine],
     old: Holdings,
     engine: Engine | None,
     transport: Transport,

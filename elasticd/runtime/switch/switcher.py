@@ -14,6 +14,7 @@ import queue
 import threading
 import time
 from functools import partial
+from typing import Generic
 
 import torch
 
@@ -24,12 +25,12 @@ from elasticd.runtime.accelerator import DeviceLost
 from elasticd.runtime.comm.groups import BootstrapKeyValue, Cancelled, PlanGroups
 from elasticd.runtime.comm.groups_by_plan import GroupsByPlan
 from elasticd.runtime.control.control import Control
-from elasticd.runtime.engine.engine import DRAIN, Engine
-from elasticd.runtime.engine.recipe import Recipe
+from elasticd.runtime.engine.engine import DRAIN
 from elasticd.runtime.engine.set_aside import NoHostMemory
 from elasticd.runtime.exits import Drained, JobOver, JobStopped, refused, stopped
 from elasticd.runtime.switch.copies import Copies
-from elasticd.runtime.switch.move import SOUND, MoveResult, PreparedPlan, move, prepare
+from elasticd.runtime.switch.move import SOUND
+from elasticd.runtime.switch.plan_copy import Held, MoveResult, PlanMoves, PreparedPlan
 from elasticd.runtime.telemetry.emulation import Pacer
 from elasticd.runtime.telemetry.main_thread import Where, during
 from elasticd.system.logs import say
@@ -53,8 +54,8 @@ log = logging.getLogger(__name__)
 _REMIND = 60.0
 
 
-class Switcher:
-    """Holds the engine in force and switches it.
+class Switcher(Generic[Held]):
+    """Holds the engine in force and switches it. The engine is the copy of the state that this rank trains on.
 
     Attributes:
         engine: The engine of the plan in force; None on a standby device.
@@ -63,15 +64,15 @@ class Switcher:
 
     def __init__(
         self,
-        recipe: Recipe,
+        moves: PlanMoves[Held],
         control: Control,
         store: BootstrapKeyValue,
         pacer: Pacer,
         where: Where | None = None,
     ) -> None:
-        self.engine: Engine | None = None
+        self.engine: Held | None = None
         self.step = 0
-        self._recipe, self._where = recipe, where or Where()
+        self._moves, self._where = moves, where or Where()
         self._control, self._store, self._pacer = control, store, pacer
         self._device, self._address = control.welcome.device, control.welcome.address
         self._state = sw.SwitchState()
@@ -79,10 +80,13 @@ class Switcher:
         self._todo: queue.Queue[sw.SwitchEffect] = queue.Queue()  # of the main thread
         self._proposals: dict[int, Proposal] = {}  # the newest, by its plan's number
         self._groups_by_plan = GroupsByPlan()
-        self._prepared: dict[int, PreparedPlan] = {}  # by number
+        self._prepared: dict[int, PreparedPlan[Held]] = {}  # by number
         self._results: dict[int, MoveResult] = {}  # of moves whose swap is not made, by the plan's number
         self._loaded: int | None = None  # the step of the checkpoint that the state was read from
-        self._copies, self._began = Copies(self._let_go), 0.0  # seconds on the clock at the start of a move
+        self._copies, self._began = (
+            Copies[Held](self._let_go),
+            0.0,
+        )  # seconds on the clock at the start of a move
         self._missed: list[tuple[int, Vote]] = []  # plan and vote of steps that the loop did not see end
         self._over: str | None = None  # why the job is over
         self._start_said = False  # the user has been told where the job begins
@@ -155,9 +159,9 @@ class Switcher:
                 self._prepared[number] = prepared
         self._feed(Prepared(number=number))
 
-    def _make(self, proposal: Proposal) -> PreparedPlan:
+    def _make(self, proposal: Proposal) -> PreparedPlan[Held]:
         plan_groups_of = partial(self._plan_groups, proposal.number)
-        prepared = prepare(proposal, self._recipe, self._device, self._pacer, plan_groups_of, self.engine)
+        prepared = self._moves.prepare(proposal, self._device, plan_groups_of, self.engine)
         prepared.transition.stopwatch.where = self._where  # until here this thread waited on them
         if prepared.engine is not None:
             prepared.engine.plan_groups.stopwatch.where = self._where
@@ -203,7 +207,7 @@ class Switcher:
         self._feed(sw.Voted(prepared=numbers))
         self._rest()
 
-    def wait(self) -> Engine:
+    def wait(self) -> Held:
         """Returns the engine to train with; a device that is not used stands by until it is.
 
         Raises:
@@ -399,7 +403,7 @@ class Switcher:
         log.log(level, "%s cannot %s", self._device, work, exc_info=error)
         return f"{self._device}: {described(error)}"
 
-    def _moved(self, prepared: PreparedPlan) -> MoveResult:
+    def _moved(self, prepared: PreparedPlan[Held]) -> MoveResult:
         engine, step = self.engine, self.step
         recovery = prepared.proposal.recovery
         if recovery is not None and prepared.old is not None and not recovery.snapshots:
@@ -417,7 +421,7 @@ class Switcher:
                         other.set_aside({})
         if recovery is None and engine is not None:
             engine.delivered()  # the new engine takes tensors of this one for true, and frees its communicators
-        return move(prepared, engine, step, self._recipe)
+        return self._moves.move(prepared, engine, step)
 
     def _all_gather_ok(self, number: int, ok: bool) -> None:
         prepared = self._prepared.get(number)
@@ -456,7 +460,7 @@ class Switcher:
 
     def _say_start(self, checkpoint: str) -> None:
         """Tells the user where the job begins, or goes on from a checkpoint: on the plan's first rank."""
-        folder = self._recipe.checkpointing.path
+        folder = self._moves.folder
         if folder is None or self.engine is None or self.engine.rank != 0 or self._control.alone:
             return
         if checkpoint:
@@ -465,7 +469,7 @@ class Switcher:
             say(f"no checkpoint in {folder}: starts at step 0")
         self._start_said = True
 
-    def _let_go(self, number: int, engine: Engine) -> None:
+    def _let_go(self, number: int, engine: Held) -> None:
         self._results.pop(number, None)
         if self._prepared.pop(number, None) is not None:  # never switched to: the move's own groups go, too
             self._groups_by_plan.cancel(number)
