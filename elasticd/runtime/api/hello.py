@@ -23,7 +23,7 @@ from elasticd_planner.spec.sequence_lengths import Lengths
 from elasticd_planner.value import Invalid
 from torch.utils.data import DataLoader
 
-from elasticd.records import JobSpec, ModuleSpec
+from elasticd.records import AnyJobSpec, JobSpec, ModuleSpec
 from elasticd.runtime.accelerator import Accelerator
 from elasticd.runtime.api.evaluation import HeldOut
 from elasticd.runtime.api.several_modules import check_plan_of, module_specs, without_items
@@ -446,18 +446,19 @@ def _profiles(
     return own, tuple(listed)
 
 
-def hello(spec: JobSpec, folder: Path | None, accelerator: Accelerator, offer: Offer = offered) -> Hello:
+def hello(spec: AnyJobSpec, folder: Path | None, accelerator: Accelerator, offer: Offer = offered) -> Hello:
     """This worker's first message.
 
     Args:
         spec: the record of its job.
-        folder: where the job keeps checkpoints; None: it keeps none.
+        folder: where the job keeps checkpoints; None: it keeps none, as a job on a mesh.
         accelerator: what it computes on.
         offer: gives the checkpoints of a folder that the job can go on from.
 
     Raises:
         ValueError: torchrun did not start this process.
     """
+    packed = isinstance(spec, JobSpec) and spec.packed is not None
     return Hello(
         job=spec.job,
         # A torchrun for one device of several calls its worker's rank 0, whichever device that is.
@@ -465,8 +466,8 @@ def hello(spec: JobSpec, folder: Path | None, accelerator: Accelerator, offer: O
         world_size=int(environment("WORLD_SIZE")),
         pid=os.getpid(),
         spec=spec,
-        checkpoints=offer(folder, spec) if folder is not None else (),
-        longest=longest_trained(folder) if folder is not None and spec.packed is not None else 0,
+        checkpoints=offer(folder, spec) if folder is not None and isinstance(spec, JobSpec) else (),
+        longest=longest_trained(folder) if folder is not None and packed else 0,
         probes=True,
         rehearses=True,
         closes=True,

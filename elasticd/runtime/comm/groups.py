@@ -473,6 +473,19 @@ class PlanGroups:
         """
         return self._group(tuple(members), label, name)
 
+    def torch_backend(self, members: tuple[str, ...], name: str) -> Any:
+        """The backend of a group of torch's own tables, on the plan's gloo device. Each member calls it.
+
+        Args:
+            members: devices in the order of their ranks in the group.
+            name: of this group among those of the same members.
+        """
+        if len(members) > 1:
+            return self._group(members, "user", name).backend
+        if (name, members) not in self.backends:
+            self.backends[name, members] = self._make(members, name)
+        return self.backends[name, members]
+
     def _group(self, names: tuple[str, ...], label: str, apart: str) -> Group:
         if self.dead:
             raise Cancelled("the plan's groups are shut")

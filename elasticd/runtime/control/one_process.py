@@ -26,6 +26,7 @@ from elasticd_planner.cost.model_profile import GUESSED_FLOPS
 from elasticd_planner.problem import Problem, SearchSpace
 from elasticd_planner.search import planner
 from elasticd_planner.spec.cluster import Cluster, Device, Node, node_of
+from elasticd_planner.spec.mesh import JobPlan
 from elasticd_planner.spec.plan import Plan
 from elasticd_planner.value import Invalid
 
@@ -55,7 +56,8 @@ log = logging.getLogger(__name__)
 
 #: The one device's name.
 DEVICE = "local/0"
-_INCARNATION = "one-process"
+#: The incarnation of its worker.
+INCARNATION = "one-process"
 _PLAN = 1
 
 
@@ -102,7 +104,7 @@ def plan_alone(spec: JobSpec, memory: int, longest: int = 0) -> Plan:
             f"one process cannot train this job: {answer.refusal}{remedy(spec, answer.refusal)}; "
             "several devices may: elasticd run --job NAME SCRIPT"
         )
-    return msgspec.structs.replace(answer.plan, binding={DEVICE: _INCARNATION})
+    return msgspec.structs.replace(answer.plan, binding={DEVICE: INCARNATION})
 
 
 class OneProcess:
@@ -118,8 +120,10 @@ class OneProcess:
     lost = False
     alone = True
 
-    def __init__(self, plan: Plan, checkpoints: tuple[str, ...], folder: Path | None, computes_on: str) -> None:
-        self.welcome = Welcome(device=DEVICE, incarnation=_INCARNATION, address="127.0.0.1")
+    def __init__(
+        self, plan: JobPlan, checkpoints: tuple[str, ...], folder: Path | None, computes_on: str
+    ) -> None:
+        self.welcome = Welcome(device=DEVICE, incarnation=INCARNATION, address="127.0.0.1")
         self.ending = ""
         self._proposal = Proposal(number=plan.number, epoch=1, plan=plan, old=None, checkpoints=checkpoints)
         self._folder, self._computes_on = folder, computes_on

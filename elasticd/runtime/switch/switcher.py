@@ -54,6 +54,14 @@ log = logging.getLogger(__name__)
 _REMIND = 60.0
 
 
+class _MoveHeld(Exception):
+    """A move is due while a step waits for the outcome of its vote."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"the move to plan {number} is due")
+        self.number = number
+
+
 class Switcher(Generic[Held]):
     """Holds the engine in force and switches it. The engine is the copy of the state that this rank trains on.
 
@@ -89,6 +97,7 @@ class Switcher(Generic[Held]):
         )  # seconds on the clock at the start of a move
         self._missed: list[tuple[int, Vote]] = []  # plan and vote of steps that the loop did not see end
         self._over: str | None = None  # why the job is over
+        self._holds_moves = False  # a step waits for the outcome of its vote
         self._start_said = False  # the user has been told where the job begins
 
     # -- what the control thread does ---------------------------------------------------------------------
@@ -241,6 +250,40 @@ class Switcher(Generic[Held]):
             self._lose_peers(str(error))
         self._rest()
 
+    def outcome(self, error: Exception) -> Vote | None:
+        """The vote of the plan in force failed, and its step's update waits for its outcome.
+
+        Returns:
+            The vote, where another rank heard it: the caller makes the update, counts it as `step`, and calls
+            `wait`. None: the step is not decided: the caller leaves it, and calls `wait`. No state moves before
+            that.
+
+        Raises:
+            JobStopped, JobOver, Drained: The job, or this rank's part in it, ends.
+        """
+        engine = self.engine
+        assert engine is not None
+        with self._lock:
+            if self._over is not None:
+                raise JobOver(self._over)
+            log.warning("lost the other ranks in a vote (%s): waiting for the coordinator", error)
+            self._lose_peers(str(error))
+        self._holds_moves = True
+        try:
+            self._rest()
+        except _MoveHeld as held:
+            with self._todo.mutex:
+                self._todo.queue.appendleft(sw.MoveState(number=held.number))
+            proposal = self._prepared[held.number].proposal
+            recovery, old = proposal.recovery, proposal.old
+            if recovery is None or recovery.snapshots or old is None or old.number != engine.plan.number:
+                return None
+            vote = recovery.vote
+            return vote if vote is not None and vote.step == self.step == recovery.step - 1 else None
+        finally:
+            self._holds_moves = False
+        return None
+
     def go_back(self, reason: str) -> None:
         """Has the job go on from an older state, and leave out the updates from there up to that of the last
         step. All members call it after the same step. Returns once a recovery swapped, or this rank stands by.
@@ -356,6 +399,8 @@ class Switcher(Generic[Held]):
     def _do(self, effect: sw.SwitchEffect) -> None:
         match effect:
             case sw.MoveState(number=number):
+                if self._holds_moves and number in self._prepared:
+                    raise _MoveHeld(number)
                 self._move(number)
             case sw.AllGatherOk(number=number, ok=ok):
                 self._all_gather_ok(number, ok)

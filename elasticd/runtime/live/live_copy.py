@@ -1,0 +1,128 @@
+"""`LiveCopy`: the training state of one mesh plan on one rank, with its world, its modules and its vote."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from elasticd_migration.local_state import LocalState
+from elasticd_planner.layout.layouts import Item
+from elasticd_planner.layout.mesh_layouts import MeshLayouts
+from elasticd_planner.spec.box import Box
+from torch.distributed.device_mesh import DeviceMesh
+
+from elasticd.records import Vote
+from elasticd.runtime.comm.groups import Group, PlanGroups
+from elasticd.runtime.engine.set_aside import NoHostMemory
+from elasticd.runtime.engine.vote import StepVote
+from elasticd.runtime.live.live_state import LiveRefusal, LiveTensors, State, difference, on_mesh
+from elasticd.runtime.live.world import World
+
+#: Makes what a script trains on a mesh.
+Build = Callable[[DeviceMesh], State]
+
+
+class LiveCopy:
+    """The training state under one mesh plan on one rank: a `PlanCopy` that the user's own loop trains.
+
+    Args:
+        layouts: of the plan.
+        groups: of the plan.
+    """
+
+    stale = spent = False  # nothing here is sent late, and nothing moves in place
+    lent = None
+
+    def __init__(self, layouts: MeshLayouts, groups: PlanGroups) -> None:
+        self.layouts, self.plan, self.plan_groups = layouts, layouts.plan, groups
+        self.device = groups.me
+        self.rank = layouts.plan.rank(groups.me)
+        self.everyone: Group = groups.group(layouts.plan.members, "vote")
+        self.vote = StepVote(self.everyone)
+        self.world = World(groups, layouts.plan.members)
+        self.tensors: LiveTensors | None = None
+        self.reduced: int | None = None
+        self.last: Vote | None = None
+        self.torn = False
+
+    @property
+    def user(self) -> State:
+        """What the script's `build` returned."""
+        assert self.tensors is not None
+        return self.tensors.state
+
+    @property
+    def interrupted(self) -> bool:
+        """True where the plan's groups are shut."""
+        return self.plan_groups.dead
+
+    def build(self, build: Build, seed: int) -> None:
+        """Calls the script's `build` in this plan's world, which all members enter together.
+
+        Raises:
+            LiveRefusal: it made other tensors than it did before the first step.
+        """
+        self.world.enter()
+        mesh = self.world.mesh(self.plan.names, self.plan.shape)
+        self.tensors = built(build, mesh, seed)
+        model = self.layouts.specs
+        index = model.mesh(self.plan.names)
+        expected = on_mesh(model, index)
+        described = self.tensors.described()
+        why = difference(expected, described)
+        if not why:
+            placed = {tensor.name: tensor.placements for tensor in described}
+            moved = next((t.name for t in expected if placed[t.name] != t.placements), None)
+            why = f"{moved} is placed otherwise" if moved is not None else ""
+        if why:
+            raise LiveRefusal(
+                f"build makes another model on the mesh {self.plan.mesh_text} than on one device: {why}. Let "
+                "it be a function of its mesh alone"
+            )
+
+    def state(self) -> LocalState:
+        """The state of this device, by reference. Raises NotElementWise."""
+        assert self.tensors is not None
+        return self.tensors.collected(self.layouts, self.device)
+
+    def adopt(self, state: LocalState) -> None:
+        """Copies a state into what `build` made."""
+        assert self.tensors is not None
+        self.tensors.install(state, self.layouts, self.device)
+
+    def rest(self) -> None:
+        """Nothing: the host has no queue of its own."""
+
+    def back(self) -> None:
+        """Nothing was set aside."""
+
+    def set_aside(self, kept: Mapping[Item, Sequence[Box]]) -> object:
+        """Raises NoHostMemory: the script's own tensors stay where they are."""
+        raise NoHostMemory("the tensors of a script's own loop stay where they are")
+
+    def delivered(self) -> None:
+        """Nothing is under way after a step."""
+
+    def apply(self, vote: Vote) -> None:
+        """Raises RuntimeError: the script makes its updates itself, before a move begins."""
+        raise RuntimeError(f"the update of step {vote.step} is the script's own")
+
+    def end(self) -> None:
+        """Forgets groups and tensors; `PlanGroups.park` destroys the groups."""
+        self.world.end()
+
+
+def built(build: Build, mesh: DeviceMesh, seed: int) -> LiveTensors:
+    """Calls a script's `build`, with torch's generators seeded alike on all ranks, and restored afterwards.
+
+    Raises:
+        LiveRefusal: it returned something that cannot be kept alive.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        state = build(mesh)
+    if not isinstance(state, State):
+        raise LiveRefusal(
+            f"build returned a {type(state).__name__}: let it return elasticd.State(model=..., optimizer=...)"
+        )
+    return LiveTensors(state, mesh.mesh_dim_names or ())

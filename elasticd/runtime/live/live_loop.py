@@ -1,0 +1,483 @@
+"""`elasticd.live`: the loop of a script of its own over a DDP, FSDP2 or DTensor model, kept alive.
+
+How a step goes. The script computes its gradients in the body of `with step:`. Its first `optimizer.step()`
+pauses in a hook before the update, for the vote: an all-gather of one record of each rank, over all members of
+the plan. All gradients are reduced everywhere by then, and the update that follows is local. So a step is
+decided once one rank heard its vote. A rank that lost the others in the vote waits in the hook for the leader's
+word: it returns, and the update is made, where the step was decided; else it leaves the body, and the step
+comes again.
+
+How a fault goes is the switch machine's matter (`elasticd.machines.worker.switch`), as in a job whose model
+elasticd cuts: here the plan's copy is a `LiveCopy`, and a recovery calls the script's `build` for the new mesh.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import suppress
+from traceback import clear_frames
+from typing import Any
+
+import torch
+from elasticd_planner.spec.measurement import Measurement
+from msgspec.structs import replace
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.data import default_collate
+
+from elasticd.records import Vote
+from elasticd.runtime.comm.groups import Cancelled, PeerLost
+from elasticd.runtime.control.control import Control
+from elasticd.runtime.control.one_process import EndSignals, OneProcess, ended
+from elasticd.runtime.control.preemption_notice import PreemptionNotice
+from elasticd.runtime.control.user_exceptions import Farewell, Uncaught, lost_within, raised
+from elasticd.runtime.data.sample_ledger import LedgerError
+from elasticd.runtime.engine.vote import Draining, RankRecord
+from elasticd.runtime.exits import Drained, JobOver, JobStopped, is_told, stopped
+from elasticd.runtime.live import world
+from elasticd.runtime.live.collective_waits import CollectiveWaits
+from elasticd.runtime.live.live_copy import LiveCopy
+from elasticd.runtime.live.loop_step import LoopStep
+from elasticd.runtime.live.moves import LiveMoves
+from elasticd.runtime.snapshot.snapshotter import Snapper
+from elasticd.runtime.switch.switcher import Switcher
+from elasticd.runtime.telemetry.emulation import Pacer
+from elasticd.runtime.telemetry.main_thread import shared
+from elasticd.system import logs
+from elasticd.wire.main_thread import Whereabouts
+from elasticd.wire.snapshots import Freed
+from elasticd.wire.worker import DrainNotice, Finished, Goodbye, Report, ToWorker, Welcome
+
+log = logging.getLogger(__name__)
+
+#: Seconds that a fault may take to be heard of after an error, which may also be the script's own.
+_FAULT_SECONDS = 0.5
+
+#: Gives the indices of a step's samples.
+Samples = Callable[[int], Sequence[int]]
+
+
+class StepLost(RuntimeError):
+    """The body of a step ends here, and the step comes again: `with step:` alone catches it."""
+
+
+class LiveLoop:
+    """The steps of a job whose loop is the script's own. Iterate over it once.
+
+    Attributes:
+        state: what `build` returned for the mesh in force; None on standby.
+    """
+
+    def __init__(
+        self,
+        *,
+        control: Control,
+        moves: LiveMoves,
+        steps: int,
+        samples: Samples,
+        data: Any,
+        collate: Callable[[list[Any]], Any] | None,
+        job: str,
+        snapshot_every: int | None,
+        grace: float,
+    ) -> None:
+        self._control, self._total, self._samples = control, steps, samples
+        self._data, self._collate = data, collate or default_collate
+        self._where = shared()
+        pacer = self._pacer = Pacer(control.welcome.pace)
+        self._switcher: Switcher[LiveCopy] = Switcher(moves, control, control.key_value(), pacer, self._where)
+        self._snapper = None
+        if snapshot_every is not None and not control.alone:
+            self._snapper = Snapper(
+                snapshot_every, job, lambda: control.welcome, lambda message, fd: control.send(message, fd=fd)
+            )
+        self._step: LoopStep | None = None
+        self._waits = CollectiveWaits(self._decided)
+        self._hooks: list[Any] = []
+        self._timed: LiveCopy | None = None
+        self._began = self._waited = 0.0
+        self._last_gradient: tuple[float, float] | None = None
+        self._last: tuple[int, Vote] | None = None
+        self._taken = self._finished = self._failed = self._ended = False
+        self._pid = os.getpid()
+        logs.for_worker(self._about)
+        control.start(self._hear)
+        self._show()
+        self._uncaught = Uncaught(self._fail)
+        self._farewell = Farewell(self._depart, control.alone)
+        self._notice: PreemptionNotice | EndSignals
+        if isinstance(control, OneProcess):
+            self._notice = EndSignals(control)
+        else:
+            self._notice = PreemptionNotice(grace, self._drain)
+            self._notice.install()
+
+    @property
+    def state(self) -> Any:
+        """What `build` returned for the mesh in force; None on standby."""
+        return self._switcher.engine.user if self._switcher.engine is not None else None
+
+    @property
+    def plan(self) -> Any:
+        """The plan in force; None on standby."""
+        return self._switcher.engine.plan if self._switcher.engine is not None else None
+
+    @property
+    def device(self) -> str:
+        """The device of this worker, "node/index"."""
+        return self._control.welcome.device
+
+    # -- what the control thread does ------------------------------------------------------------------------
+
+    def _hear(self, message: ToWorker) -> None:
+        match message:
+            case Freed(plan=plan, step=step):
+                if self._snapper is not None:
+                    self._snapper.freed(plan, step)
+            case Welcome():
+                self._show()
+                if self._snapper is not None:
+                    self._snapper.welcomed()
+            case _:
+                self._switcher.handle(message)
+
+    def _show(self) -> None:
+        """Gives the agent the shared memory that says where the main thread is."""
+        self._control.send(Whereabouts(signal=self._where.signal), fd=self._where.fd)
+
+    def _about(self) -> dict[str, Any]:
+        plan = self.plan
+        return {
+            "plan": plan.number if plan is not None else None,
+            "step": self._switcher.step,
+            "device": self.device,
+        }
+
+    def _drain(self, signal_name: str) -> None:
+        log.warning("%s: %s leaves the job once others have its state", signal_name, self.device)
+        self._control.send(DrainNotice(reason=signal_name))
+        self._switcher.begin_drain()
+
+    # -- the loop ----------------------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[LoopStep]:
+        """The steps, each to be made in `with step:`.
+
+        Raises:
+            RuntimeError: the steps were asked for before.
+            SystemExit: the job cannot continue, or continues without this process.
+        """
+        if self._taken:
+            raise RuntimeError("the steps of elasticd.live are taken once: loop over it in one `for`")
+        self._taken = True
+        running = self._steps()
+        atexit.register(running.close)
+        return running
+
+    def _steps(self) -> Generator[LoopStep, None, None]:
+        self._uncaught.install()
+        if self._control.alone:
+            self._notice.install()
+        self._waits.install()
+        self._hooks += [
+            register_optimizer_step_pre_hook(self._before_update),
+            register_optimizer_step_post_hook(self._after_update),
+        ]
+        try:
+            with suppress(JobOver):
+                yield from self._run()
+        except Drained as drained:
+            self._end(drained.reason, drained=True)
+            raise
+        except GeneratorExit:
+            if os.getpid() == self._pid and not self._failed:
+                self._farewell.later()
+            raise
+        except BaseException as error:
+            if isinstance(error, Exception):
+                self._fail(error)
+            self._end_threads()
+            if isinstance(error, JobStopped) and self._control.ending:
+                raise ended(self._control.ending, str(error)) from None
+            raise
+        self._finish()
+
+    def _run(self) -> Generator[LoopStep, None, None]:
+        switcher = self._switcher
+        while True:
+            copy = switcher.wait()
+            world.enter(copy.world)
+            if self._control.ending and not switcher.draining:
+                switcher.begin_drain()
+            switcher.taken()  # the script saw them
+            made = switcher.step
+            if made >= self._total:
+                break
+            step = self._step = LoopStep(copy, made, self._samples(made), self._read, self._enter, self._leave)
+            self._time(copy)
+            yield step
+            self._step = None
+            if not step.closed:
+                raise RuntimeError(f"step {made}: put the body of the loop into `with step:`")
+            if step.lost is not None and not step.decided and not step.told:
+                switcher.peers_lost(step.lost)
+            if step.lost is not None and not step.decided:
+                continue
+            if switcher.step >= self._total:
+                break
+            if step.outcome is not None and switcher.engine is copy:
+                switcher.voted(step.outcome.prepared)
+            del step, copy
+        made = switcher.step
+        if self._last is not None and self._last[1].step == made - 1:
+            plan, vote = self._last
+            self._control.send(Finished(step=made, plan=plan, loss=vote.loss, tokens=vote.tokens))
+        else:
+            self._control.send(Finished(step=made))
+
+    def _read(self, indices: Sequence[int]) -> Any:
+        if self._data is None:
+            raise ValueError("step.data: give elasticd.live(data=...) a map-style dataset, or use step.indices")
+        return self._collate([self._data[index] for index in indices])
+
+    # -- a step ------------------------------------------------------------------------------------------------
+
+    def _enter(self, step: LoopStep) -> None:
+        if step is not self._step or step.closed:
+            raise RuntimeError(f"step {step.index} is over: enter each step once, in the loop that gave it")
+        self._where.begin(step.index, step.copy.plan.number)
+        self._began, self._waited, self._last_gradient = time.perf_counter(), self._waits.seconds, None
+
+    def _leave(self, step: LoopStep, error: BaseException | None) -> bool:
+        """Ends the body of a step. Returns whether the exception that ended it is a fault's, and dealt with."""
+        step.closed = True
+        took = time.perf_counter() - self._began
+        try:
+            if error is None and not step.decided:  # no optimizer stepped: a GradScaler left the update out
+                self._vote(step)
+        except StepLost as lost:
+            error = lost
+        if error is not None and not isinstance(error, Exception):
+            return False
+        if error is not None:
+            fault = self._fault(step, error)
+            self._where.end(None)
+            if fault is None:
+                return False
+            clear_frames(error.__traceback__)
+            step.lost, step.decided = fault, False
+            return True
+        step.copy.torn, step.made = False, True
+        self._switcher.step = step.index + 1
+        self._where.end(took)
+        self._committed(step, took)
+        return False
+
+    def _fault(self, step: LoopStep, error: Exception) -> Exception | None:
+        """The loss of another rank that an exception of the body comes of; None: it is the script's own."""
+        if step.lost is not None:
+            return step.lost
+        copy = step.copy
+        found = lost_within(error, interrupted=copy.interrupted)
+        if found is None and _of_a_collective(error):
+            return PeerLost(str(error).splitlines()[0])
+        if found is None and isinstance(error, RuntimeError):
+            deadline = time.monotonic() + _FAULT_SECONDS
+            while not copy.interrupted and time.monotonic() < deadline:
+                time.sleep(0.001)
+            found = lost_within(error, interrupted=copy.interrupted)
+        return found
+
+    def _before_update(self, optimizer: torch.optim.Optimizer, args: Any, options: Any) -> None:
+        step = self._step
+        if step is None or step.closed or not any(optimizer is each for each in step.state.optimizers):
+            return
+        if not step.decided:
+            self._vote(step)
+
+    def _after_update(self, optimizer: torch.optim.Optimizer, args: Any, options: Any) -> None:
+        if self._step is not None:
+            self._step.stepped.add(id(optimizer))
+
+    def _decided(self, error: Exception) -> bool:
+        """Whether a collective that failed came after the last update of the step."""
+        step = self._step
+        if step is None or step.closed or not step.updated:
+            return False
+        log.warning(
+            "a collective after the update of step %d failed (%s): its result is NaN", step.index, error
+        )
+        return True
+
+    def _vote(self, step: LoopStep) -> None:
+        """All-gathers the records of all ranks, and decides the step.
+
+        Raises:
+            StepLost: another rank is lost, and nobody heard the outcome.
+            LedgerError: a rank gave other samples to its script than the plan says.
+        """
+        copy, switcher, snapper = step.copy, self._switcher, self._snapper
+        copy.reduced = step.index
+        asked = time.perf_counter()
+        until, waited = self._last_gradient or (asked, self._waits.seconds)
+        self._seconds = max(1e-9, until - self._began - (waited - self._waited))
+        loss, count = step.terms
+        record = RankRecord(
+            step=step.index,
+            prepared=switcher.prepared(),
+            saving=0,
+            snapshot=snapper is not None
+            and step.index + 1 < self._total
+            and snapper.ready(copy.plan.number, step.index + 1),
+            finite=True,
+            tokens=len(step.indices),
+            squares=0.0,
+            loss=loss,
+            targets=count,
+            samples=step.hash,
+            draining=Draining.SAVED if switcher.draining else Draining.NO,
+        )
+        try:
+            outcome = copy.vote.vote(record, step.hashes)
+        except LedgerError as error:
+            raise stopped(str(error)) from error
+        except (PeerLost, Cancelled, RuntimeError) as error:
+            step.lost, step.told = error, True
+            vote = switcher.outcome(error)
+            if vote is None:
+                raise StepLost(f"step {step.index} comes again: {error}") from None
+            self._last = copy.plan.number, vote
+        else:
+            step.outcome, vote = outcome, outcome.vote
+            step.total = outcome.loss
+            self._last = copy.plan.number, vote
+        self._vote_seconds = time.perf_counter() - asked
+        copy.reduced, copy.last, copy.torn, step.decided = None, vote, True, True
+        if snapper is not None:
+            snapper.copied()
+
+    def _committed(self, step: LoopStep, took: float) -> None:
+        copy, outcome = step.copy, step.outcome
+        if outcome is None:
+            return  # another rank's vote: it has told of the step
+        first = copy.rank == 0
+        self._control.send(
+            Report(
+                measurement=Measurement(
+                    device=copy.device,
+                    plan=copy.plan.number,
+                    step=step.index,
+                    tokens=len(step.indices),
+                    block_seconds=self._seconds,
+                    block_work=len(step.indices) / len(copy.plan.lanes[copy.plan.lane_of[copy.device]]),
+                    vote_seconds=self._vote_seconds,
+                    step_seconds=took,
+                ),
+                loss=outcome.vote.loss if first else None,
+                tokens=outcome.vote.tokens if first else None,
+                ended_at=time.monotonic() if first else 0.0,
+            )
+        )
+        if self._snapper is not None:
+            self._snapper.voted(step.index + 1, outcome.snapshot, copy.layouts, copy.state)
+
+    def _time(self, copy: LiveCopy) -> None:
+        """Has the clock of a step stop at the last gradient: DDP waits for its reductions after it, in C++."""
+        if copy is not self._timed and copy.tensors is not None:
+            self._timed = copy
+            for parameter in copy.tensors.trained.values():
+                parameter.register_post_accumulate_grad_hook(self._gradient)
+
+    def _gradient(self, parameter: torch.Tensor) -> None:
+        self._last_gradient = time.perf_counter(), self._waits.seconds
+
+    # -- the end -----------------------------------------------------------------------------------------------
+
+    def _fail(self, error: Exception) -> None:
+        """The script's code raised: tells the leader, and keeps this process while its state is of use."""
+        if self._failed or self._finished or self._ended or os.getpid() != self._pid:
+            return
+        self._failed = True
+        try:
+            self._leave_job(error)
+        except JobStopped as end:
+            if not is_told(end):
+                log.warning("%s", end.reason)
+        except (JobOver, Drained):
+            pass
+        self._end_threads()
+
+    def _leave_job(self, error: Exception) -> None:
+        """Has the other ranks take over the state here. Returns if there is none of use.
+
+        Raises:
+            JobStopped, JobOver, Drained: the state is safe.
+        """
+        switcher, copy = self._switcher, self._switcher.engine
+        if copy is None:
+            return
+        index = self._step.index if self._step is not None else None
+        word = raised(
+            error, plan=copy.plan.number, step=switcher.step, holds=not copy.torn, saves=False, index=index
+        )
+        lost = lost_within(error)
+        if lost is None:
+            self._control.send(word)
+        if not word.holds or self._control.alone:
+            return
+        if isinstance(error, MemoryError | torch.OutOfMemoryError):
+            clear_frames(error.__traceback__)
+        why = f"its code raised {word.kind}"
+        self._control.send(DrainNotice(reason=why))
+        switcher.begin_drain()
+        switcher.peers_lost(lost or Cancelled(why))
+        copy = switcher.wait()
+        self._control.send(replace(word, plan=copy.plan.number, ends=True))
+
+    def _finish(self) -> None:
+        """All steps are made: this rank stays until the script ends, for what it does after the loop."""
+        self._finished = True
+        self._notice.restore()
+        self._uncaught.restore()
+        self._unhook()
+        if self._control.alone or threading.current_thread() is not threading.main_thread():
+            self._farewell.now()
+        else:
+            self._farewell.at_end()
+
+    def _depart(self) -> None:
+        why = "" if self._finished else f"the script left the loop after {self._switcher.step} steps"
+        self._end(why)
+
+    def _end(self, reason: str, *, drained: bool = False) -> None:
+        self._end_threads()
+        self._control.close(Goodbye(reason=reason, drained=drained))
+
+    def _unhook(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self._waits.remove()
+
+    def _end_threads(self) -> None:
+        """Ends threads and groups: an interpreter that ends while a thread is inside gloo aborts."""
+        if os.getpid() != self._pid or self._ended:
+            return
+        self._ended = True
+        self._unhook()
+        self._notice.restore()
+        self._uncaught.restore()
+        if self._snapper is not None:
+            self._snapper.end()
+        if not (self._finished and self._control.alone):
+            self._switcher.end()
+
+
+def _of_a_collective(error: Exception) -> bool:
+    """Whether an error comes from torch's collectives over gloo."""
+    text = str(error)
+    return isinstance(error, RuntimeError) and ("gloo/" in text or "Connection closed by peer" in text)

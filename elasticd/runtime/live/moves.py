@@ -1,0 +1,121 @@
+"""Makes a live copy of a proposed mesh plan, and moves the state into it: `PlanMoves` of a script's own loop.
+
+A preparer thread makes the plan's gloo device and the group of its vote, reads snapshots, and joins the
+transition group. torch's world of the new plan is made by the main thread, once training has stopped: there is
+one world at a time. It calls the script's `build`, and state is copied into what that made.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from elasticd_migration.local_state import LocalState, NotElementWise
+from elasticd_migration.migrate import agree, migrate
+from elasticd_migration.reshard import bytes_lacking, whole_bytes
+from elasticd_migration.schema import Schema
+from elasticd_planner.layout.mesh_layouts import MeshLayouts
+from elasticd_planner.spec.mesh import MeshModel, MeshPlan
+
+from elasticd.records import Proposal
+from elasticd.runtime.comm.groups import PlanGroups
+from elasticd.runtime.live import world
+from elasticd.runtime.live.live_copy import Build, LiveCopy
+from elasticd.runtime.snapshot.restore import Snapshots
+from elasticd.runtime.switch.move import source_of, transition_members, transport_of
+from elasticd.runtime.switch.plan_copy import MoveResult, PreparedPlan
+from elasticd.runtime.telemetry.main_thread import during
+from elasticd.wire.main_thread import MOVING
+
+
+@dataclass(frozen=True, kw_only=True)
+class LiveMoves:
+    """The `PlanMoves` of a script's own loop."""
+
+    model: MeshModel  #: the tensors under each allowed mesh
+    build: Build
+    seed: int
+    snapshots: Snapshots = field(default_factory=Snapshots)  #: those that this node's agent keeps
+
+    @property
+    def folder(self) -> Path | None:
+        """None: no checkpoints are kept."""
+        return None
+
+    def prepare(
+        self,
+        proposal: Proposal,
+        device: str,
+        plan_groups_of: Callable[[str], PlanGroups],
+        training: LiveCopy | None,
+    ) -> PreparedPlan[LiveCopy]:
+        """See `PlanMoves`."""
+        plan, old, recovery = proposal.plan, proposal.old, proposal.recovery
+        assert isinstance(plan, MeshPlan)
+        layouts = MeshLayouts(self.model, plan)
+        copy = LiveCopy(layouts, plan_groups_of("groups")) if device in plan.members else None
+        snapshot = None
+        if old is not None and recovery is not None and recovery.snapshots:
+            snapshot = self.snapshots.state(old, recovery, device)
+        transition = plan_groups_of("transition")
+        group = transition.group(transition_members(old, plan, recovery), "transition")
+        return PreparedPlan(
+            old=source_of(self.model, old, recovery) if old else None,
+            new=layouts,
+            engine=copy,
+            transition=transition,
+            group=group,
+            communicators=None,
+            proposal=proposal,
+            snapshot=snapshot,
+        )
+
+    def move(self, prepared: PreparedPlan[LiveCopy], held: LiveCopy | None, step: int) -> MoveResult:
+        """See `PlanMoves`. Where it fails, torch's world is the one before."""
+        before = world.current()
+        try:
+            return self._move(prepared, held, step)
+        except BaseException:
+            if prepared.engine is not None:
+                prepared.engine.end()
+            if before is not None:
+                world.enter(before)
+            raise
+
+    def _move(self, prepared: PreparedPlan[LiveCopy], held: LiveCopy | None, step: int) -> MoveResult:
+        group, new, recovery = prepared.group, prepared.engine, prepared.proposal.recovery
+        source = None if prepared.snapshot is not None else held
+        steps = group.all_gather(torch.tensor([step if source else -1]))
+        step = max(0, *(int(each) for each in steps))
+        if recovery is not None and recovery.snapshots:
+            step = recovery.step
+        began = time.perf_counter()
+        if (before := world.current()) is not None:
+            before.leave()
+        if new is not None:
+            new.build(self.build, self.seed)
+        if prepared.old is None:
+            return MoveResult(step=step, began=began)
+        transport = transport_of(group)
+        group.plan_groups.keep(transport)
+        try:
+            state = prepared.snapshot or (source.state() if source is not None else LocalState())
+        except NotElementWise as error:
+            agree(transport, Schema(refused=str(error)))  # raises it on every rank alike
+            raise
+        with during(group.plan_groups.stopwatch.where, MOVING):
+            moved = migrate(prepared.old, prepared.new, state, transport)
+        if new is not None:
+            new.adopt(moved.state)
+        sizes = moved.schema.sizes
+        return MoveResult(
+            step=step,
+            bytes_sent=transport.bytes_sent,
+            bytes_lacking=bytes_lacking(prepared.old, prepared.new, sizes).get(group.me, 0),
+            bytes_state=whole_bytes(prepared.new, sizes),
+            began=began,
+            flows=moved.flows,
+        )

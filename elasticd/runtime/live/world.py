@@ -1,0 +1,159 @@
+"""torch.distributed's world of one plan, and the private torch APIs that a change of worlds takes.
+
+torch has one default process group, and all that DeviceMesh, FSDP and DDP make lies beside it in tables of the
+process. A `World` puts the groups of one plan there: `enter` makes or restores them, `leave` takes them out and
+keeps them. So a switch that fails goes back to the old world as it was. torch's hook for backends of other
+packages, `Backend.register_backend`, has every group of a world made on the gloo device of its plan's
+`PlanGroups`, whose sockets are shut at a fault.
+
+Groups of two worlds have equal names, since torch counts them from 0. DTensor's caches of sharding propagation
+take an equal mesh for the same one, and would give results on the mesh of the other world: `enter` clears them.
+"""
+
+from __future__ import annotations
+
+import sys
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import distributed as dist
+from torch._C._distributed_c10d import _register_process_group, _unregister_all_process_groups
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from elasticd.runtime.comm.groups import PlanGroups
+
+#: Name of the backend, as torch has it.
+BACKEND = "elasticd"
+#: The tables of `torch.distributed.distributed_c10d` by process group.
+_TABLES = ("_pg_map", "_pg_names", "_pg_group_ranks", "_pg_backend_config", "_pg_to_tag", "_tags_to_pg")
+
+_current: World | None = None
+
+
+class World:
+    """The default process group of one plan, and all groups that were made beside it.
+
+    Args:
+        groups: of the plan.
+        members: devices in rank order.
+    """
+
+    def __init__(self, groups: PlanGroups, members: tuple[str, ...]) -> None:
+        self.groups, self.members = groups, members
+        self._kept: dict[str, dict[Any, Any]] | None = None
+        self._default: Any = None
+        self._count = 0
+
+    @property
+    def entered(self) -> bool:
+        """Whether it is torch's world now."""
+        return _current is self
+
+    def enter(self) -> None:
+        """Makes it torch's world. The first time all members enter it together.
+
+        Raises:
+            RuntimeError: another world is there; or a member did not come.
+            Cancelled: the plan's groups were shut.
+        """
+        global _current
+        if dist.is_initialized():
+            raise RuntimeError("another default process group is there")
+        clear_caches()
+        _current = self
+        if self._kept is not None:
+            self._restore()
+            return
+        hook = sys.excepthook
+        try:
+            dist.init_process_group(
+                f"cpu:{BACKEND}",
+                store=self.groups.store("world"),
+                rank=self.members.index(self.groups.me),
+                world_size=len(self.members),
+            )
+        except BaseException:
+            self.leave()
+            raise
+        finally:
+            sys.excepthook = hook  # torch puts one around it at every call
+
+    def leave(self) -> None:
+        """Takes it out of torch's tables. Its groups stay, for `enter`, until `end`."""
+        global _current
+        if _current is not self:
+            return
+        self._kept = {name: dict(getattr(c10d, name)) for name in _TABLES}
+        self._default, self._count = c10d._world.default_pg, c10d._world.group_count
+        c10d._update_default_pg(None)
+        for name in _TABLES:
+            getattr(c10d, name).clear()
+        c10d._world.pg_coalesce_state.clear()
+        c10d._world.group_count = 0
+        _unregister_all_process_groups()
+        _current = None
+
+    def _restore(self) -> None:
+        assert self._kept is not None
+        for name, table in self._kept.items():
+            getattr(c10d, name).update(table)
+        c10d._world.group_count = self._count
+        for group, name in self._kept["_pg_names"].items():
+            _register_process_group(name, group)
+        c10d._update_default_pg(self._default)
+        self._kept = self._default = None
+
+    def end(self) -> None:
+        """Forgets its groups, which `PlanGroups.park` destroys."""
+        self.leave()
+        self._kept = self._default = None
+
+    def mesh(self, names: tuple[str, ...], shape: tuple[int, ...]) -> DeviceMesh:
+        """The mesh of all members, last dimension fastest. All members call it together, in this world."""
+        return init_device_mesh("cpu", shape, mesh_dim_names=names)
+
+
+def current() -> World | None:
+    """torch's world now, if it is one of these."""
+    return _current
+
+
+def enter(world: World) -> None:
+    """Puts a world in the place of the current one, which is kept."""
+    if _current is not world:
+        if _current is not None:
+            _current.leave()
+        world.enter()
+
+
+def _backend(options: Any, given: object) -> Any:
+    """Makes the gloo backend of a group of the current world; torch calls it."""
+    world = _current
+    if world is None:
+        raise RuntimeError(f"the backend {BACKEND!r} is for groups that are made in `build`, or in the loop")
+    ranks = options.global_ranks_in_group or range(len(world.members))
+    members = tuple(world.members[rank] for rank in ranks)
+    return world.groups.torch_backend(members, str(options.group_id))
+
+
+def register() -> None:
+    """Registers the backend with torch; once for a process."""
+    if BACKEND not in dist.Backend.backend_list:
+        dist.Backend.register_backend(BACKEND, _backend, extended_api=True, devices=["cpu"])
+
+
+def is_strided(placement: object) -> bool:
+    """Whether a placement cuts inside each of the parts that later dimensions of the mesh make."""
+    return isinstance(placement, _StridedShard)
+
+
+def clear_caches() -> None:
+    """Clears DTensor's caches of sharding propagation, in C++ and in Python."""
+    torch._C._clear_DTensor_sharding_propagator_cache()
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    with suppress(AttributeError):  # torch < 2.10 has one cache
+        propagator.propagate_op_sharding.cache.cache_clear()

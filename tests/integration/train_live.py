@@ -1,0 +1,239 @@
+"""The worker of the tests of `elasticd.live`: a small transformer in float64, trained by a plain loop."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from elasticd.runtime.engine.vote import StepVote
+from elasticd.runtime.live import moves
+from elasticd.runtime.live.live_copy import LiveCopy
+from elasticd.runtime.live.live_state import LiveTensors, State
+from elasticd.runtime.live.start import live
+from elasticd.runtime.live.world import World
+from elasticd.runtime.switch.switcher import Switcher
+
+#: Samples of a step, their tokens, and the vocabulary.
+BATCH, TOKENS, WORDS, SEED = 24, 8, 61, 3
+#: The largest norm of a gradient: those of the first steps are longer. torch has none under tensor parallelism.
+CLIP = 0.3
+MESHES = {"ddp": ("dp",), "fsdp": ("shard",), "hsdp": ("replicate, shard", "shard"), "tp": ("dp, tp",)}
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.qkv, self.out = (
+            nn.LayerNorm(width),
+            nn.Linear(width, 3 * width),
+            nn.Linear(width, width),
+        )
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, -1)).unbind(-2)
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True))
+        return x + self.down(F.gelu(self.up(x)))
+
+
+class Net(nn.Module):
+    def __init__(self, width: int = 30, layers: int = 2) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(WORDS, width), nn.Linear(width, WORDS)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(layers))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Text:
+    """Samples by their index."""
+
+    def __len__(self) -> int:
+        return 100
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.randint(WORDS, (TOKENS + 1,), generator=torch.Generator().manual_seed(index))
+
+
+def state_of(model: nn.Module) -> State:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 10))
+    return State(model=model, optimizer=optimizer, scheduler=schedule)
+
+
+def build_of(kind: str) -> Any:
+    def build(mesh: Any) -> State:
+        model = Net().double()
+        if kind == "ddp":
+            return state_of(nn.parallel.DistributedDataParallel(model))
+        if kind == "tp":
+            for block in model.blocks:
+                parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        over = mesh["dp"] if kind == "tp" else mesh
+        for block in model.blocks:
+            fully_shard(block, mesh=over)
+        fully_shard(model, mesh=over)
+        return state_of(model)
+
+    return build
+
+
+def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
+    return F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+
+
+def whole(tensor: Any) -> Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def reference(steps: int, kind: str = "ddp") -> tuple[dict[int, float], dict[str, Tensor], dict[str, Tensor]]:
+    """The losses, weights and second moments of one process of plain torch."""
+    from elasticd_planner.spec.batch import Sampler
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(SEED)
+        state = state_of(Net().double())
+    sampler, data, losses = Sampler(size=100, global_batch=BATCH, seed=SEED), Text(), {}
+    for step in range(steps):
+        loss = loss_of(state.model, torch.stack([data[i] for i in sampler.samples(step)]))
+        loss.backward()
+        if kind != "tp":
+            nn.utils.clip_grad_norm_(state.model.parameters(), CLIP)
+        state.optimizer.step()
+        state.scheduler.step()
+        state.optimizer.zero_grad()
+        losses[step] = loss.item()
+    named = dict(state.model.named_parameters())
+    moments = {name: state.optimizer.state[p]["exp_avg_sq"] for name, p in named.items()}
+    return losses, {name: p.detach() for name, p in named.items()}, moments
+
+
+def die(*_: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_at(moment: str, number: int) -> Callable[[int, nn.Module], None]:
+    """Has this process killed at a moment of a step, or of the switch to its plan of that number. Returns what
+    the loop calls at the begin of each step."""
+    step_now, entered = [-1], [0]
+
+    def before(owner: Any, name: str, when: Callable[[], bool], after: bool = False) -> None:
+        method = getattr(owner, name)
+
+        def dies(*given: Any, **options: Any) -> Any:
+            if after:
+                result = method(*given, **options)
+            if when():
+                if moment == "unheard":
+                    time.sleep(0.3)
+                    raise RuntimeError("as if the outcome had not come")
+                die()
+            return result if after else method(*given, **options)
+
+        setattr(owner, name, dies)
+
+    def in_step() -> bool:
+        return step_now[0] == number
+
+    def in_switch() -> bool:
+        return entered[0] == number
+
+    def count(self: LiveCopy, *given: Any) -> None:
+        entered[0] += 1  # the first two are those of the trial, and of the first plan
+        build(self, *given)
+
+    build = LiveCopy.build
+    LiveCopy.build = count  # type: ignore[method-assign]
+    match moment:
+        case "vote":
+            before(StepVote, "vote", in_step)
+        case "after the vote" | "unheard":
+            before(StepVote, "vote", in_step, after=True)
+        case "update":
+            before(torch.optim.AdamW, "_init_group", in_step, after=True)
+        case "build":
+            before(World, "mesh", in_switch, after=True)
+        case "move":
+            before(moves, "migrate", in_switch)
+        case "moved":
+            before(moves, "migrate", in_switch, after=True)
+        case "ok":
+            before(Switcher, "_all_gather_ok", in_switch)
+        case "swap":
+            before(Switcher, "_swap", in_switch)
+
+    def begin(step: int, model: nn.Module) -> None:
+        step_now[0] = step
+        if step == number and moment in ("forward", "backward"):
+            block = getattr(model, "module", model).blocks[0]
+            hook = die if moment == "forward" else lambda m, i, o: o.register_hook(die) and None
+            block.register_forward_hook(hook)
+
+    return begin
+
+
+def main() -> None:
+    options = json.loads(os.environ.get("OPTIONS", "{}"))
+    out, kind = Path(options["out"]), options["kind"]
+    torch.set_num_threads(1)
+    running = live(
+        build_of(kind),
+        batch=BATCH,
+        steps=options["steps"],
+        meshes=MESHES[kind],
+        data=Text(),
+        seed=SEED,
+        snapshot_every=options.get("snapshot_every"),
+    )
+    me = running.device.replace("/", "-")
+    ledger = (out / f"ledger-{me}-{os.getpid()}").open("a", buffering=1)
+    begin = die_at(*options["dies"][running.device]) if running.device in options.get("dies", {}) else None
+    for step in running:
+        with step:
+            model, optimizer = step.state.model, step.state.optimizer
+            if begin is not None:
+                begin(step.index, model)
+            if "seconds" in options:
+                time.sleep(options["seconds"])
+            loss = loss_of(model, step.data)
+            step.loss = loss
+            (loss * step.scale).backward()
+            if kind != "tp":
+                nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+            optimizer.step()
+            if options.get("logs"):
+                logged = loss.detach().clone()
+                torch.distributed.all_reduce(logged)
+            step.state.scheduler.step()
+            optimizer.zero_grad()
+        if step.made:
+            entry = [step.index, step.total, list(step.indices), running.plan.number, time.time()]
+            ledger.write(json.dumps(entry) + "\n")
+    if running.plan is None:
+        return
+    tensors = LiveTensors(running.state, running.plan.names)
+    weights = {name: whole(p) for name, p in tensors.trained.items()}
+    state = running.state.optimizer.state
+    moments = {name: whole(state[p]["exp_avg_sq"]) for name, p in tensors.trained.items()}
+    torch.save((weights, moments), out / f"{me}.new")
+    os.replace(out / f"{me}.new", out / f"weights-{me}")
+
+
+if __name__ == "__main__":
+    main()
