@@ -30,6 +30,10 @@ SEEDS = 1_000_000
 #: Processor seconds that a free search of a real model may take, by number of devices.
 GOALS = {64: 1.0, 1024: 3.0}
 
+#: Two slow devices on two nodes of 64 devices, and the models that are planned with them.
+SLOW = {"n1/3": 2.5, "n4/0": 1.7}
+SLOW_MODELS = ("SmolLM2-135M", "Gemma-3-1b", "Llama-3.1-8B")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Judged:
@@ -101,20 +105,28 @@ def freedom_rows(
 
 
 def real_rows(
-    names: tuple[str, ...] = tuple(REAL), devices: tuple[int, ...] = (8, 64, 256, 1024)
+    names: tuple[str, ...] = tuple(REAL),
+    devices: tuple[int, ...] = (8, 64, 256, 1024),
+    slow_names: tuple[str, ...] = SLOW_MODELS,
 ) -> Iterator[Row]:
     """A free search (micro-batches, ZeRO, recomputation, TP and pipelines) of each real model, 80 GB devices in
-    nodes of eight; a batch of two samples to a device on few, of one on many."""
-    for count in devices:
+    nodes of eight; a batch of two samples to a device on few, of one on many. On 64 some of them with two slow
+    devices, too."""
+    clusters = [(f"{count:,} devices", count, names, {}) for count in devices]
+    if 64 in devices:
+        clusters.append(("64 devices, two slow", 64, slow_names, SLOW))
+    for where, count, models, rates in clusters:
         slowest, worst = "", 0.0
-        for name in names:
-            problem = job(name, (8,) * (count // 8), batch=max(128, count), micro_batches=(1, 2, 4))
+        for name in models:
+            nodes = (8,) * (count // 8)
+            problem = job(name, nodes, batch=max(128, count), micro_batches=(1, 2, 4), rates=rates)
             seconds, searched = _planned(problem)
-            yield row(f"{name} on {count:,} devices, free search: processor", searched, "s")
-            yield row(f"{name} on {count:,} devices: step", seconds, "s", kind="simulated")
+            yield row(f"{name} on {where}, free search: processor", searched, "s")
+            yield row(f"{name} on {where}: step", seconds, "s", kind="simulated")
             if searched > worst:
                 slowest, worst = name, searched
-        words, limit = f"real models on {count:,} devices, free search: processor, largest", GOALS.get(count)
+        words = f"real models on {where}, free search: processor, largest"
+        limit = None if rates else GOALS.get(count)
         if limit is None:
             yield row(f"{words} ({slowest})", worst, "s")
         else:

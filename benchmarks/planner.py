@@ -359,7 +359,7 @@ PARTS = {
     "straggler": Part(straggler_rows, PLANNER, {"names": ("32b",)}),
     "drawn": Part(drawn_rows, PLANNER, {"count": 8, "large_count": 2}),
     "freedom": Part(freedom_rows, PLANNER, {"few": 2, "many": 0, "restrictions": 3, "seed": 7}),
-    "real": Part(real_rows, PLANNER, {"names": ("SmolLM2-135M",), "devices": (64,)}),
+    "real": Part(real_rows, PLANNER, {"names": ("SmolLM2-135M",), "devices": (64,), "slow_names": ()}),
     "packed": Part(packed_rows, PLANNER, {"count": 2, "seed": 3}),
     "subproblem": Part(subproblem_rows, PLANNER, {"count": 20}),
     "small": Part(small_rows, PLANNER, {"few": 10, "eight": 1, "bounded": 10}),

@@ -18,7 +18,14 @@ from elasticd_planner.problem import Answer, Problem, SearchSpace
 from elasticd_planner.problem_files.file_format import load
 from elasticd_planner.problem_files.solve import solve
 from elasticd_planner.search import planner
-from elasticd_planner.search.options import SearchProgress, Settings, listed, setting_of, task_of
+from elasticd_planner.search.options import (
+    OptionOrder,
+    SearchProgress,
+    Settings,
+    listed,
+    setting_of,
+    task_of,
+)
 from elasticd_planner.search.planner import plan
 from elasticd_planner.spec.cluster import Cluster, Device, Link, Node
 from elasticd_planner.spec.plan import Plan, StatePolicy
@@ -29,6 +36,7 @@ from hypothesis import strategies as st
 from tests import sizes
 from tests.planner import setting_brute
 from tests.planner.models import replica_bytes
+from tests.planner.real_models import job
 from tests.sizes import examples
 
 STATES = (
@@ -367,6 +375,24 @@ def test_larger_problems_walk_the_settings_the_same_way_each_time_and_fit() -> N
     plain = plan(msgspec.structs.replace(problem, search_space=SearchSpace()))
     if plain.plan is not None and plain.plan.prediction is not None:
         assert first.prediction.step_seconds <= plain.plan.prediction.step_seconds * (1 + 1e-9)
+
+
+def test_settings_that_healthy_devices_would_be_slow_under_are_not_searched(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rates = {"n0/1": 2.5, "n1/0": 1.6}
+    job_here = job("SmolLM2-135M", (5, 4), batch=16, rates=rates, micro_batches=(1, 4), fixed_tp=1)
+    tried: list[SearchProgress] = []
+    found = plan(job_here, watch=tried.append)
+    few = len(tried)
+    monkeypatch.setattr(OptionOrder, "_promising", lambda self, setting: True)
+    all_tried = plan(job_here, watch=tried.append)
+    assert 2 * few < len(tried) - few, "as many settings were searched"
+    assert found.plan is not None
+    assert all_tried.plan is not None
+    assert found.plan.prediction is not None
+    assert all_tried.plan.prediction is not None
+    assert found.plan.prediction.step_seconds <= all_tried.plan.prediction.step_seconds * (1 + 1e-9)
 
 
 def test_settings_are_listed_simple_ones_first_and_a_size_that_does_not_divide_is_refused() -> None:

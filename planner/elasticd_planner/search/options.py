@@ -34,7 +34,7 @@ from elasticd_planner.problem import Answer, Problem, SearchSpace
 from elasticd_planner.search.infeasible import explain_infeasible, shortage
 from elasticd_planner.search.large import DEEPEST, SMALL, LargeSearch
 from elasticd_planner.search.refine import Refiner
-from elasticd_planner.search.regular import RegularLayout, regular_layouts
+from elasticd_planner.search.regular import NEAR, RegularLayout, regular_layouts, regular_seconds
 from elasticd_planner.search.task import Task, UnitProblem, alive
 from elasticd_planner.spec.cluster import NORMAL, rate_of
 from elasticd_planner.spec.plan import Plan, StatePolicy
@@ -216,6 +216,16 @@ class Settings:
             layouts.setdefault(self.listed[layout.setting], []).append(layout)
         return layouts
 
+    def healthy(self, limit: float) -> dict[Setting, float]:
+        """Seconds of the quickest regular layout of each setting if no device were slow, with the memory of
+        recomputation and sequence parallelism and the time without; the limit where none takes less."""
+        rates = {name: rate for name, rate in self.problem.rates.items() if math.isinf(rate)}
+        problem = msgspec.structs.replace(self.problem, rates=rates)
+        tasks = (task_of(setting.problem(problem), steady=self.steady, hopeful=True) for setting in self.listed)
+        refiners = [Refiner(task) for task in tasks]
+        seconds = regular_seconds(refiners, [setting.way for setting in self.listed], limit)
+        return dict(zip(self.listed, seconds, strict=True))
+
     def refiner(self, setting: Setting) -> Refiner:
         """The refiner of a setting's pipelines, with the results of all its searches."""
         if setting not in self._refiners:
@@ -342,6 +352,7 @@ class OptionOrder:
         self._known: dict[Setting, float] = {}
         self.best: tuple[float, Setting] | None = None
         self.form: Form | None = None
+        self._healthy: dict[Setting, float] | None = None  # seconds without slow devices, by setting
 
     def every(self, ended: Callable[[], bool]) -> bool:
         """All settings, best bound first, but for those that cannot beat the best. Whether these were all:
@@ -410,7 +421,11 @@ class OptionOrder:
 
     def _policy(self, way: Way, state: StatePolicy) -> None:
         """The settings of one policy: the number of pipelines climbs from that of the best plan."""
-        listed = [s for s in self._of(way, state) if math.isfinite(self.settings.bound(s))]
+        listed = [
+            setting
+            for setting in self._of(way, state)
+            if self._promising(setting) and math.isfinite(self.settings.bound(setting))
+        ]
         if not listed:
             return
         wanted = self.form[0] if self.form is not None else 1
@@ -423,6 +438,27 @@ class OptionOrder:
                 if found >= seconds and math.isfinite(seconds):
                     break
                 at, seconds = at + step, found
+
+    def _promising(self, setting: Setting) -> bool:
+        """Returns whether to search a setting, by the regular layouts that it would have if no device were
+        slow: not where they take longer than the best plan does here, by more than `NEAR`; nor one that saves
+        memory where they do as well without."""
+        if self.best is None:
+            return True
+        limit = self.best[0] * (1 + max(NEAR, self.slack))
+        if self._healthy is None:
+            self._healthy = self.settings.healthy(limit)
+        seconds = self._healthy[setting]
+        if seconds >= limit:
+            return False
+        frugal = setting.recompute, setting.sequence_parallel
+        return not any(
+            self._healthy[other] <= seconds * (1 + EQUAL) and math.isfinite(self._known[other])
+            for other in self._known
+            if (other.micro_batch, other.state, other.pipelines)
+            == (setting.micro_batch, setting.state, setting.pipelines)
+            and (other.recompute, other.sequence_parallel) < frugal
+        )
 
     def _over(self, bound: float) -> bool:
         """Whether a setting of this bound need not be tried."""
