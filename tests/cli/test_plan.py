@@ -51,6 +51,15 @@ def test_the_answer_as_json_has_figures_and_a_plan_that_covers_the_model(tmp_pat
             assert sum(stage["shares"]) == pytest.approx(1)
 
 
+def test_the_page_shows_what_the_command_prints_of_its_example() -> None:
+    page = (EXAMPLE.parents[2] / "docs/planner.md").read_text().split("## A healthy cluster in ten lines")[1]
+    shown = page.split("and ends with\n\n")[1].split("\n\n")[0].splitlines()
+    result = run(str(EXAMPLE.with_name("healthy.json")))
+    assert result.exit_code == 0, result.output
+    assert len(shown) == 4
+    assert [line for line in shown if line.strip() not in result.output] == []
+
+
 def test_the_picture_names_slow_devices_what_limits_and_the_gap(tmp_path: Path) -> None:
     result = run(written(tmp_path / "p.json"), "--objective", "steady")
     assert result.exit_code == 0, result.output
