@@ -33,11 +33,15 @@ class Score:
     moved: float  # experts a placement
 
 
-def drifting(experts: int, steps: int, rng: np.random.Generator, drift: float) -> Iterator[Floats]:
-    """Rows of each expert, step by step: Zipf's, whose logarithms walk at random and return slowly."""
-    logs = np.log(1 / np.arange(1, experts + 1) ** 0.9)[rng.permutation(experts)]
+def drifting(
+    experts: int, steps: int, rng: np.random.Generator, drift: float, *, stays: bool
+) -> Iterator[Floats]:
+    """Rows of each expert, step by step: Zipf's, whose logarithms walk at random and return slowly, to where
+    they began (`stays`), or to their mean, so that the load becomes even."""
+    zipf = np.log(1 / np.arange(1, experts + 1) ** 0.9)[rng.permutation(experts)]
+    logs = zipf
     for _ in range(steps):
-        logs = logs + rng.normal(0, drift, experts) - 0.02 * (logs - logs.mean())
+        logs = logs + rng.normal(0, drift, experts) - 0.02 * (logs - (zipf if stays else logs.mean()))
         chances = np.exp(logs)
         yield rng.multinomial(PAIRS, chances / chances.sum()).astype(float)
 
@@ -74,14 +78,14 @@ def contiguous(experts: int, devices: int) -> HeldExperts:
     return tuple(tuple(part.tolist()) for part in np.array_split(np.arange(experts), devices))
 
 
-def score(experts: int, devices: int, slow: float, drift: float, steps: int) -> Score:
+def score(experts: int, devices: int, slow: float, drift: float, steps: int, *, stays: bool = True) -> Score:
     """Places a drifting load every `EVERY` steps, one of the devices being slow, and scores later steps."""
     rng = np.random.default_rng(experts + devices)
     slowdown = [1.0, slow, *[1.0] * (devices - 2)]
     last: deque[Floats] = deque(maxlen=EVERY)
     even = contiguous(experts, devices)
     scores, exact, moved, ours, theirs = [], [], [], None, None
-    for step, load in enumerate(drifting(experts, steps, rng, drift)):
+    for step, load in enumerate(drifting(experts, steps, rng, drift, stays=stays)):
         if ours is not None and theirs is not None:
             bound = least_busiest(load, slowdown)
             held = ((ours.held, ours.splits), theirs, (even, ()))

@@ -10,6 +10,7 @@ import msgspec
 
 from elasticd_planner.cost.model_profile import ModelProfile
 from elasticd_planner.spec.cluster import Cluster, Node, check_rates
+from elasticd_planner.spec.expert_load import ExpertLoad
 from elasticd_planner.spec.mesh import AllowedMesh, MeshPlan
 from elasticd_planner.spec.packed_sequences import PackedSequences
 from elasticd_planner.spec.plan import Plan, StatePolicy
@@ -76,6 +77,7 @@ class Problem(StoredValue, frozen=True, kw_only=True, tag="planner-problem"):
     place of a search, and `only_given` says that no other will do. `packed`: the sequences of a step, where
     they are packed in rows; the plan is made for them, and no pipeline is bound to a number of samples.
     `modules`: those of items that feed the module with the loss, which `module` names; `profile` is that one's.
+    `experts`: the load by which those of TP groups are placed; None: they are divided by shares, in order.
 
     A planner refuses a problem of a newer version than its own, and skips fields that it does not know: a new
     field without which a plan would be wrong comes with a new version (`newest`)."""
@@ -94,6 +96,7 @@ class Problem(StoredValue, frozen=True, kw_only=True, tag="planner-problem"):
     packed: PackedSequences | None = None
     module: str = "model"
     modules: tuple[ModuleProblem, ...] = ()
+    experts: ExpertLoad | None = None
 
     def __post_init__(self) -> None:
         if self.version <= self.newest:  # the least that says all that is in it

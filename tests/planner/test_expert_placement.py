@@ -10,8 +10,8 @@ from elasticd_planner.placement.expert_placement import (
     busiest,
     least_busiest,
     placed,
-    rows_by_device,
 )
+from elasticd_planner.spec.expert_load import rows_by_device
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

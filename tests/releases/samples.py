@@ -48,6 +48,7 @@ from elasticd_planner.problem_files.times import (
 )
 from elasticd_planner.spec.box import Box
 from elasticd_planner.spec.cluster import Cluster, Device, Link, Node
+from elasticd_planner.spec.expert_load import ExpertLoad
 from elasticd_planner.spec.mesh import AllowedMesh, MeshModel, MeshPlan, MeshTensor, Placement
 from elasticd_planner.spec.model import ModelSpec
 from elasticd_planner.spec.packed_sequences import PackedSequences
@@ -301,6 +302,7 @@ MORE: dict[type, Any] = {
                 trained=False,
             ),
         ),
+        experts=ExpertLoad(rows={0: (96.0, 31.5, 8.0, 64.5)}, part=0.75, expert_bytes=4096, replicas=2),
     ),
     TableProblem: TableProblem(
         cluster=ClusterEntry(

@@ -8,11 +8,12 @@ from collections.abc import Mapping
 
 import msgspec
 from elasticd_planner.cost.model_profile import ModelProfile, derive, suited
+from elasticd_planner.detection.expert_work import with_work
 from elasticd_planner.detection.lengths import attention_rise, evaluated, item_rise
 from elasticd_planner.detection.module_work import as_one
 from elasticd_planner.detection.stragglers import Observed, expectation, observe
 from elasticd_planner.layout.module_passes import ROWS
-from elasticd_planner.placement.state_movement import bytes_to_move
+from elasticd_planner.placement.state_movement import bytes_to_move, expert_bytes_to_move
 from elasticd_planner.policy.policy import Decision, decide, measured_price
 from elasticd_planner.policy.stability import payoff_horizon, settled
 from elasticd_planner.problem import JobProblem, ModuleProblem, Problem, SearchSpace
@@ -35,6 +36,7 @@ from elasticd.machines.job.lifecycle.job_end import stop
 from elasticd.machines.job.measurements import (
     all_reduce_probes,
     data_lengths,
+    expert_rows,
     idle_probes,
     item_counts,
     lane_shares,
@@ -87,6 +89,7 @@ def measured(turn: Turn, worker: Worker, report: Report) -> None:
     if turn.now - turn.job.progress.at > FINE:
         turn.set(progress=msgspec.structs.replace(turn.job.progress, at=turn.now))
     data_lengths.reported(turn, measurement)
+    expert_rows.reported(turn, measurement)
     plan = job.plan
     if plan is None or measurement.plan != plan.number or measurement.device not in plan.binding:
         return
@@ -150,12 +153,16 @@ def _profiles(turn: Turn, plan: Plan, profile: ModelProfile) -> dict[str, ModelP
 
 def _observe(turn: Turn, plan: JobPlan, step: Step) -> None:
     """A whole step: who became slow or recovered, and one more sample for the profile's fit."""
+    if isinstance(plan, Plan):
+        step = with_work(step, expert_rows.work(turn, plan))  # a device with more rows is not slower
     last = tuple(known for known in turn.job.last_steps if known.plan == plan.number)
     turn.set(last_steps=(*last, step)[-MOST_RECENT:])
     if isinstance(plan, Plan):
         item_counts.measured(turn, plan, step)  # a device is judged by profiles of the items that there are
     rates, changes = _judged(turn, plan, step)
     turn.set(rates=rates)
+    if changes:
+        expert_rows.renewed(turn)
     data_lengths.measured(turn, step)
     idle_probes.told(turn, changes)
     if not isinstance(plan, Plan):
@@ -408,6 +415,7 @@ def _basis(turn: Turn, devices: tuple[Device, ...], profile: ModelProfile | None
         lanes=lanes,
         packed=packed,
         modules=_modules(turn, profile),
+        experts=turn.job.experts if turn.settings.policy.experts == "load" else None,
     )
 
 
@@ -447,6 +455,7 @@ def _problem(turn: Turn, basis: Basis, spec: AnyJobSpec) -> JobProblem:
         given=spec.plan if turn.job.plan is None else None,
         only_given=spec.keep_plan,
         packed=basis.packed,
+        experts=basis.experts,
         search_space=SearchSpace(
             states=(spec.state,),
             interleave=basis.interleave,
@@ -583,9 +592,14 @@ def _worth_it(turn: Turn, plan: JobPlan, new: JobPlan, found: Deferred) -> Decis
 
 def _bytes_to_move(problem: Problem, old: Plan, new: Plan) -> int:
     """Of all modules."""
-    return bytes_to_move(problem.profile, old.loss_view, new.loss_view) + sum(
-        bytes_to_move(module.profile, old.view(module.name), new.view(module.name))
-        for module in problem.modules
+    experts = 0 if problem.experts is None else expert_bytes_to_move(problem.profile, problem.experts, old, new)
+    return (
+        experts
+        + bytes_to_move(problem.profile, old.loss_view, new.loss_view)
+        + sum(
+            bytes_to_move(module.profile, old.view(module.name), new.view(module.name))
+            for module in problem.modules
+        )
     )
 
 

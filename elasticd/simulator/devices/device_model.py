@@ -169,15 +169,25 @@ class Truth:
             self._means[key] = float(self._times(self._shape(plan), units).seconds.mean())
         return self._means[key]
 
-    def _times(self, shape: Compiled, unit: Floats) -> StepTimes:
-        """`unit`: how slow each device is, [..., device]; leading dimensions are steps beside each other."""
-        model, tokens = self.profile, self.profile.tokens
+    def _times(
+        self,
+        shape: Compiled,
+        unit: Floats,
+        profile: ModelProfile | None = None,
+        beside: Floats | float = 0.0,
+        waited: Floats | float = 0.0,
+    ) -> StepTimes:
+        """`unit`: how slow each device is, [..., device]; leading dimensions are steps beside each other.
+        profile: what sections take, that of the model by default; beside: seconds that each member spends in
+        blocks besides that, and waited: those of each stage until all of its members have."""
+        model, tokens = profile or self.profile, self.profile.tokens
         speed = tokens * shape.fraction * unit[..., shape.devices]
         block = speed * model.block.seconds * shape.layers
         embed = np.where(shape.first, speed * model.embed.seconds, 0.0)
         head = np.where(shape.last, speed * model.head.seconds, 0.0)
         own = block + embed + head
-        slowest = np.maximum.reduceat(own, shape.stage_start, axis=-1)
+        slowest = np.maximum.reduceat(own, shape.stage_start, axis=-1) + waited
+        block, own = block + beside, own + beside
         forward = slowest * FORWARD + shape.waits / 2
         backward = slowest * (1 - FORWARD) + shape.waits / 2
         ends = np.zeros((*unit.shape[:-1], shape.count))

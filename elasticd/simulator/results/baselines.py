@@ -23,6 +23,7 @@ from elasticd_planner.spec.sample_packing import linear_of
 
 from elasticd.chaos.faults import Fault
 from elasticd.simulator.devices.device_model import TYPICAL, Truth
+from elasticd.simulator.devices.expert_truth import ExpertTruth
 from elasticd.simulator.devices.module_truth import ModuleTruth
 from elasticd.simulator.devices.packed_truth import PackedTruth, PackedWork
 from elasticd.simulator.planning import Planner
@@ -31,6 +32,7 @@ from elasticd.simulator.results.packed_baselines import Planner as Planned
 from elasticd.simulator.results.progress import Trained
 from elasticd.simulator.results.result import Totals, rounded
 from elasticd.simulator.results.throughput_bound import Bounds
+from elasticd.simulator.scenarios.expert_drift import ExpertDrift
 from elasticd.simulator.scenarios.scenario import Scenario
 
 
@@ -49,6 +51,18 @@ def truth_of(scenario: Scenario, *, follow: bool = True) -> Truth:
             global_batch=model.global_batch,
             micro_batch=model.micro_batch,
             follow=follow,
+            seed=scenario.seed,
+            **rest,
+        )
+    if (load := scenario.expert_load()) is not None:
+        drift = scenario.experts or ExpertDrift()
+        return ExpertTruth(
+            cluster,
+            scenario.truth,
+            model.tokens,
+            load,
+            zipf=drift.zipf,
+            drift=drift.drift,
             seed=scenario.seed,
             **rest,
         )

@@ -18,8 +18,14 @@ class Shapes(Value, frozen=True, kw_only=True):
     kv_heads: int | None = None
     vocabulary: int = 32_000
     dtype: str = "bfloat16"
+    experts: int = 0  # of `hidden` columns each, in every block; 0: one MLP in place of them
+    chosen: int = 2  # experts of a row
 
     def __post_init__(self) -> None:
+        if self.experts and not 1 <= self.chosen <= self.experts:
+            refuse(f"chosen = {self.chosen} must be from 1 to the {self.experts} experts")
+        if self.experts < 0:
+            refuse(f"experts = {self.experts} must not be negative")
         sizes = (self.layers, self.width, self.heads, self.hidden, self.vocabulary, self.groups)
         if min(sizes) < 1 or self.width % self.heads or self.heads % self.groups:
             refuse(
@@ -55,6 +61,13 @@ def model_spec(name: str, shapes: Shapes, *, trained: bool = True) -> ModelSpec:
             replicas="add" if add else "same",
         )
 
+    def experts(part: str, rows: int, columns: int) -> Parameter:
+        shape = (shapes.experts, rows, columns)
+        cut = Cut(dim=0, units="experts")
+        return Parameter(
+            name=part, shape=shape, dtype=shapes.dtype, kind=kind, cut=cut, replicas="add", experts=True
+        )
+
     width, hidden, kv = shapes.width, shapes.hidden, shapes.width // shapes.heads * shapes.groups
     vocabulary = matrix("weight", shapes.vocabulary, width, 0, "vocabulary")
     norm = Parameter(name="norm", shape=(width,), dtype=shapes.dtype, kind=kind)
@@ -65,9 +78,15 @@ def model_spec(name: str, shapes: Shapes, *, trained: bool = True) -> ModelSpec:
         matrix("v", kv, width, 0, "kv_heads", add=True),
         matrix("o", width, width, 1, "heads"),
         Parameter(name="mlp_norm", shape=(width,), dtype=shapes.dtype, kind=kind),
-        matrix("gate", hidden, width, 0, "columns"),
-        matrix("up", hidden, width, 0, "columns"),
-        matrix("down", width, hidden, 1, "columns"),
+        *(
+            (experts("gate", hidden, width), experts("up", hidden, width), experts("down", width, hidden))
+            if shapes.experts
+            else (
+                matrix("gate", hidden, width, 0, "columns"),
+                matrix("up", hidden, width, 0, "columns"),
+                matrix("down", width, hidden, 1, "columns"),
+            )
+        ),
     )
     return ModelSpec(
         name=name,
@@ -78,7 +97,9 @@ def model_spec(name: str, shapes: Shapes, *, trained: bool = True) -> ModelSpec:
         units=(
             Units(kind="heads", count=shapes.heads),
             Units(kind="kv_heads", count=shapes.groups, follows="heads"),
-            Units(kind="columns", count=hidden),
+            Units(kind="experts", count=shapes.experts)
+            if shapes.experts
+            else Units(kind="columns", count=hidden),
             Units(kind="vocabulary", count=shapes.vocabulary),
         ),
         width=width,

@@ -25,6 +25,7 @@ from elasticd_planner.detection.stragglers import DetectSettings
 from elasticd_planner.policy.policy import PolicySettings
 from elasticd_planner.problem import ModuleProblem
 from elasticd_planner.spec.cluster import Cluster, Device, Level, Link, Node, check_levels
+from elasticd_planner.spec.expert_load import ExpertLoad, costed
 from elasticd_planner.spec.model import ModelSpec
 from elasticd_planner.spec.packed_sequences import PackedSequences
 from elasticd_planner.spec.sample_packing import linear_of
@@ -35,6 +36,7 @@ from elasticd.chaos.faults import KINDS, REAL, Fault
 from elasticd.config.tree import ConfigError, section, text_of, toml, with_keys
 from elasticd.records import ModuleSpec
 from elasticd.simulator.scenarios.corpora import BASELINES, Corpus
+from elasticd.simulator.scenarios.expert_drift import ExpertDrift
 from elasticd.simulator.scenarios.model_shapes import PRESETS, Shapes, model_spec
 from elasticd.simulator.scenarios.random_faults import RandomFaults, draw
 
@@ -185,14 +187,16 @@ class Restart(Value, frozen=True, kw_only=True):
 
 
 class Scenario(Value, frozen=True, kw_only=True):
-    """All of it. `data`: the sequences of a job that packs them (None: all are alike). `settle`: after so many
-    steps in which nothing changed, and nothing is under way, steps are counted and not played until the
-    script's next event; None plays every step."""
+    """All of it. `data`: the sequences of a job that packs them (None: all are alike). `experts`: how the load
+    of the model's experts drifts, of which every step is played. `settle`: after so many steps in which nothing
+    changed, and nothing is under way, steps are counted and not played until the next event of the script; None
+    plays every step."""
 
     name: str
     cluster: ClusterShape
     model: Training
     data: Corpus | None = None
+    experts: ExpertDrift | None = None
     seed: int = 0
     steps: int | None = None
     hours: float | None = None
@@ -214,6 +218,12 @@ class Scenario(Value, frozen=True, kw_only=True):
             refuse("sequences are packed in models of one module: leave out [data] or [[module]]")
         if not self.model.modules and any(fault.items for fault in self.faults):
             refuse("a shift of items is of a model of several modules: add [[module]], or shift tokens")
+        if self.experts is not None and not self.model.shapes.experts:
+            refuse("[experts] is of a model with experts: add experts = N to [model]")
+        if self.model.shapes.experts:
+            if self.data is not None or self.model.modules:
+                refuse("experts are of models of one module that pad: leave out [data] and [[module]]")
+            msgspec.structs.force_setattr(self, "settle", None)
         nodes, devices = self.cluster.nodes, self.cluster.devices
         known = {f"n{n}" for n in range(nodes)}
         for number, fault in enumerate(self.faults, start=1):
@@ -242,6 +252,15 @@ class Scenario(Value, frozen=True, kw_only=True):
         if self.data is None:
             return made
         return evaluated(made, even(mean), self.lengths(mean), attention_rise(spec), rows=True)
+
+    def expert_load(self) -> ExpertLoad | None:
+        """Rows of experts of a step in which all are alike, and what they cost; None: the model has none."""
+        shapes, model = self.model.shapes, self.model
+        if not shapes.experts:
+            return None
+        rows = model.global_batch * model.tokens * shapes.chosen / shapes.experts
+        every = dict.fromkeys(range(shapes.layers), (rows,) * shapes.experts)
+        return costed(model.spec(), model.tokens, every, shapes.chosen)
 
     def item_modules(self) -> tuple[ModuleProblem, ...]:
         """The true profiles of the modules of items, and their items in samples at first."""
@@ -299,6 +318,9 @@ def parse(text: str, source: str, seed: int | None = None) -> Scenario:
             _table(rest, "model", source), _modules(rest.pop("module", []), source), f"{source}: [model]"
         ),
         "data": _corpus(rest, source),
+        "experts": section("experts", ExpertDrift(), rest.pop("experts"), source)
+        if "experts" in rest
+        else None,
         "times": section("times", Times(), rest.pop("times", {}), source),
         "restart": section("restart", Restart(), rest.pop("restart", {}), source),
         "detect": section("detect", DetectSettings(), rest.pop("detect", {}), source),

@@ -46,6 +46,9 @@ class CostModel(Protocol):
         """The same cost for stages that make their activations again in the backward pass, and have sequence
         parallelism, as this one does."""
 
+    def beside_shares(self, stage: Stage) -> tuple[object, ...]:
+        """What the cost of a stage's group depends on besides rates, shares, link and what it makes again."""
+
     def under(self, plan: Plan) -> CostModel:
         """The same cost with what is the plan's: its state policy, how many pipelines and members it has."""
 
@@ -99,10 +102,12 @@ class KnownCosts:
     names; of boundaries, one way, by the devices on both sides.
     """
 
-    groups: dict[tuple[tuple[float, ...], tuple[int, ...], Link, bool, bool], GroupCost] = field(
+    groups: dict[tuple[tuple[float, ...], tuple[int, ...], Link, bool, bool, tuple[object, ...]], GroupCost] = (
+        field(default_factory=dict)
+    )
+    stages: dict[tuple[tuple[str, ...], tuple[int, ...], bool, bool, tuple[object, ...]], GroupCost] = field(
         default_factory=dict
     )
-    stages: dict[tuple[tuple[str, ...], tuple[int, ...], bool, bool], GroupCost] = field(default_factory=dict)
     hops: dict[tuple[tuple[str, ...], tuple[str, ...]], float] = field(default_factory=dict)
 
 
@@ -134,10 +139,11 @@ def stage_times(
 
 
 def _group(stage: Stage, cluster: Cluster, rates: Rates, cost: CostModel, known: KnownCosts) -> GroupCost:
-    named = stage.devices, stage.shares, stage.recompute, stage.sliced
+    beside = cost.beside_shares(stage)
+    named = stage.devices, stage.shares, stage.recompute, stage.sliced, beside
     if named not in known.stages:
         slowdowns = tuple([rate_of(rates, device) for device in stage.devices])
-        key = slowdowns, stage.shares, cluster.reach(stage.devices), stage.recompute, stage.sliced
+        key = slowdowns, stage.shares, cluster.reach(stage.devices), stage.recompute, stage.sliced, beside
         if key not in known.groups:
             known.groups[key] = cost.for_stage(stage).group(*key[:3])
         known.stages[named] = known.groups[key]

@@ -6,13 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import msgspec
+import numpy as np
 
 from elasticd_planner.cost.group_bound import Paces, by_slowest, by_speed
 from elasticd_planner.cost.model import GroupCost
 from elasticd_planner.cost.model_profile import ModelProfile, SectionProfile
 from elasticd_planner.cost.pipeline_time import Schedule, Timing
 from elasticd_planner.cost.zero_cost import Zero
+from elasticd_planner.numeric import Floats
 from elasticd_planner.spec.cluster import Link
+from elasticd_planner.spec.expert_load import ExpertLoad, blocks_of, fractions_in
 from elasticd_planner.spec.model import apportion
 from elasticd_planner.spec.plan import Plan, Stage, StatePolicy
 
@@ -35,6 +38,29 @@ class _MemberBytes:
     gathered: float  # tokens that are gathered for a cut module, with sequence parallelism
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Placed:
+    """The experts of a lane as a plan places them. fractions: of the experts' rows [blocks, devices].
+    more_bytes: of parameters of a block that each device has beyond its share, in the mean of the blocks."""
+
+    fractions: Floats
+    more_bytes: tuple[float, ...]
+
+    @classmethod
+    def of(cls, lane: Stage, load: ExpertLoad) -> _Placed:
+        more = [0.0] * len(lane.devices)
+        blocks = blocks_of(lane)
+        for block in blocks:
+            if lane.experts_of(block) and block in load.rows:
+                count = len(load.rows[block])
+                for place, own in enumerate(lane.experts_of(block)):
+                    more[place] += load.expert_bytes * (len(own) - count * lane.fraction(place))
+        return cls(
+            fractions=np.array(fractions_in(lane, load)),
+            more_bytes=tuple(each / len(blocks) for each in more),
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class ProfileCost:
     """The cost that a `ModelProfile` gives under one setting. recompute: whether blocks make their activations
@@ -43,7 +69,8 @@ class ProfileCost:
     measured collectives went over (None: they are what any link takes). sequence_parallel: whether TP groups
     have slices of the tokens between cut modules; hopeful: at no cost of time, as bounds have it where
     stages may leave it out. cut: whether sequences may be cut over lanes, so that blocks that make their
-    activations again keep what attention gave, see `_attention`."""
+    activations again keep what attention gave, see `_attention`. load: of the experts, as long as whose busiest
+    device a block takes; None: experts are as even as shares."""
 
     profile: ModelProfile
     state: StatePolicy = PLAIN
@@ -54,15 +81,27 @@ class ProfileCost:
     sequence_parallel: bool = False
     hopeful: bool = False
     cut: bool = False
+    load: ExpertLoad | None = None
+    _placed: _Placed | None = None
     _members: dict[tuple[tuple[int, ...], int], _MemberBytes] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )  # by shares and position
 
     def for_stage(self, stage: Stage) -> ProfileCost:
         """The same cost for stages that do as this one does."""
-        if (stage.recompute, stage.sequence_parallel) == (self.recompute, self.sequence_parallel):
+        same = (stage.recompute, stage.sequence_parallel) == (self.recompute, self.sequence_parallel)
+        placed = _Placed.of(stage, self.load) if self.load is not None and len(stage.devices) > 1 else None
+        if same and placed is self._placed is None:
             return self
-        return replace(self, recompute=stage.recompute, sequence_parallel=stage.sequence_parallel)
+        return replace(
+            self, recompute=stage.recompute, sequence_parallel=stage.sequence_parallel, _placed=placed
+        )
+
+    def beside_shares(self, stage: Stage) -> tuple[object, ...]:
+        """What the cost of a stage's group depends on besides rates, shares, link and what it makes again."""
+        if self.load is None or len(stage.devices) == 1:
+            return ()
+        return stage.chunks, stage.experts, stage.splits
 
     def sized(self, tokens: float) -> ProfileCost:
         """The same cost of micro-batches of so many tokens."""
@@ -89,8 +128,14 @@ class ProfileCost:
 
         def seconds(section: SectionProfile, again: float = 1.0, once_more: float = 1.0) -> float:
             fixed, divided = self._parts(section, width)
-            each = divided / total
-            spent = max(rate * (fixed + each * share) for share, rate in zip(shares, rates, strict=True))
+            each = dense = divided / total
+            if section is model.block and self._placed is not None and self.load is not None:
+                dense *= 1 - self.load.part
+            spent = max(rate * (fixed + dense * share) for share, rate in zip(shares, rates, strict=True))
+            if dense < each and self._placed is not None:
+                # Of each block the busiest device: the others wait for it where the experts end.
+                busiest = (self._placed.fractions * np.array(rates)).max(1).mean()
+                spent += (each - dense) * total * float(busiest)
             return (spent * again + section.collectives * wait * once_more) * model.pipeline_scale
 
         return GroupCost(
@@ -169,7 +214,8 @@ class ProfileCost:
         if key not in self._members:
             self._members[key] = self._member(*key)
         member, twice = self._members[key], first and last
-        held, kept, working = layers * member.held, layers * member.kept, member.working
+        more = self._placed.more_bytes[position] if self._placed is not None else 0.0
+        held, kept, working = layers * (member.held + more), layers * member.kept, member.working
         if last:
             in_head = member.working_head + (member.kept_head if in_flight else 0.0)
             held, working = held + member.held_head, max(working, in_head)

@@ -38,6 +38,10 @@ class TableCost:
     fixed: float
     reserve: float
 
+    def beside_shares(self, stage: Stage) -> tuple[object, ...]:
+        """Nothing else."""
+        return ()
+
     def for_stage(self, stage: Stage) -> TableCost:
         """The format has neither recomputation nor sequence parallelism."""
         return self

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from elasticd_planner.numeric import EQUAL
+from elasticd_planner.spec.expert_load import rows_by_device
 from elasticd_planner.spec.plan import HeldExperts, SplitExperts
 
 #: Parts of an expert's rows are whole numbers that sum to this.
@@ -98,27 +99,6 @@ def busiest(
 ) -> float:
     """Rows times slowdown of the busiest device of a placement under a load."""
     return max(x * rows for x, rows in zip(slowdown, rows_by_device(load, held, splits), strict=True))
-
-
-def rows_by_device(load: Sequence[float], held: HeldExperts, splits: SplitExperts = ()) -> list[float]:
-    """The rows that each device computes of a load."""
-    parts = {split[0]: split[1:] for split in splits}
-    seen = dict.fromkeys(parts, 0)
-    copies: dict[int, int] = {}
-    for own in held:
-        for expert in own:
-            copies[expert] = copies.get(expert, 0) + 1
-    rows = []
-    for own in held:
-        mine = 0.0
-        for expert in own:
-            if expert in parts:
-                mine += load[expert] * parts[expert][seen[expert]] / sum(parts[expert])
-                seen[expert] += 1
-            else:
-                mine += load[expert] / copies[expert]
-        rows.append(mine)
-    return rows
 
 
 def arrivals(before: HeldExperts, after: HeldExperts) -> int:

@@ -14,6 +14,7 @@ import numpy as np
 from elasticd_planner.cost.model_profile import ModelProfile, SectionProfile
 from elasticd_planner.cost.profile_cost import to_units
 from elasticd_planner.cost.zero_cost import Zero
+from elasticd_planner.spec.expert_load import ExpertLoad, held_by_device
 from elasticd_planner.spec.plan import ModulePlan, Pipeline, Plan, Span, Strategy
 
 
@@ -106,6 +107,26 @@ def bytes_by_member(
         kept = lacking(profile, None, held) - lack
         found[device] += lack + profile.optimizer_factor * (lack * now.part + kept * grown)
     return found
+
+
+def expert_bytes_to_move(profile: ModelProfile, load: ExpertLoad, old: Plan, new: Plan) -> int:
+    """Bytes of the experts that devices lack of blocks which they have in both plans of one module, where their
+    shares are the same; of other ones `bytes_to_move` counts shares."""
+    if len(old.modules) > 1 or len(new.modules) > 1:
+        return 0
+    before, after = held_by_device(old, load), held_by_device(new, load)
+    shares = [
+        {d: lane.fraction(i) for _, _, lane in plan.walk() for i, d in enumerate(lane.devices)}
+        for plan in (old, new)
+    ]
+    arrived = sum(
+        len({*own} - {*before[device][block]})
+        for device, blocks in after.items()
+        if device in before and shares[0][device] == shares[1][device]
+        for block, own in blocks.items()
+        if block in before[device]
+    )
+    return round(arrived * load.expert_bytes * (1 + profile.optimizer_factor * _zero(new).part))
 
 
 def _zero(plan: Plan) -> Zero:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Literal
 
 from elasticd_planner.policy.stability import PayoffHorizon
 from elasticd_planner.value import Value, refuse
 
 #: The most that settings may say: steps, chunks of layers in a stage, and lanes of a pipeline.
 MOST_STEPS, MOST_CHUNKS, MOST_LANES = 1_000_000_000, 64, 1024
+#: The most replicas of a block's experts that settings may say.
+MOST_REPLICAS = 1024
 
 
 class PolicySettings(Value, frozen=True, kw_only=True):
@@ -32,6 +35,11 @@ class PolicySettings(Value, frozen=True, kw_only=True):
     # pack where a step is shorter so. 1: none are. 0: as many as there are, in jobs whose sequences may be cut
     # over lanes; in others none.
     lanes: int = 0
+    # Whether experts are placed by the load that was measured ("load"), or stay divided by shares ("fixed").
+    experts: Literal["load", "fixed"] = "load"
+    # [experts] How many copies of a block's experts a TP group may have besides the first of each. -1: one less
+    # than it has devices.
+    expert_replicas: int = -1
 
     def __post_init__(self) -> None:
         if not 1 <= self.horizon_steps <= MOST_STEPS:
@@ -40,6 +48,8 @@ class PolicySettings(Value, frozen=True, kw_only=True):
             refuse(f"policy: interleave must be from 1 (plain stages) to {MOST_CHUNKS}")
         if not 0 <= self.lanes <= MOST_LANES:
             refuse(f"policy: lanes must be from 1 (pipelines of one lane) to {MOST_LANES}, or 0")
+        if not -1 <= self.expert_replicas <= MOST_REPLICAS:
+            refuse(f"policy: expert_replicas must be from 0 to {MOST_REPLICAS}, or -1")
         if not 0 <= self.minimum_saving < 1:
             refuse(f"policy: minimum_saving is a fraction from 0 to below 1, not {self.minimum_saving}")
         if not 1 <= self.bandwidth < math.inf or not 0 <= self.pause_seconds < math.inf:

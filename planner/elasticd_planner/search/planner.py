@@ -20,7 +20,7 @@ from elasticd_planner.placement.state_movement import bytes_to_move, strategy
 from elasticd_planner.placement.stay_close import BETWEEN, WHOLE, nearest, rebalance_shares
 from elasticd_planner.placement.tp_rank_order import relax_shares, reorder_tp_ranks
 from elasticd_planner.problem import Answer, JobAnswer, JobProblem, MeshProblem, Problem
-from elasticd_planner.search import given_plan, interleave, lanes, modules, packed
+from elasticd_planner.search import experts, given_plan, interleave, lanes, modules, packed
 from elasticd_planner.search.balance.micro_batch_split import split_micro_batches
 from elasticd_planner.search.device_swaps import swapped
 from elasticd_planner.search.exhaustive import Combination, Exact, place
@@ -92,7 +92,7 @@ def plan(
     stages may be interleaved, it is what the best plain plan becomes with interleaved stages (`interleave`);
     where pipelines may have lanes, pipelines of equal borders are joined (`lanes`). Where sequences are packed,
     it is the best for these (`packed`), of stages that are not interleaved. Of several modules it is the best
-    that `modules` finds.
+    that `modules` finds. Where a load of experts is known, they are placed by it (`experts`).
 
     Args:
         problem: a job's problem in seconds, or a `UnitProblem`.
@@ -110,6 +110,21 @@ def plan(
         Of a problem with a given plan that plan. Where its devices are not there, or have not the memory: a
         plan near to it, or a refusal if no other will do.
     """
+    found = _unplaced(problem, number, tolerance, steady=steady, like=like, brief=brief, watch=watch)
+    return found if problem.given is not None else experts.answer(problem, found, tolerance)
+
+
+def _unplaced(
+    problem: Problem,
+    number: int,
+    tolerance: float,
+    *,
+    steady: bool,
+    like: Form | None,
+    brief: bool,
+    watch: Watch | None,
+) -> Answer:
+    """The plan with experts divided by shares."""
     if problem.modules:
 
         def alone(view: Problem, near: Form | None, brief: bool) -> Answer:

@@ -48,6 +48,7 @@ from elasticd_planner.profiling.fit import STEPS
 from elasticd_planner.readable import counted
 from elasticd_planner.spec.batch import BatchSummary
 from elasticd_planner.spec.cluster import Device, Level, Link, node_of
+from elasticd_planner.spec.expert_load import ExpertLoad
 from elasticd_planner.spec.mesh import JobPlan
 from elasticd_planner.spec.packed_sequences import PackedSequences
 from elasticd_planner.spec.plan import Plan
@@ -56,6 +57,7 @@ from elasticd_planner.spec.step_measurements import Reported, Step
 from elasticd_planner.value import Value, refuse
 
 from elasticd.machines.job.state.data_network import Network
+from elasticd.machines.job.state.expert_rows import ExpertRows
 from elasticd.machines.job.state.snapshot_sets import SnapshotSets
 from elasticd.records import AnyJobSpec, Fence, JobSpec, NodeRecord, Proposal, PublishedCheckpoint, Thrown
 from elasticd.wire.main_thread import Halted
@@ -252,6 +254,7 @@ class Basis(Value, frozen=True, kw_only=True):
     lanes: int = 1  # lanes that a pipeline may have
     packed: PackedSequences | None = None  # the sequences of a step, of a job that packs them
     modules: tuple[ModuleProblem, ...] = ()  # of items, of a job of several modules
+    experts: ExpertLoad | None = None  # by which experts are placed
 
 
 class Asked(Value, frozen=True, kw_only=True):
@@ -352,6 +355,8 @@ class JobState(Value, frozen=True, kw_only=True):
     #: seconds and bytes of the model, as far as they are known; of several modules, of the one with the loss
     profile: ModelProfile | None = None
     modules: tuple[ModuleProblem, ...] = ()  # likewise of the modules of items, and the items of samples
+    expert_rows: ExpertRows = ExpertRows()  # measured
+    experts: ExpertLoad | None = None  # the load that plans are made for (None: experts go by shares)
     item_shifts: dict[str, ItemShiftState] = msgspec.field(default_factory=dict)  # by module of items
     rates: RateState = msgspec.field(default_factory=RateState)  # measured slowdown of each device
     probes: ProbeState = msgspec.field(default_factory=ProbeState)  # of devices without work

@@ -63,6 +63,7 @@ def restored(stored: Stored, now: float, settings: JobSettings) -> JobState:
         patient_until=now + settings.reconnect_seconds,
         profile=taught.profile if taught is not None else planned.profile if planned is not None else None,
         modules=taught.modules if taught is not None else planned.modules if planned is not None else (),
+        experts=planned.experts if planned is not None else None,
         taught_by=taught.taught_by if taught is not None else 0,
         lengths=taught.lengths if taught is not None else None,
         prediction=_restored_prediction(taught),
@@ -138,4 +139,5 @@ def _restored_basis(problem: JobProblem | None) -> Basis | None:
         modules=problem.modules,
         interleave=problem.search_space.interleave,
         lanes=problem.search_space.lanes,
+        experts=problem.experts,
     )

@@ -1,0 +1,130 @@
+"""What devices with experts really do: loads that drift, and devices that wait for the busiest one of a block.
+
+The chances of a block's experts are Zipf's in an order of their own; their logarithms walk at random about
+these. They are functions of (seed, step). A device's experts take the part of a block's computation that they
+have by shapes, times the part of the rows that goes to them under the plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+from elasticd_planner.cost.model_profile import ModelProfile
+from elasticd_planner.spec.cluster import Cluster
+from elasticd_planner.spec.expert_load import ExpertLoad, blocks_of, fractions_in
+from elasticd_planner.spec.measurement import Measurement
+from elasticd_planner.spec.plan import Plan
+
+from elasticd.simulator.devices.device_model import StepTimes, Truth
+from elasticd.simulator.devices.plan_arrays import Compiled
+
+Floats = npt.NDArray[np.float64]
+
+#: Steps between two reports of the rows of each expert, as of a worker.
+REPORTED = 10
+#: The part of its way back that a logarithm goes in a step.
+RETURNS = 0.02
+
+
+class ExpertTruth(Truth):
+    """The cluster, of a model with experts in all of its blocks."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        of: Callable[[int], ModelProfile],
+        tokens: int,
+        load: ExpertLoad,
+        *,
+        zipf: float,
+        drift: float,
+        seed: int,
+        noise: float,
+        overhead: float,
+    ) -> None:
+        """
+        Args:
+            cluster: as in `Truth`.
+            of: likewise.
+            tokens: likewise.
+            load: rows of experts of a step in which all are alike, and what experts cost.
+            zipf: the chance of the n-th expert falls as n to the power of -zipf.
+            drift: how much the logarithm of each changes from step to step.
+            seed: as in `Truth`.
+            noise: likewise.
+            overhead: likewise.
+        """
+        self._drift, self._even, self._at = drift, load, 0
+        count = len(next(iter(load.rows.values())))
+        self._random = np.random.Generator(np.random.Philox(key=[seed, 1 << 40]))
+        chances = -zipf * np.log(np.arange(1, count + 1))
+        self._logs = [np.stack([chances[self._random.permutation(count)] for _ in load.rows])]
+        super().__init__(cluster, of, tokens, seed=seed, noise=noise, overhead=overhead)
+
+    def load(self, step: int) -> ExpertLoad:
+        """The rows of the experts of each block in a step, in the mean over what samples there may be."""
+        while len(self._logs) <= step:
+            last = self._logs[-1]
+            walk = self._random.normal(0.0, self._drift, last.shape) if self._drift else 0.0
+            self._logs.append(last + walk - RETURNS * (last - self._logs[0]))
+        chances = np.exp(self._logs[step])
+        chances /= chances.sum(1, keepdims=True)
+        rows = {
+            block: tuple((sum(own) * part).tolist())
+            for (block, own), part in zip(self._even.rows.items(), chances, strict=True)
+        }
+        return msgspec.structs.replace(self._even, rows=rows)
+
+    def step(self, plan: Plan, step: int) -> StepTimes:
+        self._at = step
+        return self._routed(plan, self.factors * self.noise(step), self.load(step))
+
+    def typical(self, plan: Plan) -> float:
+        return float(self._routed(plan, self.factors, self.load(self._at)).seconds)
+
+    def _routed(self, plan: Plan, unit: Floats, load: ExpertLoad) -> StepTimes:
+        """A step under a load: of each block the experts take as long as on the busiest device."""
+        shape = self._shape(plan)
+        slow = unit[shape.devices]
+        work, busiest = np.ones(len(slow)), np.zeros(len(shape.stage_start))
+        for number, (_, _, lane) in enumerate(plan.walk()):
+            start = int(shape.stage_start[number])
+            own = slice(start, start + len(lane.devices))
+            fractions = np.array(fractions_in(lane, load))
+            work[own] = fractions.mean(0) / shape.fraction[own]
+            busiest[number] = (fractions * slow[own]).max(1).sum()
+        return self._times_of(shape, unit, work, busiest * load.part)
+
+    def _times_of(self, shape: Compiled, unit: Floats, work: Floats, busiest: Floats) -> StepTimes:
+        part = self._even.part
+        each = self.profile.tokens * self.profile.block.seconds
+        dense = msgspec.structs.replace(
+            self.profile,
+            block=msgspec.structs.replace(self.profile.block, seconds=self.profile.block.seconds * (1 - part)),
+        )
+        mine = each * part * shape.fraction * unit[shape.devices] * shape.layers * work
+        return self._times(shape, unit, profile=dense, beside=mine, waited=each * busiest)
+
+    def measurements(self, plan: Plan, step: int, times: StepTimes) -> list[Measurement]:
+        listed = super().measurements(plan, step, times)
+        if step % REPORTED:
+            return listed
+        load = self.load(step)
+        rng = np.random.Generator(np.random.Philox(key=[self._seed, (1 << 41) + step]))
+        heads = {lane.devices[0]: lane for _, _, lane in plan.walk()}
+        micro_batches = sum(pipeline.micro_batches for pipeline in plan.pipelines)
+        found = []
+        for each in listed:
+            if (lane := heads.get(each.device)) is not None:
+                share = each.micro_batches / micro_batches
+                rows = {}
+                for block in blocks_of(lane):
+                    total = round(sum(load.rows[block]) * share)
+                    drawn = rng.multinomial(total, np.array(load.weights(block)))
+                    rows[block] = tuple(map(int, drawn.tolist()))
+                each = msgspec.structs.replace(each, expert_rows=rows)
+            found.append(each)
+        return found

@@ -1,0 +1,51 @@
+"""The work of devices with experts: one to whose experts more rows go has more of it, and is not slower."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+import numpy as np
+
+from elasticd_planner.spec.cluster import Rates, rate_of
+from elasticd_planner.spec.expert_load import ExpertLoad, fractions_in
+from elasticd_planner.spec.plan import Plan
+from elasticd_planner.spec.step_measurements import COLUMNS, Step
+
+
+def expert_work(plan: Plan, load: ExpertLoad, rates: Rates) -> tuple[dict[str, float], float]:
+    """What a load makes of the devices of a plan of one module.
+
+    Args:
+        plan: in force.
+        load: of its experts.
+        rates: slowdowns of devices.
+
+    Returns:
+        By device its work in blocks over that by its share (1 is left out); and how many times as long as under
+        the best placement the busiest device of a lane takes for its experts, of the worst lane, less 1.
+    """
+    work: dict[str, float] = {}
+    worst = 0.0
+    for _, _, lane in plan.walk():
+        if len(lane.devices) == 1:
+            continue
+        fractions = np.array(fractions_in(lane, load))
+        shares = np.array([lane.fraction(place) for place in range(len(lane.devices))])
+        slow = np.array([rate_of(rates, device) for device in lane.devices])
+        busiest = float((fractions * slow).max(1).sum())
+        worst = max(worst, busiest * float((1 / slow).sum()) / len(fractions) - 1)
+        factors = (1 - load.part) + load.part * (fractions / shares).mean(0)
+        for device, factor in zip(lane.devices, factors.tolist(), strict=True):
+            if factor != 1:
+                work[device] = factor
+    return work, worst
+
+
+def with_work(step: Step, work: Mapping[str, float]) -> Step:
+    """The step with the work of each device times its factor."""
+    if not work:
+        return step
+    table = step.table.copy()
+    table[:, COLUMNS.index("block_work")] *= [work.get(device, 1.0) for device in step.devices]
+    return msgspec.structs.replace(step, numbers=table.astype("<f8").tobytes(), columns=COLUMNS)

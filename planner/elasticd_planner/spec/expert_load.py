@@ -1,0 +1,157 @@
+"""The load of a model's experts as measured, and which part of it each device has under a plan."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from elasticd_planner.spec.model import ModelSpec, Parameter, apportion, item_size
+from elasticd_planner.spec.plan import HeldExperts, Plan, SplitExperts, Stage
+from elasticd_planner.value import Value, refuse
+
+#: The part of a block's computation that experts may have, at most: the rest of it is not nothing.
+_MOST = 0.99
+
+
+class ExpertLoad(Value, frozen=True, kw_only=True):
+    """Rows of the experts of each block, and what experts cost."""
+
+    rows: dict[int, tuple[float, ...]]  # by block with experts: rows of each one in a step, in the mean
+    part: float  # of the computation of such a block, that of its experts
+    expert_bytes: int  # of the parameters of one expert of a block
+    replicas: int = -1  # that a block of a lane may have, at most; -1: one less than devices
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.part <= 1 or self.expert_bytes < 0:
+            refuse(
+                f"experts: part must be from 0 to 1 and expert_bytes not negative, not {self.part} and "
+                f"{self.expert_bytes}"
+            )
+        for block, rows in self.rows.items():
+            if not rows or any(not 0 <= each < math.inf for each in rows):
+                refuse(f"experts of block {block}: rows must be finite and not negative, one for each expert")
+
+    def weights(self, block: int) -> tuple[float, ...]:
+        """The parts of a block's rows that its experts have, which sum to 1."""
+        rows = self.rows[block]
+        total = math.fsum(rows)
+        return tuple(each / total for each in rows) if total else (1 / len(rows),) * len(rows)
+
+
+def costed(
+    model: ModelSpec,
+    sample_tokens: float,
+    rows: Mapping[int, tuple[float, ...]],
+    chosen: float,
+    replicas: int = -1,
+) -> ExpertLoad | None:
+    """A load with what experts cost by the model's shapes; None: no rule places experts of it.
+
+    Args:
+        model: with rules.
+        sample_tokens: of a sample, for what attention costs beside experts.
+        rows: of each expert of each block in a step.
+        chosen: experts of a row.
+        replicas: that a block may have, at most; -1: one less than devices.
+    """
+    sparse = {
+        block: own
+        for block, own in rows.items()
+        if block < len(model.layers) and any(p.experts for p in model.kinds[model.layers[block]])
+    }
+    if not sparse:
+        return None
+    count = max(map(len, sparse.values()))
+
+    def elements(kind: tuple[Parameter, ...], experts: bool) -> int:
+        return sum(math.prod(p.shape) for p in kind if p.experts == experts)
+
+    kind = max(model.kinds, key=lambda each: elements(each, experts=True))
+    routed = chosen * elements(kind, experts=True) / count
+    others = elements(kind, experts=False) + model.width * sample_tokens
+    size = sum(math.prod(p.shape) * item_size(p.dtype) for p in kind if p.experts)
+    return ExpertLoad(
+        rows=sparse,
+        part=min(routed / (routed + others), _MOST),
+        expert_bytes=round(size / count),
+        replicas=replicas,
+    )
+
+
+def held_in(lane: Stage, block: int, count: int) -> HeldExperts:
+    """The experts of a block that each device of a lane has: as the plan places them, else by shares.
+
+    Args:
+        lane: a stage of a single lane.
+        block: of the model.
+        count: of the block's experts.
+    """
+    if placed := lane.experts_of(block):
+        return placed
+    held, start = [], 0
+    for units in apportion(count, lane.shares):
+        held.append(tuple(range(start, start + units)))
+        start += units
+    return tuple(held)
+
+
+def held_by_device(plan: Plan, load: ExpertLoad) -> dict[str, dict[int, tuple[int, ...]]]:
+    """By device of a plan of one module and by block the experts that it has."""
+    held: dict[str, dict[int, tuple[int, ...]]] = {}
+    for _, _, lane in plan.walk():
+        for block in blocks_of(lane):
+            if block in load.rows:
+                for device, own in zip(lane.devices, held_in(lane, block, len(load.rows[block])), strict=True):
+                    held.setdefault(device, {})[block] = own
+    return held
+
+
+def blocks_of(stage: Stage) -> list[int]:
+    """The blocks of the model that a stage has, chunk by chunk."""
+    return [block for chunk in stage.chunks for block in range(*chunk)]
+
+
+def rows_by_device(load: Sequence[float], held: HeldExperts, splits: SplitExperts = ()) -> list[float]:
+    """The rows that each device computes of a load.
+
+    Args:
+        load: rows of each expert.
+        held: the experts of each device.
+        splits: the parts of rows of experts on several devices, where these are not equal.
+    """
+    parts = {split[0]: split[1:] for split in splits}
+    copies: dict[int, int] = {}
+    for own in held:
+        for expert in own:
+            copies[expert] = copies.get(expert, 0) + 1
+    seen = dict.fromkeys(parts, 0)
+    rows = []
+    for own in held:
+        mine = 0.0
+        for expert in own:
+            if expert in parts:
+                mine += load[expert] * parts[expert][seen[expert]] / sum(parts[expert])
+                seen[expert] += 1
+            else:
+                mine += load[expert] / copies[expert]
+        rows.append(mine)
+    return rows
+
+
+def fractions_in(lane: Stage, load: ExpertLoad) -> list[tuple[float, ...]]:
+    """Of each block of a lane the part of its experts' rows that each device computes [blocks][devices]; of a
+    block without experts its share.
+
+    Where other lanes have some of its experts a lane's devices count as computing for it alone.
+    """
+    total, found = sum(lane.shares), []
+    for block in blocks_of(lane):
+        if block not in load.rows:
+            found.append(tuple(share / total for share in lane.shares))
+            continue
+        rows = rows_by_device(
+            load.weights(block), held_in(lane, block, len(load.rows[block])), lane.splits_of(block)
+        )
+        every = math.fsum(rows) or 1.0
+        found.append(tuple(each / every for each in rows))
+    return found

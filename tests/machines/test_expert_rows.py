@@ -1,0 +1,128 @@
+"""The leader takes in the load of experts, plans for an uneven one, and takes no hot device for slow."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import msgspec
+import numpy as np
+import pytest
+from elasticd_planner.detection.expert_work import expert_work, with_work
+from elasticd_planner.detection.settings import DetectSettings
+from elasticd_planner.detection.stragglers import RateState, observe
+from elasticd_planner.spec.expert_load import costed
+from elasticd_planner.spec.measurement import Measurement
+from elasticd_planner.spec.plan import Plan
+from elasticd_planner.spec.step_measurements import Step
+
+from elasticd.machines.job.measurements import expert_rows
+from elasticd.machines.job.state.job_state import JobPhase, JobSettings, JobState
+from elasticd.machines.job.state.transaction import Turn
+from elasticd.records import JobSpec
+from tests.models.mixture import EXPERTS, LAYERS, Mixture
+from tests.planner.models import plan as plan_of
+
+MODEL = Mixture().describe().spec
+DEVICES = ["n0/0", "n0/1", "n0/2", "n0/3"]
+PLAN = plan_of((8, [(LAYERS, DEVICES, [2, 2, 2, 2])])).replace(number=3)
+#: Most rows go to the experts of the first device.
+HOT = (400, 200, 50, 50, 25, 25, 25, 25)
+
+
+def turn_of(plan: Plan = PLAN, **settings: Any) -> Any:
+    """A turn that keeps what is set."""
+    spec = JobSpec(
+        job="j",
+        model=MODEL,
+        global_batch=8,
+        micro_batch=1,
+        sample_tokens=50,
+        samples=100,
+        seed=0,
+    )
+
+    class Kept:
+        def __init__(self) -> None:
+            self.job = JobState(job="j", phase=JobPhase.RUNNING, since=0.0, plan=plan, spec=spec)
+            policy = msgspec.structs.replace(JobSettings().policy, **settings)
+            self.settings = msgspec.structs.replace(JobSettings(), policy=policy)
+
+        def set(self, **changes: object) -> None:
+            self.job = msgspec.structs.replace(self.job, **changes)
+
+    return Kept()
+
+
+def report(step: int, rows: tuple[int, ...], device: str = "n0/0") -> Measurement:
+    return Measurement(
+        device=device,
+        plan=3,
+        step=step,
+        tokens=400,
+        block_seconds=1.0,
+        block_work=1.0,
+        expert_rows=dict.fromkeys(range(LAYERS), rows),
+    )
+
+
+def test_a_load_that_one_device_has_most_of_is_planned_for_and_not_asked_for_twice() -> None:
+    turn = turn_of()
+    for step in (0, 10):
+        expert_rows.reported(cast(Turn, turn), report(step, HOT))
+    load = turn.job.experts  # of the reports of step 0, since one of step 10 came
+    assert load is not None
+    assert load.rows == dict.fromkeys(range(LAYERS), HOT)
+    assert turn.job.expert_rows.chosen == 2.0
+    assert 0 < load.part < 1
+    own = [p for p in MODEL.kinds[0] if p.experts]
+    assert load.expert_bytes == sum(int(np.prod(p.shape)) for p in own) / EXPERTS * 4
+    for step in range(20, 60, 10):
+        expert_rows.reported(cast(Turn, turn), report(step, HOT))
+    assert turn.job.experts is load
+
+
+def test_reports_of_several_lanes_add_up_and_the_mean_follows_the_newest() -> None:
+    turn = turn_of()
+    for step in range(0, 40, 10):
+        expert_rows.reported(cast(Turn, turn), report(step, HOT))
+        expert_rows.reported(cast(Turn, turn), report(step, HOT[::-1], "n1/0"))
+    assert turn.job.expert_rows.mean[0][0] == HOT[0] + HOT[-1]
+
+
+@pytest.mark.parametrize("rows", [(100,) * EXPERTS, (13, 10, 12, 9, 11, 10, 9, 12)])
+def test_an_even_load_and_one_that_is_uneven_by_chance_ask_for_nothing(rows: tuple[int, ...]) -> None:
+    turn = turn_of()
+    for step in range(0, 60, 10):
+        expert_rows.reported(cast(Turn, turn), report(step, rows))
+    assert turn.job.experts is None
+
+
+def test_with_fixed_experts_nothing_is_asked_for() -> None:
+    turn = turn_of(experts="fixed")
+    for step in (0, 10, 20):
+        expert_rows.reported(cast(Turn, turn), report(step, HOT))
+    assert turn.job.experts is None
+    assert turn.job.expert_rows.work["n0/0"] > 1  # what devices have to do is known all the same
+
+
+def test_a_device_whose_experts_are_hot_is_no_straggler_and_a_slow_one_is() -> None:
+    turn = turn_of(experts="fixed")
+    for step in (0, 10):
+        expert_rows.reported(cast(Turn, turn), report(step, HOT))
+    load = costed(MODEL, 50, turn.job.expert_rows.mean, 2.0)
+    assert load is not None
+    work, uneven = expert_work(PLAN, load, {})
+    assert uneven == pytest.approx(600 / 200 - 1)
+
+    def judged(slow: float, corrected: bool) -> set[str]:
+        state = RateState()
+        settings = DetectSettings()
+        for number in range(30):
+            seconds = [work[device] * (slow if device == "n0/2" else 1.0) for device in DEVICES]
+            step = Step.timed(3, number, tuple(DEVICES), seconds, [1.0] * 4)
+            state, _ = observe(state, with_work(step, work) if corrected else step, settings)
+        return {*state.rates}
+
+    assert judged(1.0, corrected=True) == set()
+    assert judged(1.0, corrected=False) != set()
+    assert judged(2.0, corrected=True) == {"n0/2"}
