@@ -19,6 +19,8 @@ SEEDS = sizes.number(full=1500, quick=15)
 #: Walks that found something, each with what it was.
 FOUND = {641273: "a leader that took over while a proposal was given up waited for ever for its joiner"}
 
+FOUND_ON_MESH = {1131: "a job whose only standby workers could not be reached ended as if all of them drained"}
+
 
 @pytest.mark.parametrize("part", range(3))
 def test_nothing_raises_and_what_is_healed_trains_on_or_has_lost_state(part: int, seed: int) -> None:
@@ -35,6 +37,11 @@ def test_so_it_is_where_a_walk_found_otherwise(number: int) -> None:
 def test_so_it_is_with_jobs_on_a_mesh(part: int, seed: int) -> None:
     for number in range(part, SEEDS, 2):
         _walked(seed + number, MeshWalk)
+
+
+@pytest.mark.parametrize("number", FOUND_ON_MESH)
+def test_so_it_is_where_a_walk_of_such_a_job_found_otherwise(number: int) -> None:
+    _walked(number, MeshWalk)
 
 
 def _walked(number: int, kind: type[Walk] = Walk) -> None:

@@ -65,8 +65,10 @@ def all_drain(turn: Turn) -> None:
         return  # members that a new leader has not met were told nothing that it knows of
     if not job.workers or any(_goes_on(turn, worker) for worker in job.workers.values()):
         return
+    draining = [worker.draining for worker in job.workers.values() if worker.draining]
+    if not draining and not job.stopping:
+        return  # those that are left cannot be reached: a loss, which a recovery judges
     if not saving(turn):
-        draining = (worker.draining for worker in job.workers.values() if worker.draining)
         reasons = ", ".join(dict.fromkeys(draining))
         why = job.stopping or f"all workers drain ({reasons})"
         stop(turn, f"{why}, {after_steps(job)}", orderly=not lost_steps(job))
