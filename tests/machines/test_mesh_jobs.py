@@ -10,6 +10,7 @@ from elasticd.records import AnyHistoryRecord, HistoryRecord, MeshHistoryRecord,
 from tests.machines.cast import JOB, FakeWorker, spec
 from tests.machines.checked import KEYS
 from tests.machines.meshed import Meshed
+from tests.machines.test_adoption import adopt, wiped
 from tests.machines.test_coordinator_faults import recovered
 from tests.machines.test_drain import drain, nodes_of, train_until
 from tests.machines.world import World
@@ -151,6 +152,34 @@ def test_shares_follow_a_rank_at_a_third_of_its_speed_and_its_recovery() -> None
     assert "with 8, 2, 7, 7 samples of a step in its lanes" in world.mesh.reason
     world.rates.clear()
     train_until(world, lambda: world.mesh.samples == (6, 6, 6, 6) and world.phase is JobPhase.RUNNING)
+
+
+def test_a_leader_whose_store_is_empty_leaves_the_job_alone_and_adopts_its_mesh() -> None:
+    world = wiped(running("shard"))
+    assert world.job.unadopted is not None
+    adopt(world)
+    train_until(world, lambda: world.phase is JobPhase.RUNNING)
+    assert world.mesh.shape == (4,)
+    assert world.job.spec == world.mesh_spec
+    world.train(3)
+
+
+@pytest.mark.parametrize("at", range(0, 14, 2))
+def test_a_change_of_shares_is_given_up_for_a_death_in_its_midst(at: int) -> None:
+    world = running("ddp")
+    world.rates["alpha/1"] = 3.0
+    while world.phase is JobPhase.RUNNING:
+        world.train(1)
+    assert world.phase is JobPhase.PROPOSED
+    for _ in range(at):
+        world.turn()
+    world.kill("beta/0")
+    world.settle()
+    world.tick(1.0)
+    train_until(world, lambda: recovered(world) and "beta/0" not in world.mesh.members)
+    assert world.mesh.global_batch == 24
+    slow = world.mesh.samples[world.mesh.lane_of["alpha/1"]]
+    assert slow == min(world.mesh.samples) < 8
 
 
 def test_noise_changes_no_shares() -> None:
