@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from elasticd_planner.spec.mesh import MeshTensor, Placement
+from msgspec.structs import replace
 
 from elasticd.machines.job.assembly import difference
 from elasticd.machines.job.state.job_state import JobPhase
@@ -216,6 +218,24 @@ def test_a_worker_of_the_other_kind_is_told_what_differs() -> None:
     ours = Meshed("shard").mesh_spec
     assert difference(ours, spec()) == "it trains in an elasticd.Job, not in elasticd.live's loop of its own"
     assert difference(ours, ours) == ""
+
+
+def test_a_worker_whose_model_is_another_one_is_told_the_first_tensor_that_differs() -> None:
+    ours = Meshed("shard").mesh_spec
+    weight, steps = ours.model.tensors
+
+    def told(*tensors: MeshTensor) -> str:
+        return difference(ours, replace(ours, model=replace(ours.model, tensors=tensors)))
+
+    assert told(replace(weight, shape=(9, 6)), steps) == "weight has the shape (9, 6), not (8, 6)"
+    assert told(replace(weight, kind="frozen"), steps) == "weight has the kind frozen, not trained"
+    moved = replace(weight, placements=((Placement(dim=1),),))
+    assert told(moved, steps) == "weight is placed [S(1)] on a mesh of shard, not [S(0)]"
+    assert told(weight) == "its model has no tensor steps"
+    assert told(weight, steps, replace(steps, name="more")) == "its model has a tensor more"
+    assert told(steps, weight) == "its tensors are in another order"
+    others = Meshed("ddp").mesh_spec
+    assert difference(ours, others) == "its meshes are ddp, not shard"
 
 
 def test_the_history_of_a_job_of_pipelines_is_read_as_before() -> None:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 import msgspec
 from elasticd_planner.profiling.samples import ModelBytes
 from elasticd_planner.readable import counted
+from elasticd_planner.spec import mesh
 from elasticd_planner.spec.cluster import node_of
 
 from elasticd.codec.decoding import shown
@@ -554,6 +555,8 @@ def difference(ours: AnyJobSpec, theirs: AnyJobSpec) -> str:
                 "its model starts from other values: call torch.manual_seed with the same seed on every rank "
                 "before the model is made, or give init="
             )
+        elif isinstance(ours, MeshJobSpec) and name == "model":
+            told.append(mesh.difference(mine, other))
         elif name == "model":
             parts = [part for part in mine.__struct_fields__ if getattr(mine, part) != getattr(other, part)]
             told.append(f"the model differs in {', '.join(parts)}")

@@ -133,6 +133,33 @@ class MeshModel(Value, frozen=True, kw_only=True):
         return index
 
 
+def difference(ours: MeshModel, theirs: MeshModel) -> str:
+    """The first difference of two models, of `theirs` in words; an empty string if they are the same."""
+    if ours.meshes != theirs.meshes:
+        texts = ["; ".join(mesh.text for mesh in model.meshes) for model in (theirs, ours)]
+        return f"its meshes are {texts[0]}, not {texts[1]}"
+    known = {tensor.name: tensor for tensor in ours.tensors}
+    for tensor in theirs.tensors:
+        before = known.pop(tensor.name, None)
+        if before is None:
+            return f"its model has a tensor {tensor.name}"
+        for name in ("shape", "dtype", "kind"):
+            if getattr(before, name) != getattr(tensor, name):
+                return f"{tensor.name} has the {name} {getattr(tensor, name)}, not {getattr(before, name)}"
+        for mesh, was, now in zip(ours.meshes, before.placements, tensor.placements, strict=True):
+            if was != now:
+                return f"{tensor.name} is placed {_placed(now)} on a mesh of {mesh.text}, not {_placed(was)}"
+    if known:
+        return f"its model has no tensor {next(iter(known))}"
+    return "" if ours == theirs else "its tensors are in another order"
+
+
+def _placed(placements: Sequence[Placement]) -> str:
+    """The placements as torch writes them, without the factors of strided ones."""
+    marks = ("R" if each.dim is None else f"{'_' * each.strided}S({each.dim})" for each in placements)
+    return f"[{', '.join(marks)}]"
+
+
 class MeshPlan(StoredValue, frozen=True, kw_only=True, dict=True, tag="mesh-plan"):
     """The mesh of a job, the devices on it, and the samples of a step that each lane takes."""
 
