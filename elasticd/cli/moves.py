@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 import msgspec
 from elasticd_planner.placement.state_bytes import PARTS, StateBytes
 from elasticd_planner.placement.state_movement import Held, bytes_by_member, holders
+from elasticd_planner.spec.mesh import JobPlan, MeshPlan
 from elasticd_planner.spec.plan import (
     Edge,
     HeldExperts,
@@ -89,11 +90,17 @@ class Answered:
 def answered(text: bytes, path: str) -> Answered:
     """The plan of an answer, or of the one job in what `elasticd plan --json` prints. Raises Invalid."""
     try:
-        running = decoded_as(dict[str, Plan], text)
-        if len(running) == 1:
-            return Answered(plan=next(iter(running.values())), state_bytes=None)
+        running = decoded_as(dict[str, JobPlan], text)
     except msgspec.MsgspecError:
-        pass  # the answer to a problem
+        running = {}  # the answer to a problem
+    if len(running) == 1:
+        ((job, plan),) = running.items()
+        if isinstance(plan, MeshPlan):
+            refuse(
+                f"{path}: job {job} trains a loop of its own on a mesh ({plan.mesh_text}), and problems are of "
+                "pipelines: 'elasticd why' says why it has that mesh"
+            )
+        return Answered(plan=plan, state_bytes=None)
     try:
         view = decoded_as(_AnswerView, text)
         plan, items = _plan(view.plan), view.item_state_bytes

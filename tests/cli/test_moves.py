@@ -6,14 +6,17 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from click.testing import CliRunner, Result
 from elasticd_planner.placement.state_movement import Held
 from elasticd_planner.problem_files import file_format
 from elasticd_planner.problem_files.file_format import Figures, Planned
+from elasticd_planner.value import Invalid
 
 from elasticd.cli.app import elasticd
 from elasticd.cli.moves import answered, differences, lacking
+from tests.releases.samples import MESH_PLAN
 
 GIB = 2**30
 FIGURES = Figures(steady=1.0, step=1.0, bound=1.0, gap=0.0, ideal=1.0)
@@ -49,6 +52,11 @@ def answer(path: Path, *options: str, **changes: Any) -> str:
 
 def held(start: int, stop: int, low: int, high: int) -> Held:
     return Held(start=start, stop=stop, low=low, high=high, embed=False, head=False)
+
+
+def test_the_plan_of_a_mesh_is_refused_with_where_it_is_explained() -> None:
+    with pytest.raises(Invalid, match=r"job j trains a loop of its own on a mesh \(replicate=1, shard=2\)"):
+        answered(msgspec.json.encode({"j": MESH_PLAN}), "a.json")
 
 
 def test_what_a_device_lacks_is_counted_in_layers() -> None:
