@@ -114,6 +114,32 @@ def test_plain_shards_go_on_from_snapshots_of_the_step_that_was_made_last() -> N
     assert world.mesh.shape == (3,)
 
 
+def test_plain_shards_go_back_to_the_last_snapshots_and_no_further() -> None:
+    world = running("shard", every=4)
+    world.train(7 - world.steps % 4)
+    made, kept = world.steps, world.steps // 4 * 4
+    assert made == kept + 3
+    world.kill("beta/1")
+    world.settle()
+    for _ in range(5):
+        world.tick(1.0)
+    assert recovered(world), world.job.reason
+    recovery = world.proposals[-1].recovery
+    assert recovery is not None
+    assert recovery.step == kept
+    assert world.gone_back == [made - kept]
+
+
+def test_shards_lie_inside_nodes_so_that_a_whole_node_may_die() -> None:
+    world = running(*HSDP)
+    assert world.mesh.members == ("alpha/0", "alpha/1", "beta/0", "beta/1")
+    world.kill("beta/0")
+    world.kill("beta/1")
+    world.settle()
+    assert recovered(world), world.job.reason
+    assert (world.mesh.shape, world.mesh.members) == ((2,), ("alpha/0", "alpha/1"))
+
+
 def test_three_survivors_of_tensor_parallelism_are_two_that_work_and_one_that_stands_by() -> None:
     world = running("dp, tp=2", every=1)
     assert world.mesh.lanes == (("alpha/0", "alpha/1"), ("beta/0", "beta/1"))
