@@ -27,6 +27,7 @@ from elasticd.runtime.data.prefetch import SampleError
 from elasticd.runtime.engine.mixed_precision import Precision
 from elasticd.runtime.engine.parallelism import ParallelismOptions
 from elasticd.runtime.engine.recipe import Recipe
+from elasticd.runtime.model.validation import ModelError
 from tests import sizes
 from tests.models.test_sequence_parallel import sliced
 from tests.runtime.state_reader import StateReader
@@ -296,6 +297,28 @@ def test_a_measure_that_raises_on_one_member_raises_alike_on_all_and_weights_are
     assert "raised ValueError: no such class (" in text
     assert text.endswith(f"(on {last})")
     assert loss > 0
+
+
+def test_a_buffer_that_an_evaluation_changes_on_one_member_is_refused_alike_on_all() -> None:
+    """A script that catches it on one rank alone trains on as the others do."""
+    last = TWO_STAGES.pipelines[0].stages[-1].devices[0]
+
+    def worker(plan_groups: MemoryPlanGroups) -> str:
+        engine = engine_on(plan_groups, recipe(), TWO_STAGES)
+
+        def evaluated() -> None:
+            raise ModelError("blocks.5.mean: forward changes this buffer")
+
+        if engine.device == last:
+            engine.evaluated = evaluated  # type: ignore[method-assign]
+        with pytest.raises(ModelError) as caught:
+            evaluate(engine, HeldOut(dataset=Held()), "held", 0, next_token_loss, DataOptions(), "value")
+        engine.step(0, lambda: 0)
+        return str(caught.value)
+
+    assert set(run_threads(TWO_STAGES.members, worker).values()) == {
+        "blocks.5.mean: forward changes this buffer"
+    }
 
 
 def test_a_rank_whose_evaluation_ends_alone_meets_the_others_before_its_next_step() -> None:

@@ -17,6 +17,7 @@ from elasticd_migration.transport import MemoryTransport
 from elasticd_planner.cost.item_messages import kept_messages
 from elasticd_planner.layout.channels import Channel
 from elasticd_planner.layout.layouts import Layouts
+from elasticd_planner.spec.batch import Sampler
 from elasticd_planner.spec.box import Box
 from elasticd_planner.spec.item_batch import SampleItem
 from elasticd_planner.spec.plan import Plan, StatePolicy
@@ -766,6 +767,57 @@ def test_draws_are_those_of_the_image_under_every_layout() -> None:
     assert first != pytest.approx(reference()[0], abs=1e-6)
     for other in others:
         assert other == pytest.approx(first, abs=1e-12)
+
+
+class NoisyBack(torch.autograd.Function):
+    """The same values, and gradients with noise."""
+
+    @staticmethod
+    def forward(_: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(_: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad * (1 + torch.rand_like(grad))
+
+
+class Noisy(Dropping):
+    """A block whose backward pass draws."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.block(NoisyBack.apply(x))
+        return out
+
+
+class Late(Captions):
+    """Samples of which those of the first three steps have no image, and later ones two each."""
+
+    def __init__(self) -> None:
+        size = 5 * BATCH
+        sampler = Sampler(size=size, global_batch=BATCH, seed=SEED)
+        early = {index for step in range(3) for index in sampler.samples(step)}
+        self.counts = {"images": [0 if index in early else 2 for index in range(size)]}
+
+
+def test_draws_of_backward_passes_that_first_come_after_steps_without_items_are_seen() -> None:
+    """Else later passes key them by the blocks that happen to be in one autograd graph."""
+    vision, language = copy.deepcopy(sections())
+    vision[1:-1] = [Noisy(block) for block in vision[1:-1]]
+    recipe = replace(make_recipe(), model=model_of(vision, language, rules={}), dataset=Late())
+    layouts = Layouts(recipe.model.specs, PLACEMENTS["one device"])
+
+    def train(memory: Any) -> None:
+        engine = Engine(recipe, layouts, memory, unpaced)
+        engine.adopt(first_state(recipe.model, layouts, memory.me, SEED))
+        runner = engine.modules["vision"].runner
+        assert runner is not None
+        for step in range(4):
+            assert not runner._watch.draws
+            engine.step(step, lambda: 0, lambda: 0)
+        engine.settle()
+        assert runner._watch.draws
+
+    run_threads(["a/0"], train)
 
 
 @pytest.mark.slow

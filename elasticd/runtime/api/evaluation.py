@@ -34,6 +34,7 @@ from elasticd.runtime.engine.engine import Engine, HeldOutReader
 from elasticd.runtime.engine.vote import exact_sum
 from elasticd.runtime.model.batch_format import BatchFormat
 from elasticd.runtime.model.model import Loss
+from elasticd.runtime.model.validation import ModelError
 from elasticd.system.user_line import described
 
 #: The measure that every evaluation has.
@@ -195,6 +196,7 @@ def evaluate(
         SampleError: a member could not read a sample; on all members.
         LedgerError: a member saw other samples than it was to see; on all members.
         MeasureError: the loss or a measure raised on a member; on all members.
+        ModelError: a forward pass changed a buffer of the state dict on a member; on all members.
         ValueError: there is no average to evaluate, or a measure counted nothing.
     """
     measures = {LOSS: held_out.loss or loss, **held_out.measures}
@@ -210,6 +212,7 @@ def evaluate(
             except Exception:
                 engine.after_recovery = True  # the others wait in this round: a script that goes on meets them
                 raise
+    _check_buffers(engine)
     sums = torch.cat(rows)
     totals = [exact_sum(sums[:, row, 0].tolist()) for row in range(len(measures))]
     counts = [exact_sum(sums[:, row, 1].tolist()) for row in range(len(measures))]
@@ -293,6 +296,24 @@ def _of_measure(engine: Engine, error: Exception | None) -> Exception:
     return failed
 
 
+def _check_buffers(engine: Engine) -> None:
+    """Checks that an evaluation changed no buffer of the state dict. All members call it together.
+
+    Raises:
+        ModelError: one did on a member; on all members.
+    """
+    error: ModelError | None = None
+    try:
+        engine.evaluated()
+    except ModelError as raised:
+        error = raised
+    texts = all_gather_text(engine.everyone, str(error or "").encode())
+    if error is not None:
+        raise error
+    if text := next(filter(None, texts), None):
+        raise ModelError(text.decode())
+
+
 @contextmanager
 def _evaluating(engine: Engine) -> Iterator[None]:
     """Inside, modules are in evaluation mode, and gradients are off."""
@@ -306,4 +327,3 @@ def _evaluating(engine: Engine) -> Iterator[None]:
     finally:
         for part in training:
             part.training = True
-    engine.evaluated()  # only after success, so that it hides no other error

@@ -60,7 +60,7 @@ class PassWatch(SectionWatch):
     """Called around the sections of the passes of one device. Before a pass the runner says which it is."""
 
     everywhere: bool
-    steps: int  #: of the plan, this one included
+    steps: int  #: of the plan with backward passes, this one included
     draws: bool  #: a backward pass draws random numbers
     paced: bool  #: an emulated device paces the blocks of this step
     state: MicroBatchState  #: of the pass

@@ -360,7 +360,7 @@ class StageRunner:
         self._scale = scale
         if self._balance is not None and torch.is_grad_enabled():
             self._balance.begin(scale)
-        self._watch.begin_step(trains=torch.is_grad_enabled())
+        self._watch.begin_step(trains=any(act.what == "pass" and act.kind == "backward" for act in acts))
         if self._captured is not None and torch.is_grad_enabled():
             self._begin_captured(self._captured, acts)
         self._made.clear()
