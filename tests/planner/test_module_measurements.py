@@ -129,6 +129,31 @@ def judged(
     return state
 
 
+@pytest.mark.parametrize("trainable", [True, False])
+def test_a_lone_encoder_that_is_slow_from_the_first_step_is_seen_by_profiles_of_other_machines(
+    trainable: bool,
+) -> None:
+    """Those were measured on machines that take half as long. Of profiles by shapes nothing follows."""
+    plan = plan_of((ENCODER,), trainable=trainable)
+    known = {
+        name: msgspec.structs.replace(each, block=SectionProfile(seconds=each.block.seconds / 2))
+        for name, each in profiles(fitted=False).items()
+    }
+    for timed, rates in ((["vision", "language"], {ENCODER: pytest.approx(3.0, rel=0.05)}), ([], {})):
+        state = RateState()
+        for step in range(8):
+            whole = Step.of(measured(plan, step, rates={ENCODER: 3.0}))
+            one = as_one(whole, plan, known, state.rates, SETTINGS.noise, timed=timed)
+            state, _ = observe(state, one, SETTINGS)
+        assert state.rates == rates
+    normal = RateState()
+    for step in range(20):
+        whole = Step.of(measured(plan, step))
+        one = as_one(whole, plan, known, normal.rates, SETTINGS.noise, timed=["vision", "language"])
+        normal, _ = observe(normal, one, SETTINGS)
+    assert not normal.rates
+
+
 def test_a_device_that_only_encodes_becomes_slow_and_recovers() -> None:
     """Alone in its module, its seconds compare with those of others by the fitted profiles."""
     for plan in (ALONE, BOTH, plan_of((ENCODER,), trainable=False)):

@@ -135,7 +135,8 @@ def _judged(turn: Turn, plan: JobPlan, step: Step) -> Observed:
     rates = job.rates
     profiles, sigma = _profiles(turn, plan, job.profile), max(detect.noise, rates.noise)
     resizing = item_counts.resizing(job)
-    step = as_one(step, plan, profiles, rates.rates, sigma, _rises(job.pipeline_spec), resizing)
+    spec = job.pipeline_spec
+    step = as_one(step, plan, profiles, rates.rates, sigma, _rises(spec), resizing, _timed(spec))
     return observe(rates, step, detect)
 
 
@@ -143,6 +144,13 @@ def _rises(spec: JobSpec | None) -> dict[str, float]:
     """By module by what a token costs more for each token of its sequence or item."""
     modules = spec.modules if spec is not None else ()
     return {each.name: item_rise(each.model) if each.items else attention_rise(each.model) for each in modules}
+
+
+def _timed(spec: JobSpec | None) -> list[str]:
+    """The modules whose profiles were measured before the job."""
+    if spec is None:
+        return []
+    return [each.name for each in spec.modules if (each.profile if each.items else spec.profile) is not None]
 
 
 def _profiles(turn: Turn, plan: Plan, profile: ModelProfile) -> dict[str, ModelProfile]:

@@ -3,14 +3,17 @@
 Work is in seconds of a normal device: what each module's profile says of it, so that a device that only encodes
 compares with one that only decodes. Where several devices compute with a module, their fleet cost in the same
 step corrects the profile: what slows all of a module slows none of them. Where one does, its profile alone says
-what is normal, once it is fitted. Before that, and while its items change their size, nothing does, and the
-device counts as before.
+what is normal, once it is fitted. Before that its profile does, too, if it was measured before the job, as the
+other modules of the step correct theirs; so a device that is slow from the first step is seen to be. Of a
+profile by shapes, and while its items change their size, nothing says what is normal, and the device counts as
+before.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
+from statistics import median
 from types import MappingProxyType
 
 import numpy as np
@@ -32,6 +35,7 @@ def as_one(
     sigma: float,
     rises: Mapping[str, float] = MappingProxyType({}),
     resizing: Collection[str] = (),
+    timed: Collection[str] = (),
 ) -> Step:
     """The step of all modules together, for `observe` without a function of work.
 
@@ -43,9 +47,12 @@ def as_one(
         sigma: the noise of a cost, as the standard deviation of its logarithm.
         rises: by module by what a token costs more for each token of its sequence or item; 0 where it has none.
         resizing: modules whose items have lately another size than that of their profiles.
+        timed: modules whose profiles were measured before the job, on devices like each other.
     """
     place = {device: number for number, device in enumerate(step.devices)}
     seconds, work = np.zeros(len(place)), np.zeros(len(place))
+    levels = list[float]()  # of timed modules by several devices
+    alone = list[tuple[list[int], Floats, float]]()  # of timed modules by one
     for module in plan.modules:
         own = step.modules.get(module.module) if module.items else step
         if own is None or module.module not in profiles:
@@ -57,11 +64,19 @@ def as_one(
             continue
         devices = [own.devices[index] for index in known.tolist()]
         spent, expected = spent[known], expected[known]
+        at, level = [place[device] for device in devices], 1.0
         if len(known) > 1 or not profiles[module.module].fitted or module.module in resizing:
-            expected *= _level(spent / expected, devices, slow, sigma)
-        at = [place[device] for device in devices]
+            level = _level(spent / expected, devices, slow, sigma)
         seconds[at] += spent
-        work[at] += expected
+        if module.module not in timed or profiles[module.module].fitted or module.module in resizing:
+            work[at] += expected * level
+        elif len(known) > 1:
+            levels.append(level)
+            work[at] += expected * level
+        else:
+            alone.append((at, expected, level))
+    for at, expected, level in alone:
+        work[at] += expected * (median(levels) if levels else level)
     return Step.timed(step.plan, step.step, step.devices, seconds.tolist(), work.tolist())
 
 
