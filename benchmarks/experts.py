@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import copy
 import os
+import statistics
 import sys
+import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -17,6 +19,7 @@ from typing import get_args
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+import _expert_exchange
 import _expert_loads as expert_loads
 from _frame import TRAINING, Part, run
 from _results import Row, row
@@ -30,7 +33,7 @@ from elasticd.models.huggingface.fused_experts import CutIn
 from tests.models import families, mixture, test_balance, test_experts
 from tests.models.layouts import Training
 from tests.models.texts import Text
-from tests.runtime import test_expert_exchange
+from tests.runtime import gang, test_expert_exchange
 
 #: The classes of transformers 5.23 with experts, that an earlier release of elasticd refused for these.
 CLASSES = (
@@ -153,7 +156,30 @@ def placement_rows(
         yield row(title, moved, "experts", kind="simulated", goal="<= 4", met=moved <= 4)
 
 
+def peers_rows(steps: int = 20) -> Iterator[Row]:
+    """Four processes over gloo: rows to experts and back by us and by transformers' `AllToAllEP`, in turn."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = str(Path(folder) / "store")
+        found = gang.run(_expert_exchange.__file__, "worker", _expert_exchange.DEVICES, file, 512, 256, steps)
+    least, goal = sum(each["least"] for each in found.values()), 1.02
+    title = "bytes of rows to experts of three other processes and back over distinct (row, device) x width"
+    ratio = sum(each["ours"] for each in found.values()) / least
+    yield row(title, ratio, "", goal=f"<= {goal}", met=ratio <= goal)
+    yield row(f"{title}: AllToAllEP", sum(each["theirs"] for each in found.values()) / least, "")
+    taken = {
+        name: [max(each["seconds"][name][step] for each in found.values()) for step in range(2, steps)]
+        for name in ("ours", "theirs")
+    }
+    ratios = [one / other for one, other in zip(taken["ours"], taken["theirs"], strict=True)]
+    ratio = statistics.median(ratios)
+    title = (
+        "seconds of a layer of experts on 4 processes over those of transformers' AllToAllEP, median of pairs"
+    )
+    yield row(title, ratio, "", goal="<= 1.10", met=ratio <= 1.10)
+
+
 PARTS = {
+    "peers": Part(peers_rows, TRAINING, {"steps": 4}),
     "placement": Part(
         placement_rows,
         ("planner/elasticd_planner/placement",),

@@ -231,7 +231,8 @@ def fitting(plan: Plan, spec: ModelSpec) -> Plan:
     def fitted(of: Stage) -> Stage:
         blocks = [block for chunk in of.chunks for block in range(*chunk)]
         kept = [held if block in sparse else () for block, held in zip(blocks, of.experts, strict=False)]
-        return msgspec.structs.replace(of, experts=tuple(kept))
+        splits = [own if block in sparse else () for block, own in zip(blocks, of.splits, strict=False)]
+        return msgspec.structs.replace(of, experts=tuple(kept), splits=tuple(splits))
 
     pipelines = tuple(
         msgspec.structs.replace(pipeline, stages=tuple(map(fitted, pipeline.stages)))
@@ -537,3 +538,29 @@ def test_an_unknown_way_to_cut_experts_is_refused() -> None:
         ModelError, match="experts = 'lanes': a TP group cuts experts in 'columns' or in 'experts'"
     ):
         elasticd.from_hf(made("Mixtral"), experts="lanes")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "said"),
+    [
+        ("Mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise = 0.1"),
+        (
+            "Mixtral",
+            {"output_router_logits": True},
+            r"output_router_logits = False, and give Job\(balance=elasticd.B",
+        ),
+        ("Qwen3Moe", {"output_router_logits": True}, r"depends on which samples are in a micro-batch"),
+    ],
+)
+def test_routers_that_depend_on_the_layout_are_refused_with_the_remedy(
+    kind: str, changes: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ModelError, match=said):
+        elasticd.from_hf(made(kind, **{**MODELS[kind], **changes}))
+
+
+def test_double_precision_with_grouped_matrices_is_refused_with_the_remedy() -> None:
+    model = with_experts("Mixtral")
+    model.config._experts_implementation = "grouped_mm"
+    with pytest.raises(ModelError, match=r"set_experts_implementation\('eager'\)"):
+        elasticd.from_hf(model)
