@@ -15,6 +15,7 @@ from elasticd_planner.spec.plan import (
     ModulePlan,
     Pipeline,
     Plan,
+    SplitExperts,
     Stage,
     StatePolicy,
     Strategy,
@@ -37,6 +38,7 @@ class _StageView(msgspec.Struct):
     later: tuple[tuple[int, int], ...] = ()
     lanes: tuple[int, ...] = ()
     experts: tuple[HeldExperts, ...] = ()
+    splits: tuple[SplitExperts, ...] = ()
 
 
 class _PipelineView(msgspec.Struct):
@@ -139,6 +141,7 @@ def _module(module: _ModuleView) -> ModulePlan:
                     later=stage.later,
                     lanes=stage.lanes,
                     experts=stage.experts,
+                    splits=stage.splits,
                 )
                 for stage in pipeline.stages
             ),

@@ -240,12 +240,14 @@ def test_an_answer_says_which_experts_a_device_has(tmp_path: Path) -> None:
     given = json.loads(path.read_text())
     stage = given["plan"]["modules"][0]["pipelines"][0]["stages"][0]
     devices, (start, stop) = len(stage["devices"]), stage["layers"]
-    stage["experts"] = [[[1, 2], *[[0]] * (devices - 1)]] * (stop - start)
+    stage["experts"] = [[[1, 2], *[[0, 1]] * (devices - 1)]] * (stop - start)
+    stage["splits"] = [[[1, 3, *[1] * (devices - 1)]]] * (stop - start)
     path.write_text(json.dumps(given))
     plan = answered(path.read_bytes(), "a").plan
     assert plan.pipelines[0].stages[0].experts_of(start)[0] == (1, 2)
     found = file_format.answer(Planned(plan=plan, figures=FIGURES), 0.0)["plan"]["modules"]
-    assert json.loads(json.dumps(found[0]["pipelines"][0]["stages"][0]["experts"])) == stage["experts"]
+    written = json.loads(json.dumps(found[0]["pipelines"][0]["stages"][0]))
+    assert (written["experts"], written["splits"]) == (stage["experts"], stage["splits"])
 
 
 def test_an_answer_says_which_pipelines_a_lane_of_items_serves(tmp_path: Path) -> None:

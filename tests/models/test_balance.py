@@ -318,6 +318,14 @@ def test_models_that_cannot_be_balanced_so_are_refused(
         training.recipe()
 
 
+def test_slices_of_tokens_are_refused() -> None:
+    options = {"balance": BOTH, "parallelism": elasticd.ParallelismOptions(sequence_parallel=True)}
+    torch.manual_seed(0)
+    model = Biased().describe(rules={}, units={})
+    with pytest.raises(ValueError, match="sequence_parallel gives a device slices of them: leave"):
+        Training(model=model, loss=next_token_loss, dataset=Text(VOCABULARY), options=options).recipe()
+
+
 def test_padded_samples_of_unknown_lengths_are_refused() -> None:
     plan = plan_of((4, [stage(0, LAYERS, ("a/0", 1))]), micro_batch=2)
     training = training_of(Balance(loss=0.05, router="blocks.*.router"))

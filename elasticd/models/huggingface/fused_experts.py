@@ -141,9 +141,11 @@ def routers_of(model: Any, sections: Mapping[str, nn.Module]) -> dict[str, int]:
         model: of transformers.
         sections: made of its modules.
     """
-    recorded = (getattr(model, "_can_record_outputs", None) or {}).get("router_logits")
-    listed: list[Any] = recorded if isinstance(recorded, list) else [recorded] if recorded else []
-    classes = {each.target_class: each.index for each in listed if hasattr(each, "target_class")}
+    classes: dict[type, int] = {}
+    for part in model.modules():  # a language model may be one of several parts
+        recorded = (getattr(part, "_can_record_outputs", None) or {}).get("router_logits")
+        listed: list[Any] = recorded if isinstance(recorded, list) else [recorded] if recorded else []
+        classes |= {each.target_class: each.index for each in listed if hasattr(each, "target_class")}
     return {
         name: classes[type(module)]
         for section, whole in sections.items()

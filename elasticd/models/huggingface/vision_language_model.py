@@ -12,7 +12,7 @@ from elasticd.models.huggingface.adapters import adapters_of
 from elasticd.models.huggingface.batches import FOR_LAYERS
 from elasticd.models.huggingface.export import HfPretrained
 from elasticd.models.huggingface.folder import FolderWeights
-from elasticd.models.huggingface.fused_experts import CutIn
+from elasticd.models.huggingface.fused_experts import CutIn, routers_of
 from elasticd.models.huggingface.image_batches import HfImageBatches
 from elasticd.models.huggingface.loss import causal_lm_loss
 from elasticd.models.huggingface.model_limits import ModelLimits
@@ -66,6 +66,7 @@ def vision_language_model(
     language = modules[LANGUAGE]  # what is said of the model as a whole is said of the one with the loss
     language.proved = split.proved
     language.reads = _reads(model, split, limits)
+    language.routers = routers_of(model, language.sections)
     language.mixing = ("embed", "passes positions and masks beside the activation")
     own_loss = split.proof.shifts is not None and not has_own_loss_function(model)
     language.loss = causal_lm_loss if own_loss else None

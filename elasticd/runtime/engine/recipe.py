@@ -122,6 +122,11 @@ class Recipe:
         """Has the model's biases move, if they are to."""
         if not isinstance(self.balance, Balance):
             raise ValueError(f"balance is {self.balance!r}: give elasticd.Balance(loss=0.001), say")
+        if self.parallelism.sequence_parallel:
+            raise ValueError(
+                "balance counts rows of whole samples, and sequence_parallel gives a device slices of them: "
+                "leave ParallelismOptions(sequence_parallel=...) out"
+            )
         if self.model.graph is not None and self.balance.bias is not None:
             raise ValueError(
                 "Balance(bias=) of a model of several modules is not supported: give Balance(loss=)"

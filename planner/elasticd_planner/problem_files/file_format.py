@@ -399,6 +399,7 @@ def answer(planned: Planned, planning_seconds: float) -> dict[str, Any]:
                             **({"sequence_parallel": True} if stage.sequence_parallel else {}),
                             **({"lanes": list(stage.lanes)} if stage.lanes else {}),
                             **({"experts": stage.experts} if stage.experts else {}),
+                            **({"splits": stage.splits} if stage.splits else {}),
                         }
                         for stage in pipeline.stages
                     ],
