@@ -9,7 +9,11 @@ from typing import Any, Literal
 import msgspec
 import pytest
 import torch
-from elasticd_planner.layout.layouts import Layouts
+from elasticd_migration.local_state import VALUE, LocalState, LocalTensor, Shard
+from elasticd_migration.migrate import Moved, migrate
+from elasticd_migration.reshard import bytes_lacking
+from elasticd_migration.transport import MemoryTransport
+from elasticd_planner.layout.layouts import Item, Layouts
 from elasticd_planner.spec.batch import short_batch_plan
 from elasticd_planner.spec.model import ModelSpec
 from elasticd_planner.spec.plan import HeldExperts, Plan, Stage, StatePolicy, Strategy
@@ -25,13 +29,14 @@ from elasticd.models.huggingface.proof import fill
 from elasticd.runtime.comm.running_group import running_group
 from elasticd.runtime.data.collate import pad
 from elasticd.runtime.data.sample_ledger import LedgerError
-from elasticd.runtime.engine.engine import Engine
+from elasticd.runtime.engine.engine import Engine, first_state
 from elasticd.runtime.model.local_model import local_model
 from elasticd.runtime.model.validation import ModelError
 from elasticd.runtime.parallel.expert_holders import ExpertHolders
 from elasticd.runtime.parallel.held_experts import held_experts
 from elasticd.runtime.parallel.router_choices import RouterChoices
 from tests import sizes
+from tests.migration.ranks import together
 from tests.models import families, mixture
 from tests.models.double import DoubleThroughout
 from tests.models.families import Whole
@@ -564,3 +569,45 @@ def test_double_precision_with_grouped_matrices_is_refused_with_the_remedy() -> 
     model.config._experts_implementation = "grouped_mm"
     with pytest.raises(ModelError, match=r"set_experts_implementation\('eager'\)"):
         elasticd.from_hf(model)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_new_placement_moves_the_experts_that_a_device_lacks_alone(in_place: bool) -> None:
+    """Boxes of one memory, of which some leave: what stays has memory of its own size."""
+    model = Mixture().double().describe()
+    moved = msgspec.structs.replace(SHARED, splits=(), experts=(SHARED.experts[3], *SHARED.experts[:3]))
+    plans = (
+        PLACED["over lanes"],
+        plan_of(((5, 2), [moved]), (1, [stage(0, LAYERS, ("c/0", 1))])).replace(number=2),
+    )
+    old, new = (Layouts(model.spec, plan) for plan in plans)
+    states = {device: first_state(model, old, device, 1) for device in plans[0].members}
+    for device, state in states.items():  # as an engine has them: boxes of a parameter in one memory
+        local = local_model(model, plans[0].stage(plans[0].places[device]), plans[0].places[device].position)
+        for name, held in local.parameters.items():
+            for shard in state.tensors[Item(name, "value")].shards if held.boxes else ():
+                held.part(shard.box).copy_(shard.planes[VALUE])
+        own = {
+            Item(name, "value"): LocalTensor(
+                shards=tuple(Shard(box=box, planes={VALUE: held.part(box)}) for box in held.boxes)
+            )
+            for name, held in local.parameters.items()
+            if held.boxes
+        }
+        states[device] = LocalState(tensors={**state.tensors, **own})
+    lacks = bytes_lacking(old, new, states["c/0"].schema().sizes)
+    ends = MemoryTransport.connect(plans[0].members)
+    results = together(
+        ends, lambda end: migrate(old, new, states[end.members[end.rank]], end, in_place=in_place)
+    )
+    for end, result in zip(ends, results, strict=True):
+        assert isinstance(result, Moved), result
+        device = end.members[end.rank]
+        assert result.bytes_received == lacks.get(device, 0)
+        expected = first_state(model, new, device, 1)
+        for item, tensor in expected.tensors.items():
+            for shard, found in zip(tensor.shards, result.state.tensors[item].shards, strict=True):
+                assert torch.equal(found.planes[VALUE], shard.planes[VALUE])
+                if item.name.startswith("blocks.0.experts"):
+                    assert found.planes[VALUE].untyped_storage().nbytes() == shard.planes[VALUE].nbytes
+    assert sum(lacks.values()) > 0
