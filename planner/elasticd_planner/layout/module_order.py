@@ -139,10 +139,12 @@ def step_microseconds(
     actual: Plan | None = None,
 ) -> int:
     """The end of the last pass of that order [us]. Arguments as for `module_pass_times`."""
-    order = _ModuleRun(ModulePasses(plan, batches, schedule, backward=True)).order
+    graph = ModulePasses(plan, batches, schedule, backward=True)
+    order = _ModuleRun(graph).order
     if actual is not None:
         _set_times(order, actual, batches)
     _delayed(order, len(plan.members), delay)
+    graph.clear()
     return max(one.end for one in order)
 
 

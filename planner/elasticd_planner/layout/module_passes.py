@@ -125,6 +125,17 @@ class ModulePasses:
                 refuse(f"step: module {module.module} takes {module.items}, and needs a batch of them")
             self._add_items(module, items, component)
 
+    def clear(self) -> None:
+        """Lets go of what passes and groups know of each other, so that none of them waits for a collection."""
+        for first in self._first.values():
+            first.clear()
+        for group in {id(group): group for listed in (*self.own, *self.fillers) for group in listed}.values():
+            for one in group.passes:
+                one.users.clear()
+                one.receives.clear()
+            for held in (group.passes, group.waiting, group.beside, group.queue):
+                held.clear()
+
     def _groups(self, module: str, p: int, j: int, lane: Pipeline) -> list[PassGroup]:
         return [
             PassGroup((module, p, j, s), tuple(self.devices[device] for device in stage.devices))

@@ -75,7 +75,7 @@ ORDER_PASSES = 16_384
 
 #: Lanes of items serve each of so many pipelines alone where that saves this part of a step. So many plans are
 #: tried, the best ones.
-NEAR_PIPELINES, NEARER, NEARBY = 16, 0.01, 2
+NEAR_PIPELINES, NEARER, NEARBY = 16, 0.01, 1
 
 #: How often lanes are filled anew without those that have not the memory for their items.
 REFILLED = 8
@@ -204,13 +204,22 @@ class ModulePlanner:
         return candidate.seconds + self.costs.after_seconds(candidate.plan)
 
     def candidates(self) -> Iterator[Candidate]:
-        """Plans for each number of devices that are left to items: these alone take items, or all do. Then
-        those of regular layouts of the module with the loss on all devices: beside items another one than that
-        of the module by itself may be the quickest."""
-        usable, like = [device.name for device in alive(self.problem)], None
+        """Plans for each number of devices that are left to items: these alone take items, or all do. Regular
+        layouts of the module with the loss come first, on all devices: beside items another one than that of
+        the module by itself may be the quickest. Of many devices the others are like the quickest of them."""
+        usable = [device.name for device in alive(self.problem)]
+        many, regular = len(usable) > EXACT_DEVICES, self._regular_plans({})
+        like = form(regular[0]) if many and regular else None
+        shared = [each for layout in regular for each in self.placed(layout, usable)]
+        if all(each.squeezed for each in shared):
+            for recompute in self._recomputes:
+                for layout in self._regular_plans(self._item_bytes(usable, recompute=recompute)):
+                    shared += self.placed(layout, usable)
+        for each in shared:
+            yield replace(each, left=0 if many else None)
         for count in _counts(len(usable)):
             left = left_devices(self.problem, count)
-            brief = like is not None and len(usable) > EXACT_DEVICES
+            brief = like is not None and many
             loss = self.loss_plan(left, {}, like, brief=brief)
             if loss is None:
                 continue
@@ -225,15 +234,11 @@ class ModulePlanner:
                 for recompute in self._recomputes:
                     tight = self.loss_plan(left, self._item_bytes(usable, recompute=recompute), None)
                     yield from [] if tight is None else self.placed(tight, usable)
-        for loss in self._regular_plans(usable):
-            yield from self.placed(loss, usable)
 
-    def _regular_plans(self, usable: Sequence[str]) -> list[Plan]:
-        """Those of the module with the loss: with all memory, and with what items leave on each device."""
-        used = [{}, *(self._item_bytes(usable, recompute=recompute) for recompute in self._recomputes)]
-        problems = [problem for each in used if (problem := self._loss_problem([], each)) is not None]
-        plans = [plan for problem in problems for plan in self.regular(problem)]
-        return list({(plan.pipelines, plan.state, plan.micro_batch): plan for plan in plans}.values())
+    def _regular_plans(self, used: Mapping[str, int]) -> list[Plan]:
+        """Those of the module with the loss on all devices, with less memory."""
+        problem = self._loss_problem([], used)
+        return [] if problem is None else self.regular(problem)
 
     def _again(self, found: Candidate) -> Iterator[Plan]:
         """A candidate of a brief search with the plan that a thorough one finds of the module with the loss."""
