@@ -15,12 +15,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
-from _module_published import FLOPS, GIGABYTES, STATE, encoder, layout_seconds
+from _module_published import FLOPS, GIGABYTES, STATE, encoder
 from _results import Row, row
 from elasticd_planner.cost.model_profile import Numbers, derive, suited
 from elasticd_planner.cost.schedule_timeline import one_f_one_b_seconds
 from elasticd_planner.problem import ModuleProblem, Problem, SearchSpace
-from elasticd_planner.search.module_cost import ModuleCosts
+from elasticd_planner.search.module_cost import ModuleCosts, predicted_seconds
 from elasticd_planner.search.planner import plan
 from elasticd_planner.spec.plan import Edge, ModulePlan, Pipeline, Plan, Stage, Strategy
 
@@ -46,7 +46,7 @@ def disjoint_rows(cells: int = len(CELLS)) -> Iterator[Row]:
         problem, here = cell(part), f"16 + 1 devices, images are {part:.0%} of tokens"
         base = baseline_seconds(problem) * TP * STAGES * COPIES
         disjoint = layout(problem)
-        theirs.append(base / (layout_seconds(disjoint, problem) * len(disjoint.members)))
+        theirs.append(base / (predicted_seconds(disjoint, problem) * len(disjoint.members)))
         yield row(f"{here}: one device for images over the baseline", theirs[-1], "", kind="simulated")
         answer = plan(problem)
         assert answer.plan is not None, answer.refusal

@@ -25,7 +25,7 @@ import msgspec
 from _results import Row, row
 from elasticd_planner.cost.model_profile import ModelProfile, Numbers, derive, suited
 from elasticd_planner.problem import ModuleProblem, Problem, SearchSpace
-from elasticd_planner.search.module_cost import ModuleCosts
+from elasticd_planner.search.module_cost import ModuleCosts, predicted_seconds
 from elasticd_planner.search.planner import plan
 from elasticd_planner.spec.model import Cut, ModelSpec, Parameter, Units
 from elasticd_planner.spec.plan import Edge, ModulePlan, Pipeline, Plan, Stage, StatePolicy, Strategy
@@ -168,7 +168,7 @@ class Published:
 
     def their_seconds(self, part: float) -> float:
         """Of a step in their layouts."""
-        return layout_seconds(self.layout(self.theirs, self.encoder_tp, apart=False), self.problem(part))
+        return predicted_seconds(self.layout(self.theirs, self.encoder_tp, apart=False), self.problem(part))
 
     def open_problem(self, part: float) -> Problem:
         """The row for the search: a device has the memory that the published layout needs, or more."""
@@ -179,14 +179,8 @@ class Published:
     def predicted_gain(self, part: float) -> float:
         """Of their layouts over one for both modules [%]."""
         homogeneous = self.layout(self.homogeneous, self.homogeneous[0], apart=True)
-        seconds = layout_seconds(homogeneous, self.problem(part, copies=self.cp))
+        seconds = predicted_seconds(homogeneous, self.problem(part, copies=self.cp))
         return 100 * (seconds / self.their_seconds(part) - 1)
-
-
-def layout_seconds(layout: Plan, problem: Problem) -> float:
-    """Seconds of a mean step of a layout without times, in the order that the times of its passes make."""
-    costs = ModuleCosts(problem)
-    return costs.seconds(costs.timed(layout))
 
 
 def encoder(name: str) -> ModelProfile:

@@ -71,36 +71,27 @@ def _of_modules(record: HistoryRecord) -> tuple[views.PipelineBox, ...]:
     """The picture of a plan of several modules: the modules one after the other, a row for each lane. The load
     of a stage is the time of its passes in a mean step, as a part of the busiest stage's."""
     problem, plan = record.problem, record.plan
-    costs = ModuleCosts(problem)
-    found, seconds = list[tuple[str, int, int, Pipeline, list[float]]](), list[float]()
+    busy = ModuleCosts(problem).busy_seconds(plan)
+    most = max((seconds for rows in busy.values() for row in rows for seconds in row), default=0.0) or 1.0
+    found = []
     for module in plan.modules:
         lanes = [
             (p, n, lane)
             for p, pipeline in enumerate(module.pipelines)
             for n, lane in enumerate(pipeline.by_lane)
         ]
-        scale = 1.0
-        if module.items:
-            count = costs.modules[module.module].items_a_sample * plan.global_batch
-            scale = count / sum(lane.micro_batches for _, _, lane in lanes)
-        times = costs.lane_seconds(plan.view(module.module))
-        for (p, n, lane), (forward, backward) in zip(lanes, times, strict=True):
-            busy = ((forward + backward) * lane.micro_batches * scale).tolist()
-            found.append((module.module, p, n, lane, busy))
-            seconds += busy
-    most, items = max(seconds, default=1.0) or 1.0, {module.module: module.items for module in plan.modules}
-    return tuple(
-        views.PipelineBox(
-            module=module,
-            pipeline=p,
-            lane=n,
-            micro_batches=lane.micro_batches,
-            seconds=None,
-            items=items[module],
-            stages=_stage_boxes(lane, [each / most for each in busy], problem.rates),
-        )
-        for module, p, n, lane, busy in found
-    )
+        for (p, n, lane), row in zip(lanes, busy[module.module], strict=True):
+            box = views.PipelineBox(
+                module=module.module,
+                pipeline=p,
+                lane=n,
+                micro_batches=lane.micro_batches,
+                seconds=None,
+                items=module.items,
+                stages=_stage_boxes(lane, [seconds / most for seconds in row], problem.rates),
+            )
+            found.append(box)
+    return tuple(found)
 
 
 def _stage_boxes(

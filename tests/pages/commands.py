@@ -64,6 +64,7 @@ ALONE = (
     "elasticd simulate examples/scenarios/walk-70b.toml --plot walk.svg",
     "elasticd simulate examples/scenarios/day-1024.toml --json > day.json",
     "elasticd simulate examples/scenarios/packed.toml",
+    "elasticd simulate examples/scenarios/modules.toml",
     "elasticd profile examples/train_lm.py:model --loss next_token_loss --batch batch --out profile.json",
     "elasticd profile train.py --out profile.json",
     "python train.py",

@@ -330,6 +330,28 @@ def test_passes_of_a_few_microseconds_have_a_plan() -> None:
     assert answer.plan is not None, answer.refusal
 
 
+def test_a_plan_without_times_has_the_order_of_those_of_now() -> None:
+    """An answer's JSON says no times."""
+    problem = drawn_problem(2)
+    found = planned(problem)
+    modules = tuple(
+        msgspec.structs.replace(
+            module,
+            pipelines=tuple(
+                msgspec.structs.replace(
+                    lane,
+                    stages=tuple(msgspec.structs.replace(s, microseconds=NO_TIMES) for s in lane.stages),
+                )
+                for lane in module.pipelines
+            ),
+        )
+        for module in found.modules
+    )
+    untimed = found.replace(strategies=(msgspec.structs.replace(found.strategies[0], modules=modules),))
+    assert found.prediction is not None
+    assert ModuleCosts(problem).running_seconds(untimed) == found.prediction.step_seconds
+
+
 def guessed(problem: Problem, factor: float) -> Problem:
     """The problem with encoders that take so many times as long."""
     modules = []

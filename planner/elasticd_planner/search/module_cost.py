@@ -27,7 +27,7 @@ from elasticd_planner.numeric import Floats
 from elasticd_planner.problem import ModuleProblem, Problem
 from elasticd_planner.spec.batch import BatchPlan, batch_plan
 from elasticd_planner.spec.item_batch import GroupId, ItemBatch, SampleItem, item_batch
-from elasticd_planner.spec.plan import ModulePlan, Pipeline, Plan, Stage
+from elasticd_planner.spec.plan import NO_TIMES, ModulePlan, Pipeline, Plan, Stage
 
 #: Of a mean step so many items are dealt one by one; where there are more, some of a sample go together.
 MOST_ITEMS = 4096
@@ -130,7 +130,10 @@ class ModuleCosts:
 
     def running_seconds(self, plan: Plan) -> float:
         """Seconds of a mean step of a plan whose passes take what the profiles say now, in the order that the
-        plan's own times make: those that it was made with, perhaps by a guess."""
+        plan's own times make: those that it was made with, perhaps by a guess. A plan that says no times, as
+        one that is read from an answer, has the order of those of now."""
+        if all(stage.microseconds == NO_TIMES for _, _, stage in plan.walk()):
+            return self.seconds(self.timed(plan))
         part, share = self._part(plan)
         batches = self.batches(part, share)
         end = step_microseconds(part, batches, passes, self._delay(part, batches), actual=self.timed(part))
@@ -143,14 +146,21 @@ class ModuleCosts:
         return module_pass_times(plan, batches, passes, delay=self._delay(plan, batches))
 
     def busy_seconds(
-        self, plan: Plan, batches: Mapping[str, BatchPlan | ItemBatch]
+        self, plan: Plan, batches: Mapping[str, BatchPlan | ItemBatch] | None = None
     ) -> dict[str, list[list[float]]]:
-        """Seconds that each stage computes in a step, by module and lane."""
+        """Seconds that each stage computes in a step, by module and lane.
+
+        Args:
+            plan: of all modules, or of one alone.
+            batches: of the step; None: of a mean step, whose items lanes share by their weights.
+        """
         found = {}
         for module in plan.modules:
-            batch, lanes = batches[module.module], module.by_lane
-            counts: list[float] = [lane.micro_batches for lane in lanes]
-            if isinstance(batch, ItemBatch):
+            counts: list[float] = [lane.micro_batches for lane in module.by_lane]
+            if module.items and batches is None:
+                each = self.step_items(self.modules[module.module]) / sum(counts)
+                counts = [count * each for count in counts]
+            elif batches is not None and isinstance(batch := batches[module.module], ItemBatch):
                 mean = self.modules[module.module].rows_an_item
                 listed = [groups for pipeline in batch.pipelines for groups in pipeline]
                 counts = [sum(group.rows for group in groups) / mean for groups in listed]
@@ -387,16 +397,12 @@ class ModuleCosts:
     def busy(self, plan: Plan) -> dict[str, float]:
         """Seconds of a mean step that each device spends in passes, of all modules of a plan."""
         found: dict[str, float] = defaultdict(float)
+        rows = self.busy_seconds(plan)
         for module in plan.modules:
-            lanes, scale = module.by_lane, 1.0
-            if module.items:
-                items = self.step_items(self.modules[module.module])
-                scale = items / sum(lane.micro_batches for lane in lanes)
-            times = self.lane_seconds(plan.view(module.module))
-            for lane, (forward, backward) in zip(lanes, times, strict=True):
-                for stage, seconds in zip(lane.stages, (forward + backward).tolist(), strict=True):
+            for lane, row in zip(module.by_lane, rows[module.module], strict=True):
+                for stage, seconds in zip(lane.stages, row, strict=True):
                     for device in stage.devices:
-                        found[device] += seconds * lane.micro_batches * scale
+                        found[device] += seconds
         return dict(found)
 
     def passes_seconds(self, view: Plan) -> float:
