@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from elasticd.runtime.engine.parallelism import ParallelismOptions
     from elasticd.runtime.engine.stability import StabilityOptions
     from elasticd.runtime.exits import JobStopped
+    from elasticd.runtime.live.live_state import State
+    from elasticd.runtime.live.start import live
     from elasticd.runtime.model.balance import Balance
     from elasticd.runtime.model.model import Model, Module
     from elasticd.runtime.model.module_sections import from_module
@@ -59,6 +61,7 @@ __all__ = [
     "Rule",
     "Sharded",
     "StabilityOptions",
+    "State",
     "Step",
     "Stream",
     "UnitsOf",
@@ -67,6 +70,7 @@ __all__ = [
     "average",
     "from_hf",
     "from_module",
+    "live",
     "positions",
     "watch",
 ]
@@ -88,6 +92,8 @@ _NAMES = {
     "elasticd.runtime.engine.parallelism": ("ParallelismOptions",),
     "elasticd.runtime.engine.stability": ("StabilityOptions",),
     "elasticd.runtime.exits": ("JobStopped",),
+    "elasticd.runtime.live.live_state": ("State",),
+    "elasticd.runtime.live.start": ("live",),
     "elasticd.runtime.model.balance": ("Balance",),
     "elasticd.runtime.model.model": ("Model", "Module"),
     "elasticd.runtime.model.module_sections": ("from_module",),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from elasticd_planner.spec.batch import Sampler
 
 from elasticd.machines.job.state.job_state import JobSettings
+from elasticd.testing.waiting import until
 from tests.integration import train_live
 from tests.integration.cluster import Cluster
 from tests.integration.train_live import BATCH, SEED, reference
@@ -74,3 +76,71 @@ def test_a_kill_in_the_backward_pass_loses_one_device_alone(kind: str) -> None:
         (recovered,) = (e for e in cluster.events("recorded") if e["data"]["number"] > 1)
         assert len(cluster.events("fenced")) == 1
         assert recovered["data"]["step"] == 6 or kind in ("fsdp", "tp")
+
+
+def full(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.full)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "moment"),
+    [
+        ("ddp", "unheard"),
+        full("ddp", "forward"),
+        full("ddp", "vote"),
+        full("hsdp", "vote"),
+        full("hsdp", "after the vote"),
+        full("fsdp", "unheard"),
+        full("ddp", "update"),
+    ],
+)
+def test_a_step_counts_on_all_ranks_or_on_none_wherever_one_is_lost(kind: str, moment: str) -> None:
+    """A rank that did not hear a decided vote makes the update all the same. An all-reduce for a log after the
+    update does not break the body off."""
+    steps = 10
+    with Cluster(NODES, settings=SETTINGS, emulated=False) as cluster:
+        cluster.run(SCRIPT, kind=kind, steps=steps, dies={"b/1": [moment, 5]}, logs=True)
+        if moment == "unheard":
+            assert set(cluster.wait(120).values()) == {0}
+        else:
+            codes_of(cluster, "b/1")
+        check(cluster, kind, steps)
+        assert len(cluster.events("fenced")) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", ["swap", *map(full, ("build", "move", "moved", "ok"))])
+def test_a_second_death_at_any_point_of_a_recovery_is_recovered_from(moment: str) -> None:
+    """The two that die hold the same part of the state, which snapshots have."""
+    steps = 10
+    with Cluster(NODES, settings=SETTINGS, emulated=False) as cluster:
+        cluster.run(
+            SCRIPT, kind="hsdp", steps=steps, dies={"b/1": ["backward", 5], "a/1": [moment, 2]}, seconds=0.05
+        )
+        codes = cluster.wait(120)
+        assert codes == {"a/0": 0, "b/0": 0, "a/1": -signal.SIGKILL, "b/1": -signal.SIGKILL}
+        check(cluster, "hsdp", steps)
+
+
+@pytest.mark.slow
+def test_a_device_dies_another_comes_and_one_is_drained() -> None:
+    steps, nodes = 70, {"a": 1, "b": 1, "c": 1, "d": 1}
+    with Cluster(nodes, settings=SETTINGS, emulated=False) as cluster:
+        options = {"kind": "hsdp", "steps": steps, "seconds": 0.1}
+        cluster.run(SCRIPT, **options)
+        cluster.runs(1, 4)
+        dead = cluster.workers.pop("d/0")
+        os.kill(dead.pid, signal.SIGKILL)
+        dead.wait()
+        until(lambda: len(cluster.events("recorded")) == 2, cluster.events)
+        cluster.rejoin("d")
+        cluster.start_worker("d/0", SCRIPT, options)
+        until(lambda: len(cluster.events("recorded")) == 3, cluster.events)
+        os.kill(cluster.workers["b/0"].pid, signal.SIGTERM)
+        codes = cluster.wait(120)
+        assert set(codes.values()) == {0}, {device: cluster.log(device)[-3000:] for device in codes}
+        check(cluster, "hsdp", steps)
+        joined = entries(cluster)[f"ledger-d-0-{cluster.workers['d/0'].pid}"]
+        assert joined, "it took part"
+        assert len(cluster.events("fenced")) == 1, "neither the join nor the drain was a fault"

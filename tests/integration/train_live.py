@@ -17,11 +17,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from elasticd import State, live
 from elasticd.runtime.engine.vote import StepVote
 from elasticd.runtime.live import moves
 from elasticd.runtime.live.live_copy import LiveCopy
-from elasticd.runtime.live.live_state import LiveTensors, State
-from elasticd.runtime.live.start import live
+from elasticd.runtime.live.live_state import LiveTensors
 from elasticd.runtime.live.world import World
 from elasticd.runtime.switch.switcher import Switcher
 

@@ -14,13 +14,13 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from elasticd import State, live
 from elasticd.runtime.comm.groups import PlanGroups
 from elasticd.runtime.comm.torch_store import TorchStore
 from elasticd.runtime.exits import JobStopped
 from elasticd.runtime.live import world
 from elasticd.runtime.live.live_loop import LiveLoop
-from elasticd.runtime.live.live_state import LiveTensors, State, _parts
-from elasticd.runtime.live.start import live
+from elasticd.runtime.live.live_state import LiveTensors, _parts
 from elasticd.runtime.live.world import World, register
 from tests.integration.train_live import BATCH, CLIP, MESHES, SEED, Text, build_of, loss_of, reference, whole
 

@@ -127,6 +127,11 @@ class LiveLoop:
         return self._switcher.engine.plan if self._switcher.engine is not None else None
 
     @property
+    def rank(self) -> int | None:
+        """The rank of this process under the plan in force; None on standby. (torchrun's RANK is stale.)"""
+        return self._switcher.engine.rank if self._switcher.engine is not None else None
+
+    @property
     def device(self) -> str:
         """The device of this worker, "node/index"."""
         return self._control.welcome.device
