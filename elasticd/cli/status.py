@@ -26,6 +26,7 @@ from elasticd.coordinator.api_types import (
     ClusterStatus,
     DeviceStatus,
     ExceptionStatus,
+    ExpertDeviceStatus,
     JobStatus,
     MemberStatus,
     ModuleDeviceStatus,
@@ -41,6 +42,8 @@ FEW_DEVICES = 32
 MOST_NODES, MOST_JOBS, MOST_OVER, MOST_PIPELINES, MOST_WORKERS = 20, 4, 10, 6, 16
 #: A lane of items that takes so many times the planned time for a row is named; lines of such devices.
 SLOW_LANE, MOST_SLOW_LANES = 1.25, 4
+#: A device whose experts give it so many times the work of its share is named.
+BUSY = 1.1
 #: A device in a node's line: at normal speed, slower and slower, and one of a node that cannot be reached.
 _GLYPHS, _GONE = "▁▃▅▇█", "×"
 
@@ -367,6 +370,7 @@ def _job(
             ("   the step itself ", "dim"), readable_seconds(job.step_seconds),
         )  # fmt: skip
     yield from module_lines(job)
+    yield from expert_lines(job)
     if job.plan is not None:
         expected = predicted(job)
         proposed = f", plan {job.proposal} is proposed" if job.proposal is not None else ""
@@ -402,6 +406,26 @@ def module_lines(job: JobStatus) -> Iterator[Text]:
             yield Text.assemble("    ", (each.device, "red"), "  ", item_share(module, each))
         if (more := len(slow) - MOST_SLOW_LANES) > 0:
             yield Text(f"    and {counted(more, 'more device')} with slow lanes")
+
+
+def expert_lines(job: JobStatus) -> Iterator[Text]:
+    """The load of a job's experts, and the devices that have most to do with them."""
+    experts = job.experts
+    if experts is None:
+        return
+    yield Text.assemble(
+        ("  experts ", "dim"), f"{experts.experts} in all blocks, and {experts.copies} on further devices; ",
+        f"the busiest device has {experts.uneven:.0%} more than the least possible; heaviest: expert ",
+        f"{experts.heaviest} of block {experts.block}, {experts.part:.0%} of its rows",
+    )  # fmt: skip
+    busy = sorted(experts.by_device, key=lambda each: -each.work)
+    for each in [each for each in busy if each.work >= BUSY][:MOST_SLOW_LANES]:
+        yield Text.assemble("    ", each.device, "  ", expert_share(each))
+
+
+def expert_share(device: ExpertDeviceStatus) -> str:
+    """A device's experts, and its work with them."""
+    return f"{counted(device.experts, 'expert')}, {device.work:.2f} times the work of its share"
 
 
 def item_share(module: ModuleStatus, device: ModuleDeviceStatus) -> str:

@@ -17,7 +17,15 @@ from rich.text import Text
 from elasticd.cli.console import command_console
 from elasticd.cli.options import cluster_options, json_option, plain_table, write_json
 from elasticd.cli.picture import picture
-from elasticd.cli.status import SLOW_LANE, jobs_over, module_lines, paused, rates_of, restart_mode_job
+from elasticd.cli.status import (
+    SLOW_LANE,
+    expert_lines,
+    jobs_over,
+    module_lines,
+    paused,
+    rates_of,
+    restart_mode_job,
+)
 from elasticd.client import Api, CannotReach, reach
 from elasticd.coordinator.api_types import (
     ClusterStatus,
@@ -148,6 +156,7 @@ def _job(job: JobStatus, steps: Sequence[StepRecord], rates: Mapping[str, float]
     if seconds:
         yield Text.assemble(("  seconds of the steps themselves, the last 60  ", "dim"), spark(seconds))
     yield from module_lines(job)
+    yield from expert_lines(job)
     if len(job.modules) > 1:
         yield _module_table(job)
     if job.plan is not None:

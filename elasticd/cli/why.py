@@ -14,7 +14,7 @@ from elasticd.cli.console import command_console
 from elasticd.cli.job_argument import in_restart_mode, job_with_plans, named_job
 from elasticd.cli.options import asking, json_option, write_json
 from elasticd.cli.picture import picture
-from elasticd.cli.status import exception, item_share
+from elasticd.cli.status import exception, expert_share, item_share
 from elasticd.client import Api, CannotReach
 from elasticd.coordinator.api_types import ClusterStatus, DeviceStatus, JobStatus, NodeStatus
 from elasticd.coordinator.events.event_log import EventRecord
@@ -226,6 +226,13 @@ def in_modules(name: str, job: JobStatus) -> Iterator[str]:
                 yield f"{module.module}: {readable_seconds(each.seconds)} of computation{share}"
 
 
+def with_experts(name: str, job: JobStatus) -> Iterator[str]:
+    """The experts of a device, and its work with them."""
+    for each in job.experts.by_device if job.experts is not None else ():
+        if each.device == name:
+            yield expert_share(each)
+
+
 def _reason(name: str, job: JobStatus | None) -> str:
     """Why a job does not train at this moment, if that is for the device's sake."""
     return job.reason if job is not None and name in job.reason.replace(",", " ").split() else ""
@@ -253,6 +260,8 @@ def device(
         yield Text.assemble(("use       ", "dim"), use(current.plan, name))
         for text in in_modules(name, current):
             yield Text.assemble(("step      ", "dim"), text)
+        for text in with_experts(name, current):
+            yield Text.assemble(("experts   ", "dim"), text)
     yield from now(_reason(name, current))
     before = None
     for record in records:

@@ -113,6 +113,26 @@ class ModuleStatus(Value, frozen=True, kw_only=True):
     by_device: tuple[ModuleDeviceStatus, ...] = ()  # that compute with it, lane by lane
 
 
+class ExpertDeviceStatus(Value, frozen=True, kw_only=True):
+    """A device of a TP group with experts."""
+
+    device: str  # its name
+    experts: int  # that it has, of all of its blocks
+    work: float  # of its blocks, by the rows that go to its experts, over that by its share
+
+
+class ExpertsStatus(Value, frozen=True, kw_only=True):
+    """The experts of a job and their load, in the mean of the last reports."""
+
+    experts: int  # of all blocks
+    copies: int  # on further devices of their TP groups, in all pipelines
+    uneven: float  # the experts' time of the busiest device over the least possible, less 1, of the worst group
+    block: int  # that has the heaviest expert
+    heaviest: int  # that expert
+    part: float  # of that block's rows that go to it
+    by_device: tuple[ExpertDeviceStatus, ...] = ()  # of TP groups of several devices, in the order of the plan
+
+
 class JobStatus(Value, frozen=True, kw_only=True):
     """One job."""
 
@@ -142,6 +162,7 @@ class JobStatus(Value, frozen=True, kw_only=True):
     batch: BatchSummary | None = None  # the newest packed batch (None: samples are padded)
     members: tuple[MemberStatus, ...]  # its workers, by device
     modules: tuple[ModuleStatus, ...] = ()  # of a model of several (empty: it has one, or nothing was measured)
+    experts: ExpertsStatus | None = None  # of a model that has some (None: no load was measured)
 
     @property
     def over(self) -> bool:

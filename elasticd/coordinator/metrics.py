@@ -150,6 +150,11 @@ FAMILIES = {
     "elasticd_job_module_items": Family(
         "gauge", ("job", "module"), "Items (images) of a sample in the mean of the last steps, by their module."
     ),
+    "elasticd_job_experts_uneven": Family(
+        "gauge",
+        ("job",),
+        "The busiest device's time for its experts over the least possible, less 1, of the worst TP group.",
+    ),
     "elasticd_job_plan_number": Family("gauge", ("job",), "Number of the plan in force, 0 without one."),
     "elasticd_job_members": Family(
         "gauge", ("job",), "Devices that the plan in force uses, or a job in restart mode."
@@ -385,11 +390,13 @@ def _of_job(job: JobState, reading: LeaderReading) -> Iterator[tuple[str, tuple[
 
 
 def _modules_of(job: JobState) -> Iterator[tuple[str, tuple[str, ...], float]]:
-    """The metrics of the modules of a model of several."""
+    """The metrics of the modules of a model of several, and of experts."""
     for each in module_times(job):
         yield "elasticd_job_module_compute_seconds", (each.module,), each.seconds
         if each.items:
             yield "elasticd_job_module_items", (each.module,), each.items_a_sample
+    if job.expert_rows.mean:
+        yield "elasticd_job_experts_uneven", (), job.expert_rows.uneven
 
 
 def _waits_of(

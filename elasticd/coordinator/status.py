@@ -7,12 +7,16 @@ from collections.abc import Collection, Iterable, Mapping
 
 from elasticd_planner.detection.slowness_history import Slowness
 from elasticd_planner.spec.cluster import node_of
+from elasticd_planner.spec.expert_load import ExpertLoad, held_by_device
+from elasticd_planner.spec.plan import Plan
 
 from elasticd.coordinator.api_types import (
     CheckpointStatus,
     ClusterStatus,
     DeviceStatus,
     ExceptionStatus,
+    ExpertDeviceStatus,
+    ExpertsStatus,
     JobStatus,
     LeaderStatus,
     LinkStatus,
@@ -178,6 +182,40 @@ def job_status(
         batch=job.batch,
         members=() if brief else member_list(job),
         modules=tuple(_module(each, brief=brief) for each in module_times(job)),
+        experts=_experts(job, brief=brief),
+    )
+
+
+def _experts(job: JobState, *, brief: bool) -> ExpertsStatus | None:
+    """The load of experts, and which devices have them; the devices are left out where a job's members are."""
+    plan, known = job.plan, job.expert_rows
+    if not isinstance(plan, Plan) or not known.mean or known.plan != plan.number:
+        return None
+    load = ExpertLoad(rows=known.mean, part=0.0, expert_bytes=0)
+    held = held_by_device(plan, load)
+    parts = {block: load.weights(block) for block in load.rows}
+    block = max(parts, key=lambda each: max(parts[each]))
+    lanes = [lane for _, _, lane in plan.walk()]
+    count = sum(map(len, load.rows.values()))
+    groups = [device for lane in lanes if len(lane.devices) > 1 for device in lane.devices]
+    copies = sum(len(own) for blocks in held.values() for own in blocks.values()) - count * len(plan.by_lane)
+    return ExpertsStatus(
+        experts=count,
+        copies=max(0, copies),
+        uneven=known.uneven,
+        block=block,
+        heaviest=parts[block].index(max(parts[block])),
+        part=max(parts[block]),
+        by_device=()
+        if brief
+        else tuple(
+            ExpertDeviceStatus(
+                device=device,
+                experts=sum(map(len, held.get(device, {}).values())),
+                work=known.work.get(device, 1.0),
+            )
+            for device in groups
+        ),
     )
 
 

@@ -19,7 +19,13 @@ from rich.console import Console, RenderableType
 
 from elasticd.cli import history, jobs, logs, top, why
 from elasticd.cli.status import screen
-from elasticd.coordinator.api_types import ExceptionStatus, ModuleDeviceStatus, ModuleStatus
+from elasticd.coordinator.api_types import (
+    ExceptionStatus,
+    ExpertDeviceStatus,
+    ExpertsStatus,
+    ModuleDeviceStatus,
+    ModuleStatus,
+)
 from elasticd.coordinator.events.event_log import EVENTS_OF_A_TERM as TERM
 from elasticd.coordinator.events.event_log import EventRecord
 from elasticd.coordinator.events.switch_gain import Gain, StepRecord
@@ -225,6 +231,29 @@ def test_why_tells_programs_the_same() -> None:
 def test_jobs_have_a_line_each() -> None:
     lines = shown(jobs.listed(STATUS)).splitlines()
     assert lines[1].split() == ["j", "running", "41", "2.5000", "1,234", "7", "3"]
+
+
+def test_the_load_of_experts_is_told_and_devices_that_have_most_to_do_with_them() -> None:
+    experts = ExpertsStatus(
+        experts=64,
+        copies=3,
+        uneven=0.25,
+        block=2,
+        heaviest=7,
+        part=0.31,
+        by_device=(
+            ExpertDeviceStatus(device="a/1", experts=20, work=1.2),
+            ExpertDeviceStatus(device="b/0", experts=47, work=0.8),
+        ),
+    )
+    (job,) = STATUS.jobs
+    status = msgspec.structs.replace(STATUS, jobs=(msgspec.structs.replace(job, experts=experts),))
+    text = shown(top.drawn(status, {"j": STEPS}, EVENTS))
+    assert "64 in all blocks, and 3 on further devices; the busiest device has 25% more than the least" in text
+    assert "heaviest: expert 7 of block 2, 31% of its rows" in text
+    assert "a/1  20 experts, 1.20 times the work of its share" in text
+    assert "47 experts" not in text
+    assert "20 experts, 1.20 times the work" in shown(*why.device("a/1", "j", status, EVENTS, ()))
 
 
 def test_why_an_unknown_device_names_those_there_are() -> None:

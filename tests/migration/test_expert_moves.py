@@ -1,0 +1,80 @@
+"""What a new placement of experts moves, and what is left of them when a device dies."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+import numpy as np
+import pytest
+from elasticd_migration.reshard import reshard
+from elasticd_planner.layout.layouts import Layouts
+from elasticd_planner.layout.surviving_layouts import Remains
+from elasticd_planner.placement.expert_placement import BlockPlacement, arrivals, placed
+from elasticd_planner.spec.model import item_size
+from elasticd_planner.spec.plan import Plan, Stage, StatePolicy, Strategy
+
+from tests.models.mixture import EXPERTS, LAYERS, Mixture
+from tests.runtime.test_parity import plan_of, stage
+
+SPEC = Mixture().describe().spec
+DEVICES = ["a/0", "a/1", "b/0"]
+
+
+def plan_with(placements: list[BlockPlacement]) -> Plan:
+    of: Stage = stage(0, LAYERS, *((device, 1) for device in DEVICES))
+    of = msgspec.structs.replace(
+        of, experts=tuple(p.held for p in placements), splits=tuple(p.splits for p in placements)
+    )
+    return plan_of((8, [of]))
+
+
+def drifted(rng: np.random.Generator, load: list[float], by: float) -> list[float]:
+    return [each * float(np.exp(rng.normal(0, by))) for each in load]
+
+
+@pytest.mark.parametrize("by", [0.0, 0.1, 1.0])
+def test_a_new_placement_moves_the_experts_that_devices_lack_and_nothing_else(by: float) -> None:
+    rng = np.random.default_rng(3)
+    loads = [rng.gamma(1.0, size=EXPERTS).tolist() for _ in range(LAYERS)]
+    before = [placed(load, [1.0] * 3) for load in loads]
+    after = [
+        placed(drifted(rng, load, by), [1.0] * 3, old.held) for load, old in zip(loads, before, strict=True)
+    ]
+    moved = [arrivals(old.held, new.held) for old, new in zip(before, after, strict=True)]
+    assert (sum(moved) > 0) == (by == 1.0), "a small drift is made up for by other parts of rows"
+    old, new = (Layouts(SPEC, plan_with(each)) for each in (before, after))
+    sizes = {item: item_size(SPEC.dtype) for item in old.items}
+    sent = sum(
+        transfer.box.size * sizes[item] for transfer in reshard(old, new, sizes) for item in transfer.items
+    )
+    kind = SPEC.kinds[0]
+    expert = sum(math.prod(p.shape) * item_size(p.dtype) for p in kind if p.experts) // EXPERTS
+    roles = len({item.role for item in old.items if item.role != "buffer"})
+    assert sent == sum(moved) * expert * roles
+
+
+def test_an_expert_whose_only_device_died_is_lost_by_name_and_one_with_a_copy_is_not() -> None:
+    held = ((0, 1, 2, 3), (2, 3, 4, 5), (0, 1, 4, 5, 6, 7))
+    plan = plan_with([BlockPlacement(held=held, splits=(), busiest=0.0)] * LAYERS)
+    whole = Layouts(SPEC, plan)
+    experts = {name for name, each in SPEC.parameters.items() if each.experts}
+
+    def gone(device: str) -> set[str]:
+        """Parameters of experts that are lost with a device."""
+        return experts & {item.name for item, _ in Remains(whole, gone=[device]).lost()}
+
+    assert gone("a/0") == gone("a/1") == set()
+    assert gone("b/0") == experts
+    state = plan.replace(state=StatePolicy(zero=1, replicas=2))
+    left = Remains(Layouts(SPEC, state), gone=["b/0"])
+    assert not any(item.role == "state" and item.name in experts for item, _ in left.lost()), "on node a, too"
+
+
+def test_another_layout_has_a_plan_without_placements() -> None:
+    plan = plan_with([placed([1.0] * EXPERTS, [1.0] * 3)] * LAYERS)
+    pipelines = tuple(each.with_layers([LAYERS]) for each in plan.pipelines)
+    bare = plan.replace(
+        strategies=(Strategy(modules=(msgspec.structs.replace(plan.module, pipelines=pipelines),)),)
+    )
+    assert not any(of.experts or of.splits for _, _, of in bare.walk())
