@@ -90,6 +90,13 @@ def test_a_second_death_at_any_event_of_a_fault(more: int) -> None:
     assert len(world.mesh.members) == 4
 
 
+def test_it_is_said_of_plain_shards_that_they_have_one_copy() -> None:
+    said = "; parts of the state have one copy: without its device they are read from a snapshot"
+    for meshes, has in ((("shard",), True), (HSDP, False), (("ddp",), False), (("dp, tp=2",), True)):
+        proposed = next(note.text for note in running(*meshes).notes if note.kind == "proposed")
+        assert proposed.endswith(said) == has
+
+
 def test_plain_shards_without_a_snapshot_end_the_job_and_name_the_box() -> None:
     world = running("shard")
     world.kill("beta/1")

@@ -15,6 +15,7 @@ from elasticd_planner.spec.plan import Plan
 
 from elasticd.machines.job.copies import checkpoints
 from elasticd.machines.job.copies.checkpoints import NotShared, offered
+from elasticd.machines.job.copies.holdings import only_copies
 from elasticd.machines.job.copies.memory import room_for
 from elasticd.machines.job.copies.rollback import Source, called, spread, waits
 from elasticd.machines.job.faults import user_exceptions
@@ -60,6 +61,8 @@ def propose(turn: Turn, plan: JobPlan, problem: JobProblem, reason: str, source:
     if any(device not in job.workers for device in plan.members):  # one was lost since it was asked for
         turn.set(decided=None, remedy=None)
         return
+    if isinstance(plan, MeshPlan) and job.spec is not None and only_copies(job.spec.specs, plan):
+        reason = f"{reason}; parts of the state have one copy: without its device they are read from a snapshot"
     number = job.highest + 1
     plan = plan.replace(
         number=number,

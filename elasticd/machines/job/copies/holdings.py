@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Hashable
 
 from elasticd_migration.reshard import span
 from elasticd_planner.layout.holdings import JobTensors, holdings_of
 from elasticd_planner.layout.surviving_layouts import Remains
+from elasticd_planner.spec.box import cells
 from elasticd_planner.spec.mesh import JobPlan
+
+
+def only_copies(tensors: JobTensors, plan: JobPlan) -> tuple[str, ...]:
+    """The devices that alone hold some of the state under `plan`, by name."""
+    layouts, alone, known = holdings_of(tensors, plan), set[str](), set[Hashable]()
+    for item in layouts.items:
+        if (key := layouts.family(item)) not in known:
+            known.add(key)
+            for _, held in cells(layouts.layout(item).holdings):
+                if len(holders := {holding.device for holding in held}) == 1:
+                    alone |= holders
+    return tuple(sorted(alone))
 
 
 def lost_boxes(tensors: JobTensors, plan: JobPlan, live: Collection[str], stale: Collection[str] = ()) -> str:
