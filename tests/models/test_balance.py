@@ -247,17 +247,18 @@ def test_models_of_transformers_are_balanced_as_in_one_process(kind: str, name: 
 
 def test_packed_samples_are_balanced_one_by_one() -> None:
     training = training_of(Balance(loss=0.05, router="blocks.*.router"), dataset=Known(VOCABULARY))
-    assert of_mixture(replace(training, packing=Packing(tokens=40)), LAYOUTS["replicas"]) < (NEAR, NEAR)
+    assert of_mixture(replace(training, packing=Packing(tokens=40, cut=False)), LAYOUTS["replicas"]) < (
+        NEAR,
+        NEAR,
+    )
 
 
 def test_sequences_that_are_cut_over_lanes_move_biases_and_have_no_loss_of_samples() -> None:
     training = training_of(replace(BOTH, loss=None))
     fields = {name: getattr(training, name) for name in ("model", "loss", "dataset", "steps", "options")}
     assert of_mixture(Cut(**fields), LAYOUTS["over lanes"]) < (NEAR, NEAR)
-    with pytest.raises(
-        ModelError, match=r"sequences are cut over lanes: leave Packing\(cut=True\) out, or give"
-    ):
-        of_mixture(Cut(**{**fields, "options": {"balance": BOTH}}), LAYOUTS["over lanes"])
+    with pytest.raises(ValueError, match=r"may cut one over lanes.*Packing\(cut=False\), or Balance\(bias=\)"):
+        replace(training_of(BOTH, dataset=Known(VOCABULARY)), packing=Packing()).recipe()
 
 
 @pytest.mark.parametrize(

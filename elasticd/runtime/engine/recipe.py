@@ -127,6 +127,11 @@ class Recipe:
                 "balance counts rows of whole samples, and sequence_parallel gives a device slices of them: "
                 "leave ParallelismOptions(sequence_parallel=...) out"
             )
+        if self.balance.loss is not None and self.data.packing is not None and self.data.packing.cut:
+            raise ValueError(
+                "Balance(loss=) is of whole samples, and packing may cut one over lanes, none of which has all "
+                "of its rows: give Packing(cut=False), or Balance(bias=)"
+            )
         if self.model.graph is not None and self.balance.bias is not None:
             raise ValueError(
                 "Balance(bias=) of a model of several modules is not supported: give Balance(loss=)"

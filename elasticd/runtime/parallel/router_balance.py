@@ -95,15 +95,10 @@ class RouterBalance:
             each sample.
 
         Raises:
-            ModelError: it is not known which rows pad a sample, or a sample's rows are on several lanes.
+            ModelError: it is not known which rows pad a sample.
         """
         row = current_row(device)
         if row is not None:
-            if not row.whole and self.has_loss:
-                raise ModelError(
-                    "a balance loss is of whole samples, and sequences are cut over lanes: leave "
-                    "Packing(cut=True) out, or give Balance(bias=) in the place of Balance(loss=)"
-                )
             sizes = torch.tensor([piece.length for piece in row.pieces], device=device)
             return row.sample_of_token, sizes
         samples: Sequence[int] = self._drawing.samples or (0,)
