@@ -203,13 +203,12 @@ OF_FAMILIES: dict[str, Plan] = {
     "recomputation": again_in(PLACED["over lanes"]),
     "cut sequences": PLACED["over lanes, two stages"],
 }
-#: GPT-OSS takes no packed rows, which cut sequences are; the attention of DeepSeek-V3 is whole on each member
-#: of a TP group, each of which would send all keys. A loss of samples is of sequences that are not cut.
+#: GPT-OSS takes no packed rows, which cut sequences are. A loss of samples is of sequences that are not cut.
 FAMILIES = [
     (kind, name)
     for kind in ("Mixtral", "Qwen3Moe", "GptOss", "DeepseekV3")
     for name in OF_FAMILIES
-    if name != "cut sequences" or kind in ("Mixtral", "Qwen3Moe")
+    if (kind, name) != ("GptOss", "cut sequences")
 ]
 
 
@@ -218,13 +217,14 @@ def of_family(kind: str, name: str) -> tuple[float, float]:
     model = with_experts(kind)
     described = elasticd.from_hf(model, experts="columns" if name == "expert tp" else "experts")
     cut = name == "cut sequences"
-    balance = Balance(loss=0.05, bias=0.01 if kind == "DeepseekV3" else None)
+    has_bias = kind == "DeepseekV3"
+    balance = Balance(loss=None if cut and has_bias else 0.05, bias=0.01 if has_bias else None)
     given: dict[str, Any] = {
         "model": described,
         "loss": next_token_loss,
         "dataset": Known(VOCABULARY),
         "steps": STEPS,
-        "options": {"balance": None if cut else balance},
+        "options": {"balance": None if cut and not has_bias else balance},
     }
     training = Cut(**given) if cut else Training(**given)
     whole = Whole(copy.deepcopy(model))

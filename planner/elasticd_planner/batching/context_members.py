@@ -153,7 +153,8 @@ def _size(span: tuple[int, int]) -> int:
 def _kinds(spec: ModelSpec) -> Iterator[tuple[str, str]]:
     """The kinds of units that may be of heads and of their kv-heads, those that are said to be first."""
     yield from ((units.follows, units.kind) for units in spec.units if units.follows is not None)
-    alone = [units.kind for units in spec.units if units.follows is None]
+    experts = {each.cut.units for kind in spec.kinds for each in kind if each.experts and each.cut}
+    alone = [units.kind for units in spec.units if units.follows is None and units.kind not in experts]
     yield from ((kind, kind) for kind in sorted(alone, key=lambda kind: "head" not in kind))
 
 
