@@ -382,7 +382,7 @@ def _explained(record: HistoryRecord, spec: JobSpec) -> dict[str, Communications
     sizes = {problem.module: ModuleSizes(tokens=tokens, boundary=boundary, gradients=gradients)}
     for module in problem.modules:
         sizes[module.name] = ModuleSizes(
-            boundary=module.profile.bundle_bytes, output=module.profile.boundary_bytes, gradients=gradients
+            boundary=module.profile.bundle_bytes, output=module.output_row_bytes, gradients=gradients
         )
     batches = ModuleCosts(problem).batches(plan)
     items = {name: batch for name, batch in batches.items() if isinstance(batch, ItemBatch)}

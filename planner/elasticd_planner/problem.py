@@ -69,6 +69,11 @@ class ModuleProblem(Value, frozen=True, kw_only=True):
                 f"{self.items_a_sample} and {self.rows_an_item}"
             )
 
+    @property
+    def output_row_bytes(self) -> float:
+        """Bytes that a row of an item brings to the module with the loss, on average."""
+        return self.output_bytes / self.rows_an_item or self.profile.boundary_bytes
+
 
 class Problem(StoredValue, frozen=True, kw_only=True, tag="planner-problem"):
     """Plan `profile`'s model on `cluster` at `rates` (device name to how many times slower than normal;

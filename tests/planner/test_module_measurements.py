@@ -17,7 +17,7 @@ from elasticd_planner.detection.settings import DetectSettings
 from elasticd_planner.detection.stragglers import RateState, observe
 from elasticd_planner.problem import ModuleProblem, Problem
 from elasticd_planner.profiling.fit import STEPS, fit_modules
-from elasticd_planner.search.module_cost import predicted_seconds
+from elasticd_planner.search.module_cost import ModuleCosts, predicted_seconds
 from elasticd_planner.spec.cluster import Cluster, Rates
 from elasticd_planner.spec.measurement import Measurement, ModuleMeasurement
 from elasticd_planner.spec.plan import Edge, ModulePlan, Pipeline, Plan, Strategy
@@ -199,6 +199,23 @@ def problem_of(plan: Plan, known: Mapping[str, ModelProfile], links: Cluster) ->
         module="language",
         modules=(vision,),
     )
+
+
+@pytest.mark.parametrize("trainable", [True, False])
+def test_messages_that_wait_for_the_end_of_the_step_are_in_the_memory_of_a_plan(trainable: bool) -> None:
+    """Gradients where images are taken, 8 on each of two devices; or outputs, all 16 where they are made."""
+    plan, size = plan_of((ENCODER,), trainable=trainable), 1000.0
+    problem = problem_of(plan, profiles(), cluster(1, 2))
+    needed = []
+    for output_bytes in (size, 2 * size):
+        vision = msgspec.structs.replace(problem.modules[0], output_bytes=output_bytes)
+        assert vision.output_row_bytes == output_bytes / 32
+        needed.append(ModuleCosts(msgspec.structs.replace(problem, modules=(vision,))).memory(plan))
+    more = {device: needed[1][device] - needed[0][device] for device in plan.members}
+    window = ModuleCosts(problem).kept_items(plan, plan.modules[0])[0] * size
+    waiting = {ENCODER: 0.0 if trainable else 16 * size}
+    assert more[ENCODER] == pytest.approx(window + waiting[ENCODER], abs=1)
+    assert [more["n1/0"], more["n1/1"]] == ([8 * size] * 2 if trainable else [0, 0])
 
 
 @pytest.mark.parametrize("trainable", [True, False])

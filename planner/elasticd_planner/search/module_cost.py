@@ -191,7 +191,7 @@ class ModuleCosts:
                 return 0.0, 0.0
             link = reach(members[device] for device in (*sender, *receiver))
             if module in items:
-                size = self._profiles[module].boundary_bytes
+                size = self.modules[module].output_row_bytes
                 return 1e6 * link.latency, 1e6 * size / link.bandwidth
             return 1e6 * cost.boundary(link) / 2, 0.0
 
@@ -351,7 +351,7 @@ class ModuleCosts:
 
     def output_bytes(self, module: ModuleProblem) -> float:
         """Bytes of what a module gives of an item, in the mean."""
-        return module.output_bytes or module.rows_an_item * self._profiles[module.name].boundary_bytes
+        return module.output_row_bytes * module.rows_an_item
 
     def _carried(self, plan: Plan) -> int:
         view = plan.view(self.problem.module)
