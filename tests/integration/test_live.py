@@ -124,6 +124,27 @@ def test_a_second_death_at_any_point_of_a_recovery_is_recovered_from(moment: str
 
 
 @pytest.mark.slow
+def test_a_slow_device_gets_fewer_samples_and_its_share_back_in_the_same_groups() -> None:
+    """A plan of the same mesh moves nothing, and calls no `build`."""
+    steps = 100
+    with Cluster(NODES, settings=SETTINGS, forward=2e-3) as cluster:
+        cluster.run(SCRIPT, kind="fsdp", steps=steps)
+        cluster.runs(1, 4)
+        cluster.pace("a/0", 3.0)
+        until(lambda: len(cluster.events("recorded")) >= 2, cluster.events)
+        codes = cluster.wait(120)
+        assert set(codes.values()) == {0}, {device: cluster.log(device)[-3000:] for device in codes}
+        check(cluster, "fsdp", steps)
+        made = entries(cluster)
+        last = {name: len(rows[-1][2]) for name, rows in made.items()}
+        slow = next(count for name, count in last.items() if name.startswith("ledger-a-0"))
+        assert slow <= 3, last
+        assert not cluster.events("fenced")
+        pauses = [event["data"]["pause_seconds"] for event in cluster.events("swapped")][4:]
+        assert pauses, "it was switched"
+
+
+@pytest.mark.slow
 def test_a_device_dies_another_comes_and_one_is_drained() -> None:
     steps, nodes = 70, {"a": 1, "b": 1, "c": 1, "d": 1}
     with Cluster(nodes, settings=SETTINGS, emulated=False) as cluster:

@@ -27,20 +27,24 @@ class LiveCopy:
 
     Args:
         layouts: of the plan.
-        groups: of the plan.
+        groups: of the plan; a copy that is given `before` has those of that one.
+        before: the copy of a plan that differs in the samples of lanes alone: its world, tensors and groups are
+            taken over.
     """
 
-    stale = spent = False  # nothing here is sent late, and nothing moves in place
+    stale = False  # nothing here is sent late
     lent = None
 
-    def __init__(self, layouts: MeshLayouts, groups: PlanGroups) -> None:
+    def __init__(self, layouts: MeshLayouts, groups: PlanGroups, before: LiveCopy | None = None) -> None:
         self.layouts, self.plan, self.plan_groups = layouts, layouts.plan, groups
+        self.before = before
+        self.spent = False  # the copy that took this one's tensors over has trained them on
         self.device = groups.me
         self.rank = layouts.plan.rank(groups.me)
         self.everyone: Group = groups.group(layouts.plan.members, "vote")
         self.vote = StepVote(self.everyone)
-        self.world = World(groups, layouts.plan.members)
-        self.tensors: LiveTensors | None = None
+        self.world: World = World(groups, layouts.plan.members) if before is None else before.world
+        self.tensors: LiveTensors | None = None if before is None else before.tensors
         self.reduced: int | None = None
         self.last: Vote | None = None
         self.torn = False
@@ -79,6 +83,11 @@ class LiveCopy:
                 f"build makes another model on the mesh {self.plan.mesh_text} than on one device: {why}. Let "
                 "it be a function of its mesh alone"
             )
+
+    def trains_on(self) -> None:
+        """An update comes next: the tensors are those of no plan before this one any more."""
+        if self.before is not None:
+            self.before.spent, self.before = True, None
 
     def state(self) -> LocalState:
         """The state of this device, by reference. Raises NotElementWise."""

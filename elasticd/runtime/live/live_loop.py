@@ -41,6 +41,7 @@ from elasticd.runtime.exits import Drained, JobOver, JobStopped, is_told, stoppe
 from elasticd.runtime.live import world
 from elasticd.runtime.live.collective_waits import CollectiveWaits
 from elasticd.runtime.live.live_copy import LiveCopy
+from elasticd.runtime.live.live_state import LiveTensors
 from elasticd.runtime.live.loop_step import LoopStep
 from elasticd.runtime.live.moves import LiveMoves
 from elasticd.runtime.snapshot.snapshotter import Snapper
@@ -98,7 +99,7 @@ class LiveLoop:
         self._step: LoopStep | None = None
         self._waits = CollectiveWaits(self._decided)
         self._hooks: list[Any] = []
-        self._timed: LiveCopy | None = None
+        self._timed: LiveTensors | None = None
         self._began = self._waited = 0.0
         self._last_gradient: tuple[float, float] | None = None
         self._last: tuple[int, Vote] | None = None
@@ -330,6 +331,7 @@ class LiveLoop:
         asked = time.perf_counter()
         until, waited = self._last_gradient or (asked, self._waits.seconds)
         self._seconds = max(1e-9, until - self._began - (waited - self._waited))
+        self._pace(len(step.indices))
         loss, count = step.terms
         record = RankRecord(
             step=step.index,
@@ -362,14 +364,27 @@ class LiveLoop:
             self._last = copy.plan.number, vote
         self._vote_seconds = time.perf_counter() - asked
         copy.reduced, copy.last, copy.torn, step.decided = None, vote, True, True
+        copy.trains_on()
         if snapper is not None:
             snapper.copied()
+
+    def _pace(self, samples: int) -> None:
+        """Sleeps where the speed of the device is emulated, of which a sample counts as a token."""
+        pace = self._pacer.pace
+        target = self._seconds * pace.factor
+        if pace.forward is not None:
+            target = (pace.forward + (pace.backward or 0.0)) * samples * pace.factor
+            self._pacer.paced += 1
+            self._pacer.overruns += self._seconds > target
+        if target > self._seconds:
+            time.sleep(target - self._seconds)
+            self._seconds = target
 
     def _committed(self, step: LoopStep, took: float) -> None:
         copy, outcome = step.copy, step.outcome
         if outcome is None:
             return  # another rank's vote: it has told of the step
-        first = copy.rank == 0
+        first, (paced, overruns) = copy.rank == 0, self._pacer.take()
         self._control.send(
             Report(
                 measurement=Measurement(
@@ -385,6 +400,8 @@ class LiveLoop:
                 loss=outcome.vote.loss if first else None,
                 tokens=outcome.vote.tokens if first else None,
                 ended_at=time.monotonic() if first else 0.0,
+                paced=paced,
+                overruns=overruns,
             )
         )
         if self._snapper is not None:
@@ -392,8 +409,8 @@ class LiveLoop:
 
     def _time(self, copy: LiveCopy) -> None:
         """Has the clock of a step stop at the last gradient: DDP waits for its reductions after it, in C++."""
-        if copy is not self._timed and copy.tensors is not None:
-            self._timed = copy
+        if copy.tensors is not self._timed and copy.tensors is not None:
+            self._timed = copy.tensors
             for parameter in copy.tensors.trained.values():
                 parameter.register_post_accumulate_grad_hook(self._gradient)
 

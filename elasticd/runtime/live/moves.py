@@ -2,7 +2,8 @@
 
 A preparer thread makes the plan's gloo device and the group of its vote, reads snapshots, and joins the
 transition group. torch's world of the new plan is made by the main thread, once training has stopped: there is
-one world at a time. It calls the script's `build`, and state is copied into what that made.
+one world at a time. It calls the script's `build`, and state is copied into what that made. A plan that differs
+from the one before in the samples of lanes alone takes world, tensors and groups over.
 """
 
 from __future__ import annotations
@@ -56,7 +57,12 @@ class LiveMoves:
         plan, old, recovery = proposal.plan, proposal.old, proposal.recovery
         assert isinstance(plan, MeshPlan)
         layouts = MeshLayouts(self.model, plan)
-        copy = LiveCopy(layouts, plan_groups_of("groups")) if device in plan.members else None
+        before = training if recovery is None and plan.same_mesh(old) else None
+        copy = None
+        if before is not None:
+            copy = LiveCopy(layouts, before.plan_groups, before)
+        elif device in plan.members:
+            copy = LiveCopy(layouts, plan_groups_of("groups"))
         snapshot = None
         if old is not None and recovery is not None and recovery.snapshots:
             snapshot = self.snapshots.state(old, recovery, device)
@@ -79,7 +85,7 @@ class LiveMoves:
         try:
             return self._move(prepared, held, step)
         except BaseException:
-            if prepared.engine is not None:
+            if prepared.engine is not None and prepared.engine.before is None:
                 prepared.engine.end()
             if before is not None:
                 world.enter(before)
@@ -93,6 +99,8 @@ class LiveMoves:
         if recovery is not None and recovery.snapshots:
             step = recovery.step
         began = time.perf_counter()
+        if new is not None and new.before is not None:  # lanes get other shares, and all stays where it is
+            return MoveResult(step=step, began=began)
         if (before := world.current()) is not None:
             before.leave()
         if new is not None:

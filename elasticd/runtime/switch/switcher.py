@@ -518,7 +518,7 @@ class Switcher(Generic[Held]):
         self._results.pop(number, None)
         if self._prepared.pop(number, None) is not None:  # never switched to: the move's own groups go, too
             self._groups_by_plan.cancel(number)
-        else:
+        elif self.engine is None or engine.plan_groups is not self.engine.plan_groups:  # else it took them over
             self._groups_by_plan.release(engine.plan_groups)
 
     def _drop_state(self) -> None:
