@@ -35,19 +35,27 @@ def config(*, chaos: bool = True, port: int = 0) -> Config:
     )
 
 
-async def lead(coordinator: Coordinator) -> None:
-    """Starts it with a lease that outlasts a pause of this process: a busy machine stops it for seconds."""
-    with patch.object(election, "LEASE_SECONDS", 60):
+#: Seconds of a leader's lease in tests: longer than a busy machine stops this process for.
+LONG = 60
+
+
+async def lead(coordinator: Coordinator, lease_seconds: int = LONG) -> None:
+    """Starts it; it looks after its lease three times in `lease_seconds`."""
+    with patch.object(election, "LEASE_SECONDS", lease_seconds):
         await coordinator.start()
 
 
 @asynccontextmanager
 async def coordinating(
-    server: MemoryServer | None = None, *, chaos: bool = True, planner: tuple[str, ...] = COMMAND
+    server: MemoryServer | None = None,
+    *,
+    chaos: bool = True,
+    planner: tuple[str, ...] = COMMAND,
+    lease_seconds: int = LONG,
 ) -> AsyncIterator[Coordinator]:
     store = MemoryStore(server)
     coordinator = Coordinator(config(chaos=chaos), store, planner=planner)
-    await lead(coordinator)
+    await lead(coordinator, lease_seconds)
     try:
         yield coordinator
     finally:

@@ -13,7 +13,6 @@ import pytest
 from starlette.routing import Route
 
 from elasticd.cli.status import unwritten
-from elasticd.coordinator import election
 from elasticd.coordinator import leader as leading
 from elasticd.coordinator.auth import Access
 from elasticd.coordinator.daemon import Coordinator
@@ -252,12 +251,11 @@ def test_changes_of_the_configuration_at_one_moment_are_all_kept() -> None:
 def test_a_leader_with_nothing_to_write_finds_out_that_etcd_is_away(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(election, "LEASE_SECONDS", 1)
     monkeypatch.setattr(lease, "AWAY_SECONDS", 0.2)
 
     async def body() -> None:
         server = MemoryServer()
-        async with coordinating(server) as coordinator:
+        async with coordinating(server, lease_seconds=6) as coordinator:
             assert not coordinator.leading.store_away
             server.outage(True)
             await until(lambda: coordinator.leading.store_away and "does not answer" in caplog.text)

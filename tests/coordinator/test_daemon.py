@@ -294,7 +294,7 @@ def test_new_coordinator_goes_on_with_the_jobs_of_the_last() -> None:
 def test_leader_whose_key_is_gone_ends_loudly() -> None:
     async def body() -> None:
         server = MemoryServer()
-        async with coordinating(server) as coordinator:
+        async with coordinating(server, lease_seconds=6) as coordinator:
             item = MemoryStore(server).get(KEYS.leader)
             assert item is not None
             MemoryStore(server).revoke(item.lease)
