@@ -20,6 +20,7 @@ from elasticd.records import Vote
 from elasticd.runtime.data.packing import Packing
 from elasticd.runtime.engine.engine import Engine, StepDone
 from elasticd.runtime.model.validation import ModelError
+from elasticd.runtime.reference.comparison import refuse_differences
 from tests import sizes
 from tests.models import mixture
 from tests.models.double import DoubleThroughout
@@ -246,6 +247,14 @@ def test_models_of_transformers_are_balanced_as_in_one_process(kind: str, name: 
     assert of_family(kind, name) < (NEAR, NEAR)
 
 
+@pytest.mark.parametrize("balance", [BOTH, replace(BOTH, bias=None), replace(BOTH, loss=None)])
+def test_the_step_before_a_job_is_compared_without_its_balance(balance: Balance) -> None:
+    recipe = training_of(balance, dataset=Known(VOCABULARY)).recipe()
+    plain = refuse_differences(recipe, 2)
+    assert not any(name.endswith("shift") for name in plain.gradients)
+    assert recipe.model.biases or balance.bias is None
+
+
 def test_packed_samples_are_balanced_one_by_one() -> None:
     training = training_of(Balance(loss=0.05, router="blocks.*.router"), dataset=Known(VOCABULARY))
     assert of_mixture(replace(training, packing=Packing(tokens=40, cut=False)), LAYOUTS["replicas"]) < (
@@ -326,6 +335,26 @@ def test_slices_of_tokens_are_refused() -> None:
     model = Biased().describe(rules={}, units={})
     with pytest.raises(ValueError, match="sequence_parallel gives a device slices of them: leave"):
         Training(model=model, loss=next_token_loss, dataset=Text(VOCABULARY), options=options).recipe()
+
+
+class FlatHead(nn.Linear):
+    """Gives the logits of all tokens in one dimension."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).flatten(0, 1)
+
+
+def test_outputs_that_do_not_begin_with_the_samples_are_of_one_sample_or_refused() -> None:
+    def loss(output: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        targets = batch["targets"].flatten()
+        return nn.functional.cross_entropy(output, targets, reduction="sum"), (targets != -100).sum()
+
+    whole = Biased()
+    whole.head.__class__ = FlatHead
+    training = replace(training_of(BOTH, dataset=Known(VOCABULARY)), model=whole.describe(), loss=loss)
+    under(training, LAYOUTS["over lanes, two stages"])
+    with pytest.raises(ModelError, match="have it begin with the samples, or give micro_batch=1"):
+        under(training, LAYOUTS["tp1 to tp4 and back"])
 
 
 def test_padded_samples_of_unknown_lengths_are_refused() -> None:

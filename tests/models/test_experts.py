@@ -278,11 +278,30 @@ def test_experts_by_hand_train_like_one_process(choose: Any, name: str) -> None:
     assert apart(training, whole, (PLANS | PLACED)[name], lambda full: full) < (NEAR, "")
 
 
-@pytest.mark.parametrize("name", ["over lanes, zero 2, recomputing", "sets in a lane"])
-def test_the_load_of_experts_is_that_of_one_process_on_every_rank(name: str) -> None:
+class NamedArguments(MixtureBlock):
+    """Calls its experts with names for all but the rows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.norm(x).flatten(0, 1)
+        scores = self.router(rows).softmax(-1)
+        index = self._choose(scores)
+        return x + self.experts(rows, index=index, weights=scores.gather(1, index)).view_as(x)
+
+
+@pytest.mark.parametrize(
+    ("name", "block"),
+    [
+        ("over lanes, zero 2, recomputing", MixtureBlock),
+        ("over lanes", NamedArguments),
+        ("sets in a lane", NamedArguments),
+    ],
+)
+def test_the_load_of_experts_is_that_of_one_process_on_every_rank(name: str, block: type[MixtureBlock]) -> None:
     """Rows of a block that makes its activations again count once, and those of an evaluation do not count."""
     torch.manual_seed(0)
     whole = Mixture().double()
+    for layer in whole.blocks:
+        layer.__class__ = block
     dataset = Text(VOCABULARY)
     loads: list[dict[str, list[int]]] = []
 
@@ -294,14 +313,14 @@ def test_the_load_of_experts_is_that_of_one_process_on_every_rank(name: str) -> 
     training = Training(model=copy.deepcopy(whole).describe(), loss=next_token_loss, dataset=dataset, steps=1)
     under(training, PLACED[name], after=told, within=DoubleThroughout)
     expected: dict[str, list[int]] = {}
-    for block in range(LAYERS):
-        counts = expected[f"blocks.{block}"] = [0] * EXPERTS
+    for index, layer in enumerate(whole.blocks):
+        counts = expected[f"blocks.{index}"] = [0] * EXPERTS
 
-        def note(_: object, args: tuple[Tensor, ...], counts: list[int] = counts) -> None:
-            for expert in args[1].flatten().tolist():
+        def note(_: object, args: Any, named: Any, counts: list[int] = counts) -> None:
+            for expert in (args[1] if len(args) > 1 else named["index"]).flatten().tolist():
                 counts[expert] += 1
 
-        whole.blocks[block].experts.register_forward_pre_hook(note)
+        layer.experts.register_forward_pre_hook(note, with_kwargs=True)
     for sample in training.recipe().sampler.samples(0):  # one by one, without what pads a batch
         whole(pad([dataset[sample]]))
     assert loads == [expected] * len(PLACED[name].members)
@@ -467,6 +486,14 @@ def test_blocks_that_share_experts_have_them_placed_alike_on_a_stage() -> None:
     ):
         check_model(plan_of((8, [THREE])), spec)
     Layouts(spec, plan_of((8, [placed(stage(0, LAYERS, ("a/0", 3), ("a/1", 3), ("a/2", 2)), SETS[0])])))
+    for block in (whole.blocks[2], whole.blocks[3]):
+        block.experts = whole.blocks[0].experts
+    owner_elsewhere = [
+        stage(0, 1, ("b/0", 1)),
+        placed(stage(1, LAYERS, ("a/0", 3), ("a/1", 3), ("a/2", 2)), *SETS),
+    ]
+    with pytest.raises(Invalid, match="blocks 1 and 2 share their experts"):
+        check_model(plan_of((8, owner_elsewhere)), whole.describe().spec)
 
 
 def test_a_module_without_the_rule_keeps_its_number_of_experts() -> None:

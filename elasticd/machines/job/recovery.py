@@ -326,7 +326,9 @@ def survey(turn: Turn, nodes: Collection[str] | None = None) -> Source | str:
             step=step,
             sources={device: plan.binding[device] for device in plan.members if device in sources},
             vote=vote,
-            stale=tuple(device for device in plan.members if device in stale) if isinstance(plan, Plan) else (),
+            stale=tuple(device for device in plan.members if device in stale)
+            if isinstance(plan, Plan) and plan.state.zero
+            else (),
         )
         return Source(plan=plan, recovery=recovery)
     return lacking

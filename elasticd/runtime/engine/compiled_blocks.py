@@ -403,8 +403,8 @@ def _pass_a_copy(
     for section, module in local.modules.items():
         if balance is not None:
             balance.attach(section, module)
-        exchange.attach(model, section, module)
         choices.attach(model, section, module, compares=len(stage.devices) > 1)
+        exchange.attach(model, section, module)
         if len(stage.devices) > 1:
             tp_hooks.attach(model, section, module, stage, alone, shared=exchange.sections)
     with running(alone):

@@ -222,6 +222,8 @@ class ModuleEngine:
         of_lanes = self.layouts.plan.pipelines[place.pipeline].stages[place.stage]
         alone = len(stage.devices) == 1
         team = None if alone else communicators.team(Channel("tensor", stage.devices))
+        for section, module in self.local.modules.items():
+            self.choices.attach(model, section, module, compares=team is not None)
         if of_lanes.shared_blocks:
             if self._graph is not None:
                 raise ModelError(
@@ -233,8 +235,6 @@ class ModuleEngine:
             self.exchange = ExpertExchange(model.spec, of_lanes, self._device, mesh, lane)
             for section, module in self.local.modules.items():
                 self.exchange.attach(model, section, module)
-        for section, module in self.local.modules.items():
-            self.choices.attach(model, section, module, compares=team is not None)
         if team is None:
             return
         shared = self.exchange.sections if self.exchange is not None else ()

@@ -757,9 +757,16 @@ class StageRunner:
     def _targets_of(self, output: Bundle, batch: Any, count: float | Tensor) -> Tensor:
         """The targets of each sample of a micro-batch: of several the loss says those of each alone."""
         row = current_row()
-        pieces = len(row.pieces) if row is not None else tensors(output)[0].shape[0]
+        pieces = len(row.pieces if row is not None else self._drawing.samples or (0,))
         counts = [count]
         if pieces > 1:
+            shape = tensors(output)[0].shape
+            if row is None and shape[:1] != (pieces,):
+                raise ModelError(
+                    f"Balance(loss=) asks the loss for the targets of each sample, and the head gives a tensor "
+                    f"of {list(shape)} for {pieces} samples: have it begin with the samples, or give "
+                    "micro_batch=1"
+                )
             with torch.no_grad():
                 parts = (sample_of(output, batch, at, row) for at in range(pieces))
                 counts = [sum_and_count(self.loss(*part))[1] for part in parts]

@@ -132,6 +132,8 @@ class Model:
         self.routers: dict[str, int] = {}
         #: The biases of routers that move by counts: parameters that no optimizer gets.
         self.biases: frozenset[str] = frozenset()
+        #: The model before that; None: it has no such biases.
+        self.unmoved: Model | None = None
         #: Checkpoints leave the frozen parameters out, because the script makes the same ones again.
         self.leaves_out_frozen = False
         self.rules, self.units = dict(rules or {}), dict(units or {})
@@ -239,6 +241,7 @@ class Model:
             ModelError: one is of a type in which counts are not exact.
         """
         made = copy.copy(self)
+        made.unmoved = self.unmoved or self
         made.sections, made.units, made.biases = (
             copy.deepcopy(self.sections),
             dict(self.units),

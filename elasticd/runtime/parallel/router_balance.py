@@ -68,7 +68,8 @@ class RouterBalance:
     def value(self) -> float | Tensor:
         """The balance losses of the step's samples here, times their targets: of a mean block, without the
         factor. Perhaps still on the device."""
-        return 0.0 if self._sum is None else self._sum / len(self._blocks)
+        routers = sum(block.router is not None for block in self._blocks.values())
+        return 0.0 if self._sum is None else self._sum / routers
 
     def attach(self, section: str, module: nn.Module) -> None:
         """Has a section's experts note and balance the choices of their router. Call it before other hooks are

@@ -72,7 +72,8 @@ class RouterChoices:
             rows.zero_()
 
     def attach(self, model: Model, section: str, module: nn.Module, *, compares: bool) -> None:
-        """Notes the choices of the routers of a section.
+        """Notes the choices of the routers of a section. Call it before experts get another `forward`: that
+        of the user names the arguments.
 
         Args:
             model: has the rules.

@@ -52,12 +52,14 @@ def refuse_differences(recipe: Recipe, samples: int) -> PlainStep:
         samples: of the micro-batch that both take.
 
     Returns:
-        The step of the user's modules.
+        The step of the user's modules, without a balance of experts.
 
     Raises:
         ModelError: the steps differ. The message has what differs and the likely cause.
         NotCompared: one of the two steps cannot be made.
     """
+    model = recipe.model.unmoved or recipe.model
+    recipe = replace(recipe, model=model, balance=None)  # which your modules by themselves have not
     model = recipe.model
     if any(module.handed_over.retired for module in _modules(model).values()):
         raise NotCompared("your modules were given to an earlier job")

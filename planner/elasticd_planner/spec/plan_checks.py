@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from elasticd_planner.spec.model import ModelSpec, block_of
 from elasticd_planner.spec.plan import HeldExperts, Plan, Stage
 from elasticd_planner.value import refuse
@@ -49,13 +51,14 @@ def check_experts(plan: Plan, spec: ModelSpec) -> None:
                 if held := stage.experts_of(block):
                     where = f"plan {plan.number}, pipeline {p}, block {block}"
                     _check_placement(spec, where, block, stage, held)
-            for one, other in _blocks_with_same_experts(spec):
-                if one in blocks and other in blocks and stage.experts_of(one) != stage.experts_of(other):
-                    refuse(
-                        f"plan {plan.number}, pipeline {p}: blocks {one} and {other} share their experts, and "
-                        "the plan places these in two ways on one stage: a device holds one set of them; place "
-                        "both blocks' alike"
-                    )
+            for group in _blocks_with_same_experts(spec):
+                for one, other in pairwise(sorted(group.intersection(blocks))):
+                    if stage.experts_of(one) != stage.experts_of(other):
+                        refuse(
+                            f"plan {plan.number}, pipeline {p}: blocks {one} and {other} share their experts, "
+                            "and the plan places these in two ways on one stage: a device holds one set of "
+                            "them; place both blocks' alike"
+                        )
 
 
 def _check_placement(spec: ModelSpec, where: str, block: int, stage: Stage, held: HeldExperts) -> None:
@@ -71,15 +74,14 @@ def _check_placement(spec: ModelSpec, where: str, block: int, stage: Stage, held
             refuse(f"{where}: expert {missing[0]} is on no device of {', '.join(stage.devices)}")
 
 
-def _blocks_with_same_experts(spec: ModelSpec) -> set[tuple[int, int]]:
-    """Pairs of blocks that have experts as one parameter."""
-    found: set[tuple[int, int]] = set()
+def _blocks_with_same_experts(spec: ModelSpec) -> list[set[int]]:
+    """The blocks of each parameter of experts that several have."""
+    groups: dict[str, set[int]] = {}
     for alias, owner in spec.ties:
         if spec.parameters[owner].experts:
-            blocks = [block_of(".".join(name.split(".")[:2])) for name in (owner, alias)]
-            one, other = (block for block in blocks if block is not None)
-            found.add((one, other))
-    return found
+            blocks = (block_of(".".join(name.split(".")[:2])) for name in (owner, alias))
+            groups.setdefault(owner, set()).update(block for block in blocks if block is not None)
+    return list(groups.values())
 
 
 def check_batch(plan: Plan, global_batch: int, micro_batch: int) -> None:
