@@ -12,6 +12,7 @@ from elasticd_planner.placement.expert_placement import (
     placed,
 )
 from elasticd_planner.spec.expert_load import rows_by_device
+from elasticd_planner.value import Invalid
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -83,6 +84,14 @@ def test_memory_for_few_experts_is_respected() -> None:
     roomy = placed(load, [1.0, 1.0, 1.0], slots=[4, 4, 4])
     assert max(map(len, roomy.held)) <= 4
     assert roomy.busiest < found.busiest
+    again = placed([4.0, 3.0, 2.0, 1.0], [1.0, 1.0], ((0, 3), (1, 2)), slots=[1, 3])
+    assert [len(own) for own in again.held] <= [1, 3]
+    whole = placed([4.0, 3.0, 2.0, 1.0], [1.0, 1.0], ((0, 3), (1,)))
+    assert {expert for own in whole.held for expert in own} == {*range(4)}
+    with pytest.raises(Invalid, match="4 experts, and memory for 3 on all devices together"):
+        placed([4.0, 3.0, 2.0, 1.0], [1.0, 1.0], slots=[1, 2])
+    with pytest.raises(Invalid, match="held is of 1 devices, and there are 2"):
+        placed([4.0, 3.0, 2.0, 1.0], [1.0, 1.0], ((0, 1, 2, 3),))
 
 
 def test_a_drifted_load_is_divided_anew_before_an_expert_moves() -> None:

@@ -126,6 +126,18 @@ def test_a_split_of_other_devices_than_have_the_expert_is_refused(split: tuple[i
         )
 
 
+def test_two_splits_of_one_expert_are_refused() -> None:
+    with pytest.raises(Invalid, match="block 0 has two splits of one expert"):
+        Stage(
+            start=0,
+            stop=1,
+            devices=("a", "b"),
+            shares=(1, 1),
+            experts=(((0, 1), (0, 2)),),
+            splits=(((0, 1, 3), (0, 3, 1)),),
+        )
+
+
 @pytest.mark.parametrize(
     ("experts", "said"),
     [

@@ -741,7 +741,8 @@ class Job(RankInfo):
         """The load of the experts in the last step: how many rows each had, of all ranks.
 
         Call it in the loop's body or after the loop, at the same place on every rank: all members of the plan
-        take part. Counted are modules with a rule for experts stacked as dimension 0.
+        take part. Counted are modules with a rule for experts stacked as dimension 0. After a switch or a
+        recovery all are 0 until the next step: the devices of the plan before had counted.
 
         Returns:
             The rows by section ("blocks.3") and expert, the same on every rank; None as from `evaluate`.

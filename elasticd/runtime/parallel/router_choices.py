@@ -61,7 +61,8 @@ class RouterChoices:
 
     @property
     def rows(self) -> Mapping[str, Tensor]:
-        """By section the rows that went to each expert [experts], perhaps still on the device."""
+        """By section the rows that went to each expert [experts], perhaps still on the device. Several modules
+        of experts in a section are placed alike, and counted together."""
         return self._rows
 
     def begin(self) -> None:
@@ -81,12 +82,13 @@ class RouterChoices:
             module: it, on this device.
             compares: other members run the same routers.
         """
-        for path, count in _stacked(model, section):
-            before = self._rows.get(section)
-            if before is None or len(before) < count:
-                self._rows[section] = torch.zeros(count, dtype=torch.int64, device=self._device)
-            self._compares |= compares
-            self._watch(module.get_submodule(path), self._rows[section])
+        counts = dict(_stacked(model, section))
+        if not counts:
+            return
+        rows = self._rows[section] = torch.zeros(max(counts.values()), dtype=torch.int64, device=self._device)
+        self._compares |= compares
+        for path in counts:
+            self._watch(module.get_submodule(path), rows)
 
     @property
     def digest(self) -> Tensor | float:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from elasticd_planner.numeric import EQUAL
 from elasticd_planner.spec.expert_load import rows_by_device
 from elasticd_planner.spec.plan import HeldExperts, SplitExperts
+from elasticd_planner.value import refuse
 
 #: Parts of an expert's rows are whole numbers that sum to this.
 WHOLE = 1 << 16
@@ -68,15 +69,24 @@ def placed(
     Args:
         load: rows of each expert.
         slowdown: of each device.
-        held: the experts that each device has now; (): none.
+        held: the experts that each device has now; (): none. Where they are more than there are slots, or
+            some expert is on no device, the placement is made anew.
         slots: the most experts that each device has memory for; (): any number.
-        replicas: at most so many; None: one less than devices.
+        replicas: none are added where there are so many; None: one less than devices.
         tolerance: a placement of these holders, or near to it, stays where it is within this of the bound.
 
     Returns:
         The placement that moves fewest experts of those found. Its busiest device is within the tolerance of
         `least_busiest`, if slots and replicas allow.
+
+    Raises:
+        Invalid: the slots are fewer than the experts, or slots or held are of another number of devices.
     """
+    for name, each in (("slots", slots), ("held", held)):
+        if each and len(each) != len(slowdown):
+            refuse(f"expert placement: {name} is of {len(each)} devices, and there are {len(slowdown)}")
+    if slots and sum(slots) < len(load):
+        refuse(f"expert placement: {len(load)} experts, and memory for {sum(slots)} on all devices together")
     spare = len(slowdown) - 1 if replicas is None else replicas
     room = list(slots) or [len(load)] * len(slowdown)
     total = math.fsum(load)
@@ -84,8 +94,8 @@ def placed(
     search = _Search(weights, list(slowdown), room, spare)
     limit = search.bound * (1 + tolerance)
     best: _Spread | None = None
-    if held:
-        holders = [{d for d, own in enumerate(held) if expert in own} for expert in range(len(load))]
+    holders = [{d for d, own in enumerate(held) if expert in own} for expert in range(len(load))]
+    if all(holders) and all(len(own) <= most for own, most in zip(held, room, strict=False)):
         best = search.near(holders, limit)
     if best is None or best.busiest > max(limit, search.bound * (1 + NEAR)):
         new = search.new()

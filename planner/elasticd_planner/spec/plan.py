@@ -116,6 +116,9 @@ class Stage(Value, frozen=True, kw_only=True, omit_defaults=True):
                     refuse(
                         f"stage: the experts of block {block} on {device} must be in order, from 0, not {own}"
                     )
+            divided = [split[:1] for split in self.splits_of(block)]
+            if len({*divided}) < len(divided):
+                refuse(f"stage: block {block} has two splits of one expert: give one for each")
             for split in self.splits_of(block):
                 _check_split(split, held, block)
 
