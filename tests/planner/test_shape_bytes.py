@@ -209,6 +209,15 @@ def test_a_gate_moves_more_than_an_activation_function() -> None:
     assert heads == ShapeTraffic(cut=2 * 5 * HIDDEN + 2 * 7 * (QUERIES + KEYS), whole=2 * WIDTH * 2 * 6)
 
 
+def test_stacked_experts_are_not_counted_in_the_traffic() -> None:
+    plain = block_traffic(model(*ATTENTION, norm("first")), (*ATTENTION, norm("first")))
+    stacked = Parameter(
+        name="experts.up", shape=(8, HIDDEN, WIDTH), dtype="float16", cut=Cut(dim=1, units=UP.cut.units)
+    )
+    spec = model(*ATTENTION, norm("first"), stacked)
+    assert block_traffic(spec, spec.kinds[0]) == plain
+
+
 def test_working_bytes_are_those_of_the_larger_moment() -> None:
     made = derive(spec_of("Llama-3.1-8B"), 1.0, 1)
     gradient, width, hidden = 6 * 14336 * 4096, 4096, 14336

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from fractions import Fraction
 from typing import NamedTuple
 
 import torch
@@ -23,8 +24,13 @@ from elasticd.runtime.model.bundle import Bundle, sizes, tensors
 from elasticd.runtime.model.local_model import local_model
 from elasticd.runtime.model.model import Module
 from elasticd.runtime.model.rng import begun_at
+from elasticd.system.user_line import described
 
 log = logging.getLogger(__name__)
+
+
+#: The largest denominator of `FirstItem.near_ratio`.
+_PARTS = 8
 
 
 class FirstItem(NamedTuple):
@@ -40,10 +46,11 @@ class FirstItem(NamedTuple):
         return self.rows / self.listed if self.rows and self.listed else 1.0
 
     @property
-    def whole_ratio(self) -> float:
-        """The same as a whole number, or one over it: a dataset that draws the size of an item as it is read
-        gives every rank the same."""
-        return float(round(self.ratio)) if self.ratio >= 1 else 1 / round(1 / self.ratio)
+    def near_ratio(self) -> float:
+        """The same as the nearest fraction of small numbers, as 4 or 3/2: a dataset that draws the size of
+        an item as it is read gives every rank the same."""
+        near = Fraction(self.ratio).limit_denominator(_PARTS)
+        return float(near) if near else 1 / round(1 / self.ratio)
 
 
 def first_item(dataset: Dataset, module: Module, precision: Precision | None = None) -> FirstItem:
@@ -73,7 +80,10 @@ def _made(
     with parameters of zeros; and the bytes that the head gives, by shapes. 0 where that fails."""
     with begun_at(0):
         part = getattr(dataset, "part", None)
-        sample = dataset[index] if part is None else part(index, (module.items,))
+        try:
+            sample = dataset[index] if part is None else part(index, (module.items,))
+        except Exception as error:
+            raise ValueError(f"sample {index} of the dataset cannot be read: {described(error)}") from error
         try:
             batch = pad([items_of(sample, index, module.items, counts)[0]])
         except SampleError as error:

@@ -129,14 +129,16 @@ def block_traffic(spec: ModelSpec, kind: Sequence[Parameter], dropouts: int = 0)
                 up reads two and writes, and backward does so twice: 9 more
 
     Not counted: matrices, whose time is that of their operations; biases; rotary embedding; attention, whose
-    kernels keep no matrix of tokens by tokens.
+    kernels keep no matrix of tokens by tokens; experts stacked in one tensor, of which shapes do not say how
+    many a row goes through.
     """
     size, width = item_size(spec.dtype), spec.width
     norms = [*_norms(spec, kind)]
     whole = sum(7 * size * norm.elements for norm in norms if not norm.cut)
     whole += 6 * size * width * spec.collectives + dropouts * (2 * size + 2 * _MASK) * width
     cut = sum(7 * size * norm.elements for norm in norms if norm.cut)
-    for name, sides in _sides(spec, kind).items():
+    of_each_row = [parameter for parameter in kind if not parameter.experts and len(parameter.shape) <= 2]
+    for name, sides in _sides(spec, of_each_row).items():
         gated = _gated(sides)
         if not gated and (len(sides) != 2 or sides[0] != sides[1]):
             continue  # of attention
