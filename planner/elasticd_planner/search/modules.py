@@ -1,10 +1,10 @@
 """Plans of several modules: the module with the loss is planned as ever, and those of items are filled in.
 
 1. *The module with the loss* is planned on all devices, and with some left to items alone: the slowest devices,
-then whole nodes. Where modules of items do not fit beside it on each device, it is planned once more with less
-memory.
+then whole nodes; its regular layouts are candidates, too. Where modules of items do not fit beside it on each
+device, it is planned once more with less memory.
 2. *A module of items* is whole on devices where it fits, one lane each, and `item_lanes` says how many items
-each takes. Where it fits no device it gets a plan of its own in the memory that is left.
+each takes. Where it fits no device it gets plans of its own in the memory that is left.
 3. *The best candidates* of those that share devices and of those that share none are played (`module_cost`),
 and of the best one a few pairs of `ahead` and `lead` for which there is memory. Of near-equal ones the one is
 taken that moves the fewest bytes.
