@@ -75,7 +75,8 @@ def test_a_kill_in_the_backward_pass_loses_one_device_alone(kind: str) -> None:
         check(cluster, kind, steps)
         (recovered,) = (e for e in cluster.events("recorded") if e["data"]["number"] > 1)
         assert len(cluster.events("fenced")) == 1
-        assert recovered["data"]["step"] == 6 or kind in ("fsdp", "tp")
+        newest = (4, 5, 6) if kind in ("fsdp", "tp") else (6,)  # a snapshot may still be on its way
+        assert recovered["data"]["step"] in newest
 
 
 def full(*values: Any) -> Any:

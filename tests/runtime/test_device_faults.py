@@ -14,12 +14,14 @@ from elasticd_planner.layout.channels import Channel
 from elasticd_planner.layout.layouts import Layouts
 
 from elasticd.machines.worker.switch import SwitchPhase
+from elasticd.records import Recovery
 from elasticd.runtime.accelerator import Accelerator, DeviceLost
 from elasticd.runtime.comm.device_communicators import DeviceCommunicators
 from elasticd.runtime.comm.groups import Cancelled, Group, PeerLost, PlanGroups, shut
 from elasticd.runtime.comm.in_memory import MemoryPlanGroups, MemoryWorld
 from elasticd.runtime.engine import engine as engines
 from elasticd.runtime.engine.engine import Engine
+from elasticd.runtime.switch.copies import Copies
 from elasticd.runtime.switch.switcher import Switcher
 from elasticd.runtime.telemetry.comm_timer import Stopwatch
 from elasticd.testing.waiting import until
@@ -308,6 +310,26 @@ def test_a_switch_moves_nothing_before_the_old_plans_deliveries_are_there() -> N
     made.engine = cast(Any, SimpleNamespace(delivered=lambda: None))
     made._moved(cast(Any, prepared))
     assert len(moves) == 1
+
+
+@pytest.mark.parametrize("source", [True, False])
+def test_a_recovery_takes_a_copy_here_only_if_it_counts_on_it(source: bool) -> None:
+    """A torn copy, whose update did not end, lies under the same plan as those that the job goes on from."""
+    moves: list[Any] = []
+    made = Switcher.__new__(Switcher)
+    made.step, made._moves, made._device = (
+        4,
+        cast(Any, SimpleNamespace(move=lambda *held: moves.append(held))),
+        "a/0",
+    )
+    made._copies = Copies(lambda *_: None)
+    made.engine = cast(Any, SimpleNamespace(plan=SimpleNamespace(number=1), lent=None, torn=not source))
+    sources = {"a/1": "x", **({"a/0": "x"} if source else {})}
+    recovery = Recovery(fence=2, step=4 if source else 3, sources=sources)
+    old = SimpleNamespace(plan=SimpleNamespace(number=1))
+    made._moved(cast(Any, SimpleNamespace(proposal=SimpleNamespace(recovery=recovery), old=old)))
+    ((_, held, _),) = moves
+    assert held is (made.engine if source else None)
 
 
 def test_a_rank_that_is_fenced_anywhere_brings_its_device_to_rest_before_it_reports() -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import signal
+import threading
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,17 +15,29 @@ from elasticd_planner.layout.mesh_layouts import MeshLayouts
 from elasticd_planner.spec.mesh import AllowedMesh, MeshModel, MeshPlan, MeshTensor, Placement
 from torch import distributed as dist
 from torch import nn
+from torch.distributed import Work
+from torch.distributed import _functional_collectives as functional
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from elasticd import State, live
-from elasticd.runtime.comm.groups import PlanGroups
+from elasticd.records import Vote
+from elasticd.runtime.comm.groups import PeerLost, PlanGroups
 from elasticd.runtime.comm.torch_store import TorchStore
-from elasticd.runtime.exits import JobStopped
+from elasticd.runtime.exits import Drained, JobOver, JobStopped
 from elasticd.runtime.live import world
+from elasticd.runtime.live.collective_waits import CollectiveWaits
 from elasticd.runtime.live.live_loop import LiveLoop
-from elasticd.runtime.live.live_state import LiveTensors, _parts
-from elasticd.runtime.live.world import World, register
+from elasticd.runtime.live.live_state import LiveRefusal, LiveTensors, SmallState, _parts
+from elasticd.runtime.live.loop_step import LoopStep
+from elasticd.runtime.live.start import default_snapshots
+from elasticd.runtime.live.world import World, clear_caches, register
+from elasticd.system.end_signals import ENDING
+from elasticd.testing.waiting import until
+from elasticd.wire.main_thread import OTHER, SCRIPT
 from tests.integration.train_live import BATCH, CLIP, MESHES, SEED, Text, build_of, loss_of, reference, whole
 
 STEPS = 4
@@ -68,6 +84,8 @@ def test_samples_without_a_dataset_count_on_and_a_skipped_update_is_voted_at_the
     for step in loop(build_of("ddp"), data=None, steps=3):
         with step:
             seen += step.indices
+            assert not step.decided
+        assert step.decided, "voted"
         assert (step.made, step.total) == (True, pytest.approx(float("nan"), nan_ok=True))
     assert seen == list(range(3 * BATCH))
 
@@ -83,6 +101,19 @@ def test_an_exception_of_the_body_comes_out_as_itself() -> None:
     assert raised.traceback[-1].name == "train"
 
 
+def watched(step: LoopStep, weight: torch.Tensor) -> list[torch.Tensor]:
+    """The values of a weight at each vote, as they come."""
+    real, votes = step.copy.vote, list[torch.Tensor]()
+
+    def vote(*given: Any) -> Any:
+        votes.append(weight.detach().clone())
+        step.copy.vote = real
+        return real.vote(*given)
+
+    step.copy.vote = SimpleNamespace(vote=vote)  # type: ignore[assignment]
+    return votes
+
+
 def test_the_update_is_made_after_the_vote_and_several_optimizers_have_one_vote() -> None:
     def build(mesh: Any) -> State:
         model = nn.Linear(4, 4)
@@ -92,7 +123,8 @@ def test_the_update_is_made_after_the_vote_and_several_optimizers_have_one_vote(
     for step in loop(build, data=None, steps=2):
         with step:
             one, other = step.state.optimizers
-            before = step.state.model.weight.detach().clone()
+            weight = step.state.model.weight
+            before, votes = weight.detach().clone(), watched(step, weight)
             step.loss = loss = step.state.model(torch.ones(1, 4)).square().mean()
             loss.backward()
             assert not step.decided
@@ -100,15 +132,341 @@ def test_the_update_is_made_after_the_vote_and_several_optimizers_have_one_vote(
             assert step.decided
             assert not step.updated
             assert step.total == pytest.approx(float(loss.detach()))
-            assert not torch.equal(before, step.state.model.weight)
+            assert not torch.equal(before, weight)
             other.step()
             assert step.updated
+        (at_the_vote,) = votes
+        assert torch.equal(before, at_the_vote)
 
 
 def test_a_step_that_is_not_entered_is_refused() -> None:
     with pytest.raises(RuntimeError, match="into `with step:`"):
         for _ in loop(build_of("ddp")):
             pass
+
+
+# -- a vote that this rank does not hear -----------------------------------------------------------------------
+
+
+def unheard(running: LiveLoop, at: int, outcome: Callable[[], Vote | None]) -> Iterator[LoopStep]:
+    """The steps; the first try of step `at` loses the others in its vote, whose outcome is `outcome`."""
+
+    def lost(*_: Any) -> Any:
+        raise PeerLost("the others are gone")
+
+    tries = 0
+    for step in running:
+        if step.index == at:
+            tries += 1
+            assert tries <= 2, "the step comes again for ever"
+            vote = step.copy.vote
+            step.copy.vote = SimpleNamespace(vote=lost) if tries == 1 else vote  # type: ignore[assignment]
+            running._switcher.outcome = lambda error: outcome()  # type: ignore[method-assign]
+            yield step
+            step.copy.vote = vote
+        else:
+            yield step
+
+
+def raising(error: BaseException) -> Callable[[], Vote | None]:
+    def outcome() -> Vote | None:
+        raise error
+
+    return outcome
+
+
+def heard(at: int) -> Vote:
+    return Vote(step=at, loss=1.0, norm=None, count=1.0, tokens=1, apply=True)
+
+
+def train(step: LoopStep, between: Callable[[], object] = lambda: None) -> None:
+    """A body as a script has it, and `between` after the update."""
+    state = step.state
+    step.loss = loss = loss_of(state.model, step.data)
+    (loss * step.scale).backward()
+    nn.utils.clip_grad_norm_(state.model.parameters(), CLIP)
+    state.optimizer.step()
+    between()
+    state.scheduler.step()
+    state.optimizer.zero_grad()
+
+
+def same_as_plain_torch(running: LiveLoop, steps: int) -> None:
+    _, weights, _ = reference(steps)
+    for name, parameter in LiveTensors(running.state, running.plan.names).trained.items():
+        torch.testing.assert_close(whole(parameter), weights[name], atol=1e-11, rtol=0)
+
+
+def test_the_last_step_counts_where_the_job_ended_before_this_rank_heard_its_vote() -> None:
+    running, made = loop(build_of("ddp")), []
+    for step in unheard(running, STEPS - 1, raising(JobOver("it is done"))):
+        with step:
+            train(step)
+        made.append((step.index, step.made))
+    assert made == [(index, True) for index in range(STEPS)]
+    same_as_plain_torch(running, STEPS)
+
+
+@pytest.mark.parametrize("end", [Drained("it drained"), JobStopped("it was stopped")])
+def test_this_ranks_part_ends_at_the_loop_and_not_within_the_body(end: SystemExit) -> None:
+    running, bodies, farewells = loop(build_of("ddp")), [], []
+    running._control.close = farewells.append  # type: ignore[method-assign, assignment]
+
+    def script() -> None:
+        for step in unheard(running, 1, raising(end)):
+            with step:
+                train(step)
+            bodies.append((step.index, step.made))
+
+    with pytest.raises(type(end)) as raised:
+        script()
+    assert raised.value is end
+    assert bodies == [(0, True), (1, False)], "code after the `with` ran"
+    assert world.current() is None or not running._hooks
+    if isinstance(end, Drained):
+        (farewell,) = farewells
+        assert farewell.drained
+    same_as_plain_torch(running, 1)
+
+
+def test_a_step_that_nobody_heard_decided_comes_again_as_it_was() -> None:
+    """Scaler, scheduler and buffers, that the script moved before the vote, are what they were."""
+
+    def build(mesh: Any) -> State:
+        state = build_of("ddp")(mesh)
+        state.model.module.register_buffer("seen", torch.zeros(()))
+        return dataclasses.replace(state, extra={"count": Count()})
+
+    running, rates = loop(build), []
+    for step in unheard(running, 1, lambda: None):
+        with step:
+            step.state.model.module.seen += 1
+            step.state.extra["count"].number += 1
+            train(step)
+            rates.append(step.state.scheduler.last_epoch)
+    assert rates == [1, 2, 3, 4]
+    assert running.state.model.module.seen == STEPS
+    assert running.state.extra["count"].number == STEPS
+    same_as_plain_torch(running, STEPS)
+
+
+def test_a_skipped_update_whose_vote_is_lost_comes_again_with_scaler_and_scheduler_as_they_were() -> None:
+    def build(mesh: Any) -> State:
+        state = build_of("ddp")(mesh)
+        return dataclasses.replace(state, scaler=torch.amp.GradScaler("cpu", init_scale=1024.0))
+
+    running, scales, votes = loop(build, steps=2), [], []
+    for step in unheard(running, 1, lambda: None):
+        with step:
+            state, scaler = step.state, step.state.scaler
+            loss = loss_of(state.model, step.data)
+            scaler.scale(loss * step.scale).backward()
+            if step.index:
+                next(state.model.parameters()).grad.fill_(float("inf"))
+            scaler.step(state.optimizer)
+            scaler.update()
+            state.scheduler.step()
+            state.optimizer.zero_grad()
+            assert step.decided == (step.index == 0), "a skipped update is voted at the end"
+        votes.append(step.decided)
+        scales.append((scaler.get_scale(), state.scheduler.last_epoch))
+    assert votes == [True, False, True]
+    assert scales == [(1024.0, 1), (1024.0, 1), (512.0, 2)]
+
+
+class Count:
+    number = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"number": self.number}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.number = state["number"]
+
+
+def test_an_exception_of_the_scripts_own_comes_out_after_another_ranks_vote() -> None:
+    running = loop(build_of("ddp"))
+
+    def broken() -> None:
+        raise ValueError("the script's own")
+
+    def script() -> None:
+        for step in unheard(running, 1, lambda: heard(1)):
+            with step:
+                train(step, broken if step.index == 1 else lambda: None)
+
+    with pytest.raises(ValueError, match="own"):
+        script()
+
+
+class Gone(Work):
+    """A collective of a group whose sockets are shut."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        super().__init__()
+        self._tensor = tensor
+
+    def result(self) -> list[torch.Tensor]:  # type: ignore[override]
+        return [self._tensor]
+
+
+def gone(*_: Any) -> Any:
+    raise RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer")
+
+
+@pytest.mark.parametrize("at", ["all_reduce", "full_tensor", "forward"])
+def test_a_collective_that_fails_after_the_update_ends_no_step(at: str, monkeypatch: Any) -> None:
+    """Of a loss for a log, of a DTensor, of the forward pass through DDP in an evaluation, whose waits are in
+    C++: the last has the scheduler's step before it."""
+    before = Work.wait, functional.wait_tensor
+    monkeypatch.setattr(Work, "wait", gone)
+    monkeypatch.setattr(functional, "wait_tensor", gone)
+    running, results = loop(build_of("ddp")), []
+
+    def fails() -> None:
+        tensor = torch.ones(2)
+        if at == "all_reduce":
+            Work.wait(Gone(tensor))
+        else:
+            tensor = functional.wait_tensor(tensor)
+        results.append(tensor)
+
+    for step in running:
+        with step:
+            train(step, fails if at != "forward" else lambda: None)
+            if at == "forward" and step.index == 1:
+                gone()
+        assert step.made
+        if step.index == 1 and at != "forward":
+            fails()  # also after the body
+    assert all(tensor.isnan().all() for tensor in results)
+    assert len(results) == (0 if at == "forward" else STEPS + 1)
+    same_as_plain_torch(running, STEPS)
+    assert Work.wait is gone
+    assert before
+
+
+def test_a_body_that_breaks_off_before_its_scheduler_is_torn(monkeypatch: Any) -> None:
+    running, made = loop(build_of("ddp")), []
+    monkeypatch.setattr(running._switcher, "peers_lost", lambda error: setattr(running, "_exit", JobOver("")))
+    for step in running:
+        with step:
+            train(step, gone if step.index == 2 else lambda: None)
+        made.append(step.made)
+        if step.index == 2:
+            break
+    assert made == [True, True, False]
+    assert step.copy.torn
+
+
+def test_an_optimizer_does_not_step_on_what_a_failed_collective_left(monkeypatch: Any) -> None:
+    """A second update in a body has gradients that were reduced after the vote."""
+    monkeypatch.setattr(Work, "wait", gone)
+    for step in loop(build_of("ddp")):
+        with step:
+            train(step)
+            weight = next(step.state.model.parameters())
+            weight.grad = torch.zeros_like(weight)
+            Work.wait(Gone(weight.grad))
+            step.state.optimizer.step()
+        break
+    assert (step.made, step.copy.torn) == (False, True)
+    assert not weight.isnan().any()
+
+
+def keeps_gradients(step: LoopStep) -> None:
+    with step:
+        loss_of(step.state.model, step.data).backward()
+
+
+def steps_with_a_closure(step: LoopStep) -> None:
+    with step:
+        step.state.optimizer.step(lambda: loss_of(step.state.model, step.data))
+
+
+def steps_within_backward(step: LoopStep) -> None:
+    with step:
+        weight = next(step.state.model.parameters())
+        weight.register_post_accumulate_grad_hook(lambda _: step.state.optimizer.step())
+        loss_of(step.state.model, step.data).backward()
+
+
+def schedules_after_the_with(step: LoopStep) -> None:
+    with step:
+        train(step)
+    step.state.scheduler.step()
+
+
+BODIES = {
+    "gradients for a later body": (keeps_gradients, "micro-batches"),
+    "a closure": (steps_with_a_closure, r"step\(\) without one"),
+    "an update within backward": (steps_within_backward, r"after backward\(\)"),
+    "a scheduler after the body": (schedules_after_the_with, "Move it into the `with`"),
+}
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_bodies_that_cannot_be_kept_alive_are_refused_by_name(name: str) -> None:
+    body, message = BODIES[name]
+
+    def script() -> None:
+        for step in loop(build_of("ddp")):
+            body(step)
+
+    with pytest.raises(LiveRefusal, match=message):
+        script()
+
+
+def test_a_step_that_is_over_keeps_no_state_alive() -> None:
+    kept: list[LoopStep] = []
+    for step in loop(build_of("ddp")):
+        with step:
+            train(step)
+        assert step.state.model is step.copy.user.model, "also after its body"
+        kept.append(step)
+    assert kept[-1].state.model is not None, "and after the loop"
+    for step in kept[:-1]:
+        with pytest.raises(RuntimeError, match="the loop gave last"):
+            _ = step.state
+        assert not any(isinstance(value, State | LiveTensors | SmallState) for value in vars(step).values())
+
+
+def test_waits_for_collectives_are_told_and_those_of_other_threads_are_left_alone(monkeypatch: Any) -> None:
+    monkeypatch.setattr(Work, "wait", gone)
+    places: list[int] = []
+    where = SimpleNamespace(place=SCRIPT, at=places.append)
+    waits = CollectiveWaits(lambda error: True, where)  # type: ignore[arg-type]
+    waits.install()
+    raised: list[Exception] = []
+
+    def elsewhere() -> None:
+        try:
+            Work.wait(Work())
+        except RuntimeError as error:
+            raised.append(error)
+
+    try:
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        thread.join()
+        assert (len(raised), places) == (1, [])
+        Work.wait(Gone(torch.ones(1)))
+        assert places == [OTHER, SCRIPT]
+    finally:
+        waits.remove()
+
+
+def test_a_loop_that_is_left_ends_at_once_and_torch_is_as_before() -> None:
+    before = Work.wait, functional.wait_tensor, [signal.getsignal(each) for each in ENDING]
+    for step in loop(build_of("ddp")):
+        assert Work.wait is not before[0]
+        assert [signal.getsignal(each) for each in ENDING] == before[2], "one process without checkpoints"
+        with step:
+            train(step)
+        break
+    del step
+    until(lambda: Work.wait is before[0], lambda: "the loop is still there")
+    assert functional.wait_tensor is before[1]
 
 
 # -- state as boxes --------------------------------------------------------------------------------------------
@@ -213,6 +571,47 @@ def test_all_of_a_state_comes_back_bit_for_bit_into_what_another_build_made(buil
     in_world(work)
 
 
+def cut_twice(mesh: Any) -> State:
+    model = nn.Linear(3, 13, bias=False)
+    model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh, [Shard(0), Shard(0)]))
+    return State(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def fsdp_over_tp(mesh: Any) -> State:
+    model = nn.Sequential(nn.Linear(6, 13), nn.Linear(13, 5))
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    fully_shard(model, mesh=mesh["dp"])
+    return State(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+@pytest.mark.parametrize(("build", "refused"), [(cut_twice, True), (fsdp_over_tp, False)])
+def test_boxes_are_those_of_torch_on_the_real_mesh(build: Any, refused: bool) -> None:
+    """Boxes of a trial's placements on one device, and the tensors of a mesh of 3 x 2."""
+    seen = []
+
+    def trial(made: World) -> None:
+        seen.extend(LiveTensors(build(made.mesh(("dp", "tp"), (1, 1))), ("dp", "tp")).described())
+
+    in_world(trial)
+    members = tuple(f"a/{i}" for i in range(6))
+    model = MeshModel(meshes=(AllowedMesh(names=("dp", "tp")),), tensors=tuple(seen))
+    plan = MeshPlan(number=1, names=("dp", "tp"), shape=(3, 2), members=members, samples=(1, 1, 1))
+    layouts, found = MeshLayouts(model, plan), []
+    for rank, member in enumerate(members):
+        dist.init_process_group("fake", rank=rank, world_size=6, store=FakeStore())
+        try:
+            mesh = init_device_mesh("cpu", (3, 2), mesh_dim_names=("dp", "tp"))
+            tensors = LiveTensors(build(mesh), ("dp", "tp"))
+            try:
+                tensors.refuse_other_boxes(layouts, member)
+            except LiveRefusal:
+                found.append(rank)
+        finally:
+            dist.destroy_process_group()
+            clear_caches()
+    assert bool(found) == refused, found
+
+
 def test_a_world_that_was_left_comes_back_with_its_groups() -> None:
     def work(first: World) -> None:
         mesh = first.mesh(("a", "b"), (1, 1))
@@ -255,9 +654,17 @@ class Half(torch.optim.SGD):
                     parameter.data.sub_(parameter.grad / parameter.grad.norm())
 
 
-def batch_norm(mesh: Any) -> State:
-    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    return State(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+class OwnNorm(nn.modules.batchnorm._BatchNorm):
+    def _check_input_dim(self, input: Any) -> None:
+        pass
+
+
+def normed(norm: nn.Module) -> Callable[[Any], State]:
+    def build(mesh: Any) -> State:
+        model = nn.Sequential(nn.Linear(2, 2), norm)
+        return State(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+
+    return build
 
 
 def by_mesh(mesh: Any) -> State:
@@ -276,7 +683,13 @@ def stranger(mesh: Any) -> State:
 
 REFUSED = {
     "no state": (lambda mesh: nn.Linear(2, 2), {}, "let it return elasticd.State"),
-    "batch norm": (batch_norm, {}, "use LayerNorm or GroupNorm"),
+    "batch norm": (normed(nn.BatchNorm1d(2)), {}, "use LayerNorm or GroupNorm"),
+    "instance norm": (
+        normed(nn.InstanceNorm1d(2, affine=True, track_running_stats=True)),
+        {},
+        "use LayerNorm or GroupNorm",
+    ),
+    "a batch norm of its own": (normed(OwnNorm(2)), {}, "use LayerNorm or GroupNorm"),
     "another model": (
         by_mesh,
         {"meshes": ("dp", "replicate, shard")},
@@ -298,6 +711,47 @@ def test_what_cannot_be_kept_alive_is_refused_by_name(name: str) -> None:
     build, changes, message = REFUSED[name]
     with pytest.raises((JobStopped, ValueError), match=message):
         loop(build, **changes)
+
+
+REPLICATED, CUT = Placement(), Placement(dim=0)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "placements", "optimizers", "every"),
+    [
+        ("dp", (REPLICATED,), 1, None),
+        ("dp", (REPLICATED,), 2, 1),
+        ("shard", (CUT,), 1, 1),
+        ("replicate, shard", (REPLICATED, CUT), 1, 1),
+        ("replicate=2, shard", (REPLICATED, CUT), 1, None),
+        ("replicate=1, shard", (REPLICATED, CUT), 1, 1),
+    ],
+)
+def test_snapshots_are_made_where_a_death_may_leave_no_copy(
+    mesh: str, placements: tuple[Placement, ...], optimizers: int, every: int | None
+) -> None:
+    """A dimension of replicas may have one device, where its size is not said."""
+    tensor = MeshTensor(name="w", shape=(4,), dtype="float32", placements=(placements,))
+    model = MeshModel(meshes=(AllowedMesh.from_text(mesh),), tensors=(tensor,))
+    assert default_snapshots(model, optimizers) == every
+
+
+@pytest.mark.parametrize(("names", "counted"), [(("dp", "tp"), [4, 0, 4, 0]), (("dp", "cp"), [4, 4, 4, 4])])
+def test_losses_of_a_tp_group_count_once_and_those_of_context_parallel_ranks_each(
+    names: tuple[str, str], counted: list[int]
+) -> None:
+    members = tuple(f"a/{i}" for i in range(4))
+    plan = MeshPlan(number=1, names=names, shape=(2, 2), members=members, samples=(2, 2))
+    weights, scales = [], []
+    for member in members:
+        everyone = SimpleNamespace(all_gather=lambda own: torch.tensor(counted, dtype=torch.float64))
+        copy: Any = SimpleNamespace(plan=plan, device=member, user=linear(None), everyone=everyone)
+        step = LoopStep(copy, 0, range(4), *[lambda *_: False] * 3)
+        step.loss = 1.0
+        scales.append(step.scale_of(4))
+        weights.append(step.terms[1])
+    assert weights == counted
+    assert scales == [1.0] * 4
 
 
 def test_a_world_of_the_scripts_own_is_refused() -> None:

@@ -44,6 +44,7 @@ class LiveCopy:
         self.everyone: Group = groups.group(layouts.plan.members, "vote")
         self.vote = StepVote(self.everyone)
         self.world: World = World(groups, layouts.plan.members) if before is None else before.world
+        groups.keep(self.world)  # whose groups end with those of the plan, on the thread that parks them
         self.tensors: LiveTensors | None = None if before is None else before.tensors
         self.reduced: int | None = None
         self.last: Vote | None = None
@@ -83,6 +84,7 @@ class LiveCopy:
                 f"build makes another model on the mesh {self.plan.mesh_text} than on one device: {why}. Let "
                 "it be a function of its mesh alone"
             )
+        self.tensors.refuse_other_boxes(self.layouts, self.device)
 
     def trains_on(self) -> None:
         """An update comes next: the tensors are those of no plan before this one any more."""
@@ -117,7 +119,7 @@ class LiveCopy:
         raise RuntimeError(f"the update of step {vote.step} is the script's own")
 
     def end(self) -> None:
-        """Forgets groups and tensors; `PlanGroups.park` destroys the groups."""
+        """Takes its world out of torch's tables, where the move to it failed."""
         self.world.end()
 
 

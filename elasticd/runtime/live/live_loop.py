@@ -18,6 +18,7 @@ import logging
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import suppress
 from traceback import clear_frames
@@ -32,7 +33,6 @@ from torch.utils.data import default_collate
 from elasticd.records import Vote
 from elasticd.runtime.comm.groups import Cancelled, PeerLost
 from elasticd.runtime.control.control import Control
-from elasticd.runtime.control.one_process import EndSignals, OneProcess, ended
 from elasticd.runtime.control.preemption_notice import PreemptionNotice
 from elasticd.runtime.control.user_exceptions import Farewell, Uncaught, lost_within, raised
 from elasticd.runtime.data.sample_ledger import LedgerError
@@ -41,9 +41,10 @@ from elasticd.runtime.exits import Drained, JobOver, JobStopped, is_told, stoppe
 from elasticd.runtime.live import world
 from elasticd.runtime.live.collective_waits import CollectiveWaits
 from elasticd.runtime.live.live_copy import LiveCopy
-from elasticd.runtime.live.live_state import LiveTensors
-from elasticd.runtime.live.loop_step import LoopStep
+from elasticd.runtime.live.live_state import LiveRefusal, SmallState
+from elasticd.runtime.live.loop_step import LoopStep, counts_of
 from elasticd.runtime.live.moves import LiveMoves
+from elasticd.runtime.live.refusals import refuse_kept_gradients, refuse_later_moves
 from elasticd.runtime.snapshot.snapshotter import Snapper
 from elasticd.runtime.switch.switcher import Switcher
 from elasticd.runtime.telemetry.emulation import Pacer
@@ -97,24 +98,25 @@ class LiveLoop:
                 snapshot_every, job, lambda: control.welcome, lambda message, fd: control.send(message, fd=fd)
             )
         self._step: LoopStep | None = None
-        self._waits = CollectiveWaits(self._decided)
+        self._waits = CollectiveWaits(self._decided, self._where)
         self._hooks: list[Any] = []
-        self._timed: LiveTensors | None = None
         self._began = self._waited = 0.0
         self._last_gradient: tuple[float, float] | None = None
         self._last: tuple[int, Vote] | None = None
-        self._taken = self._finished = self._failed = self._ended = False
+        self._taken = self._left = self._finished = self._failed = self._ended = False
+        self._told_of: set[str] = set()  # that the log has a line of
+        self._usual: list[bool] | None = None  # of schedulers and average: they moved in the last body
+        #: How this rank's part in the job ended, within the body of a step: the loop raises it.
+        self._exit: JobOver | SystemExit | None = None
         self._pid = os.getpid()
         logs.for_worker(self._about)
         control.start(self._hear)
         self._show()
-        self._uncaught = Uncaught(self._fail)
+        self._uncaught = Uncaught(self._fail_later)
         self._farewell = Farewell(self._depart, control.alone)
-        self._notice: PreemptionNotice | EndSignals
-        if isinstance(control, OneProcess):
-            self._notice = EndSignals(control)
-        else:
-            self._notice = PreemptionNotice(grace, self._drain)
+        self._grace = grace
+        self._notice = PreemptionNotice(grace, self._drain)
+        if not control.alone:  # one process has no other rank for its state, and keeps no checkpoints
             self._notice.install()
 
     @property
@@ -181,13 +183,11 @@ class LiveLoop:
             raise RuntimeError("the steps of elasticd.live are taken once: loop over it in one `for`")
         self._taken = True
         running = self._steps()
-        atexit.register(running.close)
+        atexit.register(_leave_unfinished, weakref.ref(running))
         return running
 
     def _steps(self) -> Generator[LoopStep, None, None]:
         self._uncaught.install()
-        if self._control.alone:
-            self._notice.install()
         self._waits.install()
         self._hooks += [
             register_optimizer_step_pre_hook(self._before_update),
@@ -199,16 +199,18 @@ class LiveLoop:
         except Drained as drained:
             self._end(drained.reason, drained=True)
             raise
-        except GeneratorExit:
-            if os.getpid() == self._pid and not self._failed:
-                self._farewell.later()
+        except GeneratorExit as closed:
+            if os.getpid() == self._pid:
+                self._unhook()
+                if not self._failed:
+                    self._left = True
+                    self._notice.restore()
+                    self._farewell.later(closed.__context__)
             raise
         except BaseException as error:
             if isinstance(error, Exception):
                 self._fail(error)
             self._end_threads()
-            if isinstance(error, JobStopped) and self._control.ending:
-                raise ended(self._control.ending, str(error)) from None
             raise
         self._finish()
 
@@ -217,27 +219,31 @@ class LiveLoop:
         while True:
             copy = switcher.wait()
             world.enter(copy.world)
-            if self._control.ending and not switcher.draining:
-                switcher.begin_drain()
             switcher.taken()  # the script saw them
             made = switcher.step
             if made >= self._total:
                 break
             step = self._step = LoopStep(copy, made, self._samples(made), self._read, self._enter, self._leave)
             self._time(copy)
+            in_force = weakref.ref(copy)
+            del copy  # while this rank stands by, nothing keeps the state that it had
             yield step
             self._step = None
+            if self._exit is not None:
+                raise self._exit
             if not step.closed:
                 raise RuntimeError(f"step {made}: put the body of the loop into `with step:`")
+            if step.made:
+                refuse_later_moves(step)
+            if switcher.step >= self._total:
+                break
+            step.let_go()
             if step.lost is not None and not step.decided and not step.told:
                 switcher.peers_lost(step.lost)
             if step.lost is not None and not step.decided:
                 continue
-            if switcher.step >= self._total:
-                break
-            if step.outcome is not None and switcher.engine is copy:
+            if step.outcome is not None and switcher.engine is in_force():
                 switcher.voted(step.outcome.prepared)
-            del step, copy
         made = switcher.step
         if self._last is not None and self._last[1].step == made - 1:
             plan, vote = self._last
@@ -256,6 +262,8 @@ class LiveLoop:
         if step is not self._step or step.closed:
             raise RuntimeError(f"step {step.index} is over: enter each step once, in the loop that gave it")
         self._where.begin(step.index, step.copy.plan.number)
+        assert step.copy.tensors is not None
+        step.small = SmallState(step.copy.tensors)
         self._began, self._waited, self._last_gradient = time.perf_counter(), self._waits.seconds, None
 
     def _leave(self, step: LoopStep, error: BaseException | None) -> bool:
@@ -263,7 +271,10 @@ class LiveLoop:
         step.closed = True
         took = time.perf_counter() - self._began
         try:
+            if error is None and step.lost is not None and not step.decided:
+                raise StepLost("the script caught the loss of a peer")
             if error is None and not step.decided:  # no optimizer stepped: a GradScaler left the update out
+                refuse_kept_gradients(step, computed=self._last_gradient is not None)
                 self._vote(step)
         except StepLost as lost:
             error = lost
@@ -271,52 +282,97 @@ class LiveLoop:
             return False
         if error is not None:
             fault = self._fault(step, error)
-            self._where.end(None)
             if fault is None:
+                self._where.end(None)
                 return False
             clear_frames(error.__traceback__)
-            step.lost, step.decided = fault, False
-            return True
+            if not (step.updated and self._moved(step) == self._usual):
+                self._where.end(None)
+                if step.small is not None and not step.decided:
+                    step.small.restore()
+                step.lost, step.decided = fault, False
+                return True
+            log.warning("a collective ended the body of step %d after its update: %s", step.index, fault)
         step.copy.torn, step.made = False, True
+        self._usual, step.counts = self._moved(step), counts_of(step.state)
         self._switcher.step = step.index + 1
         self._where.end(took)
         self._committed(step, took)
-        return False
+        return error is not None
 
-    def _fault(self, step: LoopStep, error: Exception) -> Exception | None:
-        """The loss of another rank that an exception of the body comes of; None: it is the script's own."""
-        if step.lost is not None:
+    def _moved(self, step: LoopStep) -> list[bool]:
+        """Of each scheduler, and of the average, whether it moved in this body."""
+        return [now != before for now, before in zip(counts_of(step.state), step.counts, strict=True)]
+
+    def _fault(self, step: LoopStep | None, error: Exception) -> Exception | None:
+        """The loss of another rank that an exception of the script comes of; None: it is the script's own.
+
+        Once the update is decided an exception counts where a collective gave it nothing to go on with.
+        """
+        if isinstance(error, StepLost) and step is not None:
             return step.lost
-        copy = step.copy
-        found = lost_within(error, interrupted=copy.interrupted)
-        if found is None and _of_a_collective(error):
+        copy = self._switcher.engine if step is None else step.copy
+        if copy is None:
+            return lost_within(error)
+        late = step is None or (step.closed and step.made) or step.decided
+        broken = step is not None and step.broken
+        fault = lost_within(error, interrupted=copy.interrupted and (broken or not late))
+        if fault is None and _of_a_collective(error):
             return PeerLost(str(error).splitlines()[0])
-        if found is None and isinstance(error, RuntimeError):
+        if fault is None and isinstance(error, RuntimeError) and not late:
             deadline = time.monotonic() + _FAULT_SECONDS
             while not copy.interrupted and time.monotonic() < deadline:
                 time.sleep(0.001)
-            found = lost_within(error, interrupted=copy.interrupted)
-        return found
+            fault = lost_within(error, interrupted=copy.interrupted)
+        return fault
 
     def _before_update(self, optimizer: torch.optim.Optimizer, args: Any, options: Any) -> None:
         step = self._step
         if step is None or step.closed or not any(optimizer is each for each in step.state.optimizers):
             return
+        if next((each for each in (*args[1:], options.get("closure")) if callable(each)), None) is not None:
+            raise LiveRefusal(
+                f"{type(optimizer).__name__}.step has a closure, whose gradients would come after the vote: "
+                "compute the gradients first, and call step() without one"
+            )
+        if torch._C._current_graph_task_id() != -1:
+            raise LiveRefusal(
+                f"{type(optimizer).__name__}.step runs within backward(), before all gradients are reduced: "
+                "call it after backward()"
+            )
+        if step.lost is not None and not step.decided:
+            raise StepLost(f"step {step.index} comes again")
+        if step.broken:  # a gradient may be of it
+            step.lost = PeerLost("a collective failed between two updates")
+            raise StepLost(f"step {step.index} is torn between its updates")
+        if id(optimizer) in step.stepped:
+            self._say_once(
+                "an optimizer steps more than once in the body of a step: a device that is lost between the "
+                "updates of a step leaves no rank with its state, and the job goes back to a snapshot. Give "
+                "elasticd.live snapshot_every=1, or make each update a step of its own"
+            )
         if not step.decided:
             self._vote(step)
+
+    def _say_once(self, text: str) -> None:
+        if text not in self._told_of:
+            self._told_of.add(text)
+            log.warning("%s", text)
 
     def _after_update(self, optimizer: torch.optim.Optimizer, args: Any, options: Any) -> None:
         if self._step is not None:
             self._step.stepped.add(id(optimizer))
 
     def _decided(self, error: Exception) -> bool:
-        """Whether a collective that failed came after the last update of the step."""
+        """Whether a collective that failed came after the last update of the step, or after its body."""
         step = self._step
-        if step is None or step.closed or not step.updated:
+        if step is None or not (step.closed or step.updated):
             return False
-        log.warning(
-            "a collective after the update of step %d failed (%s): its result is NaN", step.index, error
-        )
+        if not step.broken:
+            log.warning(
+                "a collective after the update of step %d failed (%s): its result is NaN", step.index, error
+            )
+        step.broken = True
         return True
 
     def _vote(self, step: LoopStep) -> None:
@@ -351,12 +407,11 @@ class LiveLoop:
         try:
             outcome = copy.vote.vote(record, step.hashes)
         except LedgerError as error:
-            raise stopped(str(error)) from error
+            step.lost, self._exit = error, stopped(str(error))
+            raise StepLost(str(error)) from error
         except (PeerLost, Cancelled, RuntimeError) as error:
             step.lost, step.told = error, True
-            vote = switcher.outcome(error)
-            if vote is None:
-                raise StepLost(f"step {step.index} comes again: {error}") from None
+            vote = self._outcome(step, error)
             self._last = copy.plan.number, vote
         else:
             step.outcome, vote = outcome, outcome.vote
@@ -367,6 +422,26 @@ class LiveLoop:
         copy.trains_on()
         if snapper is not None:
             snapper.copied()
+
+    def _outcome(self, step: LoopStep, error: Exception) -> Vote:
+        """The step's vote, that another rank heard, after this one lost the others in it.
+
+        Raises:
+            StepLost: nobody heard it; or this rank's part in the job ends, which the loop raises.
+        """
+        try:
+            vote = self._switcher.outcome(error)
+        except JobOver as over:  # the others made this step, which is the last
+            self._exit = over
+            if step.index + 1 == self._total:
+                return Vote(step=step.index, loss=None, norm=None, count=0.0, tokens=0, apply=True)
+            raise StepLost(over) from None
+        except SystemExit as end:
+            self._exit = end
+            raise StepLost(end) from None
+        if vote is None:
+            raise StepLost(f"step {step.index} comes again: {error}") from None
+        return vote
 
     def _pace(self, samples: int) -> None:
         """Sleeps where the speed of the device is emulated, of which a sample counts as a token."""
@@ -409,8 +484,8 @@ class LiveLoop:
 
     def _time(self, copy: LiveCopy) -> None:
         """Has the clock of a step stop at the last gradient: DDP waits for its reductions after it, in C++."""
-        if copy.tensors is not self._timed and copy.tensors is not None:
-            self._timed = copy.tensors
+        if copy.tensors is not None and not copy.tensors.timed:
+            copy.tensors.timed = True
             for parameter in copy.tensors.trained.values():
                 parameter.register_post_accumulate_grad_hook(self._gradient)
 
@@ -418,6 +493,15 @@ class LiveLoop:
         self._last_gradient = time.perf_counter(), self._waits.seconds
 
     # -- the end -----------------------------------------------------------------------------------------------
+
+    def _fail_later(self, error: Exception) -> None:
+        """An exception ends the main thread. If the loop's body raised it, this rank is still running."""
+        if self._left and not self._farewell.withdrawn():
+            return
+        if self._left and not self._control.alone:
+            self._notice = PreemptionNotice(self._grace, self._drain)
+            self._notice.install()
+        self._fail(error)
 
     def _fail(self, error: Exception) -> None:
         """The script's code raised: tells the leader, and keeps this process while its state is of use."""
@@ -446,7 +530,7 @@ class LiveLoop:
         word = raised(
             error, plan=copy.plan.number, step=switcher.step, holds=not copy.torn, saves=False, index=index
         )
-        lost = lost_within(error)
+        lost = self._fault(self._step, error)
         if lost is None:
             self._control.send(word)
         if not word.holds or self._control.alone:
@@ -497,6 +581,12 @@ class LiveLoop:
             self._snapper.end()
         if not (self._finished and self._control.alone):
             self._switcher.end()
+
+
+def _leave_unfinished(running: weakref.ref[Generator[Any, None, None]]) -> None:
+    """Closes a loop at the end of the interpreter, unless it is finished or gone."""
+    if (unfinished := running()) is not None:
+        unfinished.close()
 
 
 def _of_a_collective(error: Exception) -> bool:

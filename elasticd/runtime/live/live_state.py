@@ -9,6 +9,7 @@ others. After a backward pass that broke off, an FSDP module shows parameters th
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from itertools import accumulate, product
 from typing import Any, NamedTuple
@@ -26,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from elasticd.runtime.exits import ScriptRefusal
-from elasticd.runtime.live.world import is_strided
+from elasticd.runtime.live.world import is_strided, local_shape_and_offset
 
 #: What wrappers put into the names of parameters.
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
@@ -70,6 +71,14 @@ class State:
             return ()
         return tuple(self.scheduler) if isinstance(self.scheduler, list | tuple) else (self.scheduler,)
 
+    @property
+    def others(self) -> dict[str, Any]:
+        """Schedulers, scaler and further objects, by the names that they move under."""
+        found = {f"scheduler {index}": each for index, each in enumerate(self.schedulers)}
+        if self.scaler is not None:
+            found["scaler"] = self.scaler
+        return found | {f"extra {name}": each for name, each in self.extra.items()}
+
 
 class _Kept(NamedTuple):
     """A tensor of the model as `build` left it."""
@@ -88,6 +97,7 @@ class LiveTensors:
 
     def __init__(self, state: State, names: Sequence[str]) -> None:
         self.state, self._names = state, tuple(names)
+        self.timed = False  # the loop's clock hears its gradients
         self._kept = dict(_tensors_of(state.model))
         if state.ema is not None:
             for name, kept in _tensors_of(state.ema):
@@ -99,6 +109,11 @@ class LiveTensors:
     def trained(self) -> dict[str, Tensor]:
         """The parameters that have a gradient."""
         return {name: kept.tensor for name, kept in self._kept.items() if kept.kind == "trained"}
+
+    @property
+    def buffers(self) -> list[Tensor]:
+        """Those of the model and the average, by reference."""
+        return [_local(kept.tensor) for kept in self._kept.values() if kept.kind == "buffer"]
 
     @property
     def devices(self) -> frozenset[torch.device]:
@@ -142,6 +157,33 @@ class LiveTensors:
             cut.add(dim)
         return tuple(placed.get(dimension, Placement()) for dimension in self._names)
 
+    def refuse_other_boxes(self, layouts: Holdings, device: str) -> None:
+        """Compares the boxes of the layouts with torch's own arithmetic on the real mesh: a trial on one device
+        cannot tell a dimension that is cut twice from a strided cut.
+
+        Raises:
+            LiveRefusal: a tensor lies otherwise.
+        """
+        for name, kept in self._kept.items():
+            if not isinstance(kept.tensor, DTensor):
+                continue
+            boxes = layouts.boxes(Item(name, "buffer" if kept.kind == "buffer" else "value"), device)
+            shape, offset = local_shape_and_offset(kept.tensor)
+            if 0 in shape or not boxes:
+                same = (0 in shape) == (not boxes)
+            else:
+                runs = [{(box.start[d], box.stop[d]) for box in boxes} for d in range(len(shape))]
+                same = shape == tuple(sum(stop - start for start, stop in each) for each in runs)
+                same = same and offset == boxes[0].start
+            if not same:
+                mesh = tuple(kept.tensor.device_mesh.shape)
+                mesh = tuple(kept.tensor.device_mesh.shape)
+                raise LiveRefusal(
+                    f"{name} is cut as {kept.tensor.placements} on a mesh of {mesh}, and its local part is not "
+                    "the one that elasticd counts with: cut each dimension of a tensor in one dimension of the "
+                    "mesh, or by fully_shard over parallelize_module"
+                )
+
     # -- state out, and in -----------------------------------------------------------------------------------
 
     def collected(self, layouts: Holdings, device: str) -> LocalState:
@@ -157,14 +199,12 @@ class LiveTensors:
             boxes = layouts.boxes(Item(name, role), device)
             if boxes:
                 into = buffers if role == "buffer" else values
-                into[name] = list(zip(boxes, _parts(_local(kept.tensor), boxes), strict=True))
+                local = _local(kept.tensor)
+                if role == "buffer":
+                    local = local.clone()  # the next forward pass may write to it while a snapshot is copied
+                into[name] = list(zip(boxes, _parts(local, boxes), strict=True))
         optimizer = _LocalOptimizer(self, layouts, device)
-        extras: dict[str, object] = {
-            f"scheduler {index}": each.state_dict() for index, each in enumerate(self.state.schedulers)
-        }
-        if self.state.scaler is not None:
-            extras["scaler"] = self.state.scaler.state_dict()
-        extras |= {f"extra {name}": each.state_dict() for name, each in self.state.extra.items()}
+        extras: dict[str, object] = {name: each.state_dict() for name, each in self.state.others.items()}
         return collect(values, optimizer.owned, optimizer.view, buffers=buffers, extras=extras)
 
     def install(self, state: LocalState, layouts: Holdings, device: str) -> None:
@@ -184,14 +224,40 @@ class LiveTensors:
         restore_optimizer(state, optimizer.owned, optimizer.view)
         optimizer.give_back()
         extras = {name: from_text(text) for name, text in state.extras.items()}
-        for index, each in enumerate(self.state.schedulers):
-            if (kept_state := extras.get(f"scheduler {index}")) is not None:
-                each.load_state_dict(kept_state)
-        if self.state.scaler is not None and "scaler" in extras:
-            self.state.scaler.load_state_dict(extras["scaler"])
-        for name, each in self.state.extra.items():
-            if f"extra {name}" in extras:
-                each.load_state_dict(extras[f"extra {name}"])
+        for name, each in self.state.others.items():
+            if name in extras:
+                each.load_state_dict(extras[name])
+
+
+class SmallState:
+    """The state beside parameters and their moments, as it is now: the body of a step may change it before the
+    vote, as a forward pass does buffers, or `scaler.update()` after an update that was left out. A step that
+    comes again begins with it."""
+
+    def __init__(self, tensors: LiveTensors) -> None:
+        state = tensors.state
+        self._trained = [*tensors.trained.values()]
+        self._buffers = [(buffer, buffer.clone()) for buffer in tensors.buffers]
+        self._settings = [
+            (
+                group,
+                deepcopy({key: value for key, value in group.items() if key not in ("params", "param_names")}),
+            )
+            for each in state.optimizers
+            for group in each.param_groups
+        ]
+        self._others = [(each, deepcopy(each.state_dict())) for each in state.others.values()]
+
+    def restore(self) -> None:
+        """Puts it back, and drops the gradients of the try that was lost."""
+        for parameter in self._trained:
+            parameter.grad = None
+        for buffer, before in self._buffers:
+            buffer.copy_(before)
+        for each, kept in self._others:
+            each.load_state_dict(kept)
+        for group, settings in self._settings:
+            group.update(settings)
 
 
 class _View:

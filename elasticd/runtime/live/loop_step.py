@@ -14,7 +14,7 @@ from elasticd_planner.spec.mesh import MeshPlan
 from elasticd.runtime.data.sample_ledger import hash_samples
 from elasticd.runtime.engine.vote import StepOutcome
 from elasticd.runtime.live.live_copy import LiveCopy
-from elasticd.runtime.live.live_state import State
+from elasticd.runtime.live.live_state import SmallState, State
 
 
 class LoopStep:
@@ -27,7 +27,6 @@ class LoopStep:
     Attributes:
         index: number of the step, from 0.
         indices: of this rank's samples.
-        state: what `build` returned for the mesh in force.
         scale: what a mean over this rank's samples is to be multiplied with before `backward`, since DDP and
             FSDP take the mean over ranks: lanes x own samples / samples of the step.
         loss: the mean over this rank's samples (or tokens, after `scale_of`), for `total`; the script sets it
@@ -46,11 +45,11 @@ class LoopStep:
         enter: Callable[[LoopStep], None],
         leave: Callable[[LoopStep, BaseException | None], bool],
     ) -> None:
-        self.copy, self.index, self.state = copy, index, copy.user
+        self.copy, self.index = copy, index
+        self._state: State | None = copy.user
         self.indices = dealt(copy.plan, samples)[copy.plan.lane_of[copy.device]]
         self.everything = samples
-        self._lanes = len(copy.plan.lanes)
-        self.scale = self._lanes * len(self.indices) / len(samples)
+        self.scale = len(copy.plan.lanes) * len(self.indices) / len(samples)
         self.loss: torch.Tensor | float | None = None
         self.total = math.nan
         self.outcome: StepOutcome | None = None  # of its vote
@@ -59,13 +58,28 @@ class LoopStep:
         self.lost: Exception | None = None  # the fault that ended it
         self.told = False  # the leader was told of that
         self.stepped: set[int] = set()  # optimizers, by id, that stepped in it
+        self.small: SmallState | None = None  # before the body
+        self.broken = False  # a collective after its updates failed, and gave NaN
+        self.counts = counts_of(self.state)  # before the body
         self._read, self._enter, self._leave = read, enter, leave
         self._weight: float | None = None
 
     @property
-    def user(self) -> State:
-        """What the script trains."""
-        return self.copy.user
+    def state(self) -> State:
+        """What `build` returned for the mesh in force.
+
+        Raises:
+            RuntimeError: the loop went on to the next step.
+        """
+        if self._state is None:
+            raise RuntimeError(f"step {self.index} is over: use the state of the step that the loop gave last")
+        return self._state
+
+    def let_go(self) -> None:
+        """The loop goes on: a step that the script still has keeps no state alive."""
+        del self.copy
+        self._state = self.small = self._read = None  # type: ignore[assignment]
+        self.__dict__.pop("data", None)
 
     @cached_property
     def data(self) -> Any:
@@ -73,17 +87,19 @@ class LoopStep:
         return self._read(self.indices)
 
     def scale_of(self, tokens: float) -> float:
-        """The scale of a mean over this rank's tokens, where samples have unlike numbers of them: lanes x own
-        tokens / tokens of the step. Call it on every rank, before the first `optimizer.step()` of the body."""
-        self._weight = float(tokens)
+        """The scale of a mean over this rank's tokens, where samples have unlike numbers of them: ranks x own
+        tokens / tokens of the step, ranks of one TP group counted once. Call it on every rank, before the first
+        `optimizer.step()` of the body."""
+        self._weight, plan = float(tokens), self.copy.plan
         everyone = self.copy.everyone.all_gather(torch.tensor([self.terms[1]], dtype=torch.float64))
-        return self._lanes * float(tokens) / float(everyone.sum())
+        ranks = sum(_first_of_tp(plan, member) for member in plan.members)
+        return ranks * float(tokens) / float(everyone.sum())
 
     @property
     def terms(self) -> tuple[float, float]:
-        """The sum of this rank's losses and their count; of a lane of several ranks the first one has them."""
-        plan = self.copy.plan
-        if plan.lanes[plan.lane_of[self.copy.device]][0] != self.copy.device:
+        """The sum of this rank's losses and their count; of a TP group, which computes the same, the first has
+        them. Ranks of context and sequence parallelism have the losses of unlike tokens."""
+        if not _first_of_tp(self.copy.plan, self.copy.device):
             return 0.0, 0.0
         count = self._weight if self._weight is not None else float(len(self.indices))
         loss = self.loss
@@ -117,6 +133,20 @@ class LoopStep:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
         return self._leave(self, error)
+
+
+def _first_of_tp(plan: MeshPlan, device: str) -> bool:
+    at = zip(plan.names, plan.coordinates[device], strict=True)
+    return not any(place for name, place in at if name == "tp")
+
+
+def counts_of(state: State) -> list[object]:
+    """The counts of schedulers, and of the average, which tell whether they moved."""
+    averaged = getattr(state.ema, "n_averaged", None)
+    return [
+        *(getattr(each, "last_epoch", None) for each in state.schedulers),
+        int(averaged) if isinstance(averaged, torch.Tensor) else averaged,
+    ]
 
 
 def dealt(plan: MeshPlan, samples: Sequence[int]) -> list[tuple[int, ...]]:

@@ -8,13 +8,15 @@ from typing import Any
 import torch
 from elasticd_migration.local_state import NotElementWise
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from elasticd.runtime.live.live_state import LiveRefusal, State
+from elasticd.runtime.live.loop_step import LoopStep, counts_of
 from elasticd.runtime.model.optimizer_check import refuse_others
 from elasticd.runtime.model.parameter_groups import ParameterGroups
 
-#: Modules with statistics of the samples that their rank saw.
-_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+#: The base of modules with statistics of the samples that their rank saw, of batches or of instances.
+_STATISTICS = nn.modules.batchnorm._NormBase
 
 
 def refuse_state(state: State) -> None:
@@ -52,7 +54,7 @@ def _refuse_modules(model: nn.Module) -> None:
                 f"{name or 'the model'} is a stage of a pipeline: elasticd.live takes data, sharded and tensor "
                 "parallelism; elasticd.Job has pipelines"
             )
-        if isinstance(module, _BATCH_NORMS) and module.track_running_stats:
+        if isinstance(module, _STATISTICS) and module.track_running_stats:
             raise LiveRefusal(
                 f"{name} ({kind.__name__}) keeps statistics of its own rank's samples, which no other mesh "
                 "has: use LayerNorm or GroupNorm, or track_running_stats=False"
@@ -81,3 +83,44 @@ def _refuse_optimizer(optimizer: torch.optim.Optimizer) -> None:
         refuse_others(make, groups)
     except NotElementWise as error:
         raise LiveRefusal(str(error)) from error
+
+
+def refuse_later_moves(step: LoopStep) -> None:
+    """Refuses a scheduler or an average that moved after the `with` of a step that counts.
+
+    Raises:
+        LiveRefusal: with what to do instead.
+    """
+    now = counts_of(step.state)
+    if now == step.counts:
+        return
+    moved = "the average" if now[:-1] == step.counts[:-1] else "a scheduler"
+    raise LiveRefusal(
+        f"{moved} stepped after the `with step:` of step {step.index}: the snapshot of that step lacks it, and "
+        "code there runs for a try that was lost, too. Move it into the `with`, after optimizer.step()"
+    )
+
+
+def refuse_kept_gradients(step: LoopStep, *, computed: bool) -> None:
+    """Refuses a body that computed gradients and leaves them for a later step: a change of the mesh drops them.
+
+    Args:
+        step: whose body ends without an update.
+        computed: gradients were computed in it.
+
+    Raises:
+        LiveRefusal: with what to do instead.
+    """
+    if not computed or step.state.scaler is not None:
+        return
+    for parameter in step.state.model.parameters():
+        gradient: Any = parameter.grad
+        if gradient is None:
+            continue
+        local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        if bool(local.any()):
+            raise LiveRefusal(
+                f"the body of step {step.index} ends with gradients, and no optimizer stepped: they would be "
+                "lost where the mesh changes. Accumulate over micro-batches of step.data within one `with "
+                "step:` (batch= is then of one update); or drop them, optimizer.zero_grad()"
+            )

@@ -71,8 +71,9 @@ def live(
             script reads by itself, and `step.indices` count on from step to step.
         collate: makes a batch of a list of samples; None: torch's default.
         seed: of the order of samples, and of the first values that `build` draws.
-        snapshot_every: steps from one snapshot in the agents' memory to the next. None: 1 where a mesh has no
-            replicas of the state, which no survivor would have after a fault; else no snapshots.
+        snapshot_every: steps from one snapshot in the agents' memory to the next. None: 1 where a mesh may have
+            no replicas of the state, which no survivor would have after a fault, or with several optimizers;
+            else no snapshots.
         grace: seconds from a signal until this process ends; within them its state moves to the others.
 
     Returns:
@@ -87,9 +88,16 @@ def live(
         allowed = _allowed(meshes)
         _refuse_other_groups()
         register()
-        model = _tried(build, allowed, seed)
+        model, optimizers = _tried(build, allowed, seed)
         samples = _samples(data, batch, seed)
-        every = snapshot_every if snapshot_every is not None else _default_snapshots(model)
+        every = snapshot_every if snapshot_every is not None else default_snapshots(model, optimizers)
+        if optimizers > 1:
+            log.info(
+                "%d optimizers: a death between their updates has the job go back to a snapshot, made every %s "
+                "steps",
+                optimizers,
+                every,
+            )
         control, spec = _connect(model, batch, len(data) if data is not None else batch, seed)
     except (ConnectionError, RejectedByAgent) as error:
         raise stopped(str(error)) from error
@@ -159,8 +167,12 @@ def _refuse_other_groups() -> None:
     refuse_torch_groups()
 
 
-def _tried(build: Build, meshes: Sequence[AllowedMesh], seed: int) -> MeshModel:
-    """Calls `build` on a mesh of this device alone for each allowed one. Refuses what cannot be kept alive."""
+def _tried(build: Build, meshes: Sequence[AllowedMesh], seed: int) -> tuple[MeshModel, int]:
+    """Calls `build` on a mesh of this device alone for each allowed one. Refuses what cannot be kept alive.
+
+    Returns:
+        The tensors that it makes, and the number of its optimizers.
+    """
     tensors: list[tuple[MeshTensor, ...]] = []
     for index, allowed in enumerate(meshes):
         store = TorchStore(dist.HashStore())  # type: ignore[attr-defined]
@@ -172,10 +184,11 @@ def _tried(build: Build, meshes: Sequence[AllowedMesh], seed: int) -> MeshModel:
             made = built(build, mesh, seed)
             refuse_state(made.state)
             tensors.append(made.described())
+            optimizers = len(made.state.optimizers)
         finally:
             world.end()
             groups.park()
-    return mesh_model(meshes, tensors)
+    return mesh_model(meshes, tensors), optimizers
 
 
 def _samples(data: Any, batch: int, seed: int) -> Samples:
@@ -185,8 +198,15 @@ def _samples(data: Any, batch: int, seed: int) -> Samples:
     return Sampler(size=size, global_batch=batch, seed=seed, order=order_for(size)).samples
 
 
-def _default_snapshots(model: MeshModel) -> int | None:
-    """Every step where under some allowed mesh each device may be the only one with its part of the state."""
+def default_snapshots(model: MeshModel, optimizers: int = 1) -> int | None:
+    """Steps between snapshots: 1 where under some allowed mesh each device may be the only one with its part of
+    the state, or where a death between the updates of several optimizers leaves no rank with any.
+
+    A dimension that cuts nothing is one of replicas only if the mesh has a fixed size of 2 or more there:
+    else the planner may make it 1.
+    """
+    if optimizers > 1:
+        return 1
     for index, mesh in enumerate(model.meshes):
         cut = {
             dimension
@@ -195,7 +215,9 @@ def _default_snapshots(model: MeshModel) -> int | None:
             for dimension, placement in enumerate(tensor.placements[index])
             if placement.dim is not None
         }
-        if len(cut) == len(mesh.names):
+        sizes = mesh.sizes or (0,) * len(mesh.names)
+        replicas = [size for dimension, size in enumerate(sizes) if dimension not in cut]
+        if cut and max(replicas, default=0) < 2:
             return 1
     return None
 

@@ -13,7 +13,6 @@ take an equal mesh for the same one, and would give results on the mesh of the o
 from __future__ import annotations
 
 import sys
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from torch._C._distributed_c10d import _register_process_group, _unregister_all_
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from elasticd.runtime.comm.groups import PlanGroups
@@ -146,6 +146,12 @@ def register() -> None:
         dist.Backend.register_backend(BACKEND, _backend, extended_api=True, devices=["cpu"])
 
 
+def local_shape_and_offset(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """[elements] of the part of a tensor that lies here, and where it begins in the global one."""
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(shape), tuple(offset)
+
+
 def is_strided(placement: object) -> bool:
     """Whether a placement cuts inside each of the parts that later dimensions of the mesh make."""
     return isinstance(placement, _StridedShard)
@@ -155,5 +161,4 @@ def clear_caches() -> None:
     """Clears DTensor's caches of sharding propagation, in C++ and in Python."""
     torch._C._clear_DTensor_sharding_propagator_cache()
     propagator = DTensor._op_dispatcher.sharding_propagator
-    with suppress(AttributeError):  # torch < 2.10 has one cache
-        propagator.propagate_op_sharding.cache.cache_clear()
+    propagator.propagate_op_sharding.cache.cache_clear()

@@ -453,6 +453,8 @@ class Switcher(Generic[Held]):
         recovery = prepared.proposal.recovery
         if recovery is not None and prepared.old is not None and not recovery.snapshots:
             engine, step = self._copies.get(prepared.old.plan.number, engine, step)
+            if self._device not in recovery.sources:
+                engine = None  # it is torn, or of another step: this rank only joins
             vote = recovery.vote
             if engine is not None and vote is not None and step == recovery.step - 1:
                 engine.back()
