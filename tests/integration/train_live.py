@@ -220,6 +220,8 @@ def main() -> None:
             if options.get("logs"):
                 logged = loss.detach().clone()
                 torch.distributed.all_reduce(logged)
+                if kind != "ddp":  # a DTensor's waits are others
+                    whole(next(iter(model.parameters())).square().sum())
             step.state.scheduler.step()
             optimizer.zero_grad()
         if step.made:

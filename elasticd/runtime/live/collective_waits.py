@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 from torch.distributed import Work
-from torch.distributed import _functional_collectives as functional
 
+from elasticd.runtime.live.world import functional_collectives as functional
 from elasticd.runtime.telemetry.main_thread import Where, during
 from elasticd.wire.main_thread import OTHER, SCRIPT
 

@@ -335,7 +335,7 @@ class LiveLoop:
                 f"{type(optimizer).__name__}.step has a closure, whose gradients would come after the vote: "
                 "compute the gradients first, and call step() without one"
             )
-        if torch._C._current_graph_task_id() != -1:
+        if world.in_backward():
             raise LiveRefusal(
                 f"{type(optimizer).__name__}.step runs within backward(), before all gradients are reduced: "
                 "call it after backward()"

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import distributed as dist
 from torch._C._distributed_c10d import _register_process_group, _unregister_all_process_groups
+from torch.distributed import _functional_collectives
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -30,6 +31,9 @@ from elasticd.runtime.comm.groups import PlanGroups
 BACKEND = "elasticd"
 #: The tables of `torch.distributed.distributed_c10d` by process group.
 _TABLES = ("_pg_map", "_pg_names", "_pg_group_ranks", "_pg_backend_config", "_pg_to_tag", "_tags_to_pg")
+
+#: DTensor's collectives, whose `wait_tensor` is replaced while a loop runs.
+functional_collectives: Any = _functional_collectives
 
 _current: World | None = None
 
@@ -150,6 +154,11 @@ def local_shape_and_offset(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int,
     """[elements] of the part of a tensor that lies here, and where it begins in the global one."""
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return tuple(shape), tuple(offset)
+
+
+def in_backward() -> bool:
+    """Whether this thread is within a backward pass."""
+    return bool(torch._C._current_graph_task_id() != -1)
 
 
 def is_strided(placement: object) -> bool:
