@@ -442,14 +442,15 @@ class OptionOrder:
     def _promising(self, setting: Setting) -> bool:
         """Returns whether to search a setting, by the regular layouts that it would have if no device were
         slow: not where they take longer than the best plan does here, by more than `NEAR`; nor one that saves
-        memory where they do as well without."""
+        memory where they do as well without. Where the TP size is given, the groups of nodes with slow devices
+        may have others, so that regular layouts say nothing of the first."""
         if self.best is None:
             return True
         limit = self.best[0] * (1 + max(NEAR, self.slack))
         if self._healthy is None:
             self._healthy = self.settings.healthy(limit)
         seconds = self._healthy[setting]
-        if seconds >= limit:
+        if seconds >= limit and not self.settings.problem.search_space.fixed_tp:
             return False
         frugal = setting.recompute, setting.sequence_parallel
         return not any(
