@@ -8,10 +8,18 @@ import pytest
 from elasticd_planner.cost.model_profile import ModelProfile, SectionProfile
 from elasticd_planner.problem import Problem, SearchSpace
 from elasticd_planner.search.planner import plan
-from elasticd_planner.spec.expert_load import ExpertLoad, fractions_in, held_by_device
+from elasticd_planner.spec.expert_load import ExpertLoad, costed, fractions_in, held_by_device
+from elasticd_planner.spec.model import Cut, Units
+from elasticd_planner.spec.packed_sequences import PackedSequences
 from elasticd_planner.spec.plan import Plan
+from elasticd_planner.spec.plan_checks import check_experts
+from elasticd_planner.spec.sequence_lengths import even
+from elasticd_planner.value import Invalid
 
+from tests.models.mixture import Mixture
 from tests.planner.models import cluster
+
+MODEL = Mixture().describe().spec
 
 LAYERS, EXPERTS = 4, 16
 ROWS = (1000 / np.arange(1, EXPERTS + 1) ** 0.9).tolist()
@@ -61,19 +69,21 @@ def unevenness(found: Plan, load: ExpertLoad, rates: dict[str, float]) -> float:
 @pytest.mark.parametrize("rates", [{}, {"n0/1": 2.0}])
 def test_experts_are_as_even_as_the_devices_are_fast(rates: dict[str, float]) -> None:
     load = load_of()
-    even, found = made(problem(rates=rates)), made(problem(rates=rates, experts=load))
-    assert unevenness(even, load, rates) > 1.2
+    by_share, found = made(problem(rates=rates)), made(problem(rates=rates, experts=load))
+    assert unevenness(by_share, load, rates) > 1.2
     assert unevenness(found, load, rates) <= 1.02
     assert "experts placed by load" in found.reason
     assert found.prediction is not None
-    assert even.prediction is not None
-    assert found.prediction.step_seconds <= even.prediction.step_seconds * 1.02  # which counted them as even
+    assert by_share.prediction is not None
+    assert (
+        found.prediction.step_seconds <= by_share.prediction.step_seconds * 1.02
+    )  # which counted them as even
     assert found.version == 4
 
 
 def test_an_even_load_places_nothing() -> None:
     load = msgspec.structs.replace(load_of(), rows=dict.fromkeys(range(LAYERS), (100.0,) * EXPERTS))
-    assert made(problem(experts=load)) == made(problem())
+    assert made(problem(experts=load)).strategies == made(problem()).strategies
 
 
 def test_the_running_plan_is_counted_under_the_load_and_few_experts_move() -> None:
@@ -105,3 +115,84 @@ def test_memory_limits_how_many_experts_a_device_has() -> None:
     assert found.prediction is not None
     assert max(found.prediction.memory.values()) <= int(most * 0.9)
     assert 1.0 < unevenness(found, load, {}) < unevenness(made(problem()), load, {})
+
+
+def test_a_packed_plan_keeps_experts_by_shares() -> None:
+    packed = PackedSequences(sequences=8.0, lengths=even(100.0), longest=100, linear=96)
+    given = problem(packed=packed)
+    assert plan(msgspec.structs.replace(given, experts=load_of())) == plan(given)
+
+
+def test_after_a_device_was_lost_the_others_keep_their_experts() -> None:
+    load = load_of()
+    running = made(problem(experts=load))
+    found = made(problem(devices=3, experts=load, current=running))
+    before, after = held_by_device(running, load), held_by_device(found, load)
+    lost = [{*before["n0/3"][block]} - {e for d in after for e in before[d][block]} for block in range(LAYERS)]
+    moved = sum(len({*own} - {*before[d][block]}) for d in after for block, own in after[d].items())
+    assert sum(map(len, lost)) <= moved <= sum(map(len, lost)) + 2 * LAYERS
+    assert unevenness(found, load, {}) <= 1.02
+
+
+def test_copies_that_a_new_limit_forbids_are_given_up() -> None:
+    load = load_of()
+    running = made(problem(experts=load))
+    found = made(problem(experts=msgspec.structs.replace(load, replicas=0), current=running))
+    for blocks in held_by_device(running, load), held_by_device(found, load):
+        copies = sum(len(own) for device in blocks.values() for own in device.values()) - LAYERS * EXPERTS
+        assert (copies == 0) == (blocks == held_by_device(found, load))
+
+
+def test_no_plan_is_faster_than_the_bound_under_a_load() -> None:
+    load = load_of()
+    slow = {"n0/1": 2.0, "n0/2": 1.3}
+    found = made(problem(rates=slow, experts=load))
+    assert found.prediction is not None
+    few = problem(rates=slow, experts=msgspec.structs.replace(load, replicas=0))
+    worse = made(few)
+    assert worse.prediction is not None
+    assert found.prediction.bound_seconds == worse.prediction.bound_seconds <= found.prediction.step_seconds
+
+
+def test_blocks_that_share_their_experts_are_placed_alike() -> None:
+    tied = msgspec.structs.replace(
+        MODEL,
+        ties=tuple(
+            (f"blocks.1.{p.name}", f"blocks.0.{p.name}") for p in MODEL.section("blocks.0") if p.experts
+        ),
+    )
+    rows = {
+        block: tuple(np.random.default_rng(block).permutation(ROWS[: len(ROWS) // 2])) for block in range(4)
+    }
+    load = costed(tied, 50, rows, 2.0)
+    assert load is not None
+    assert load.same == ((0, 1),)
+    profile = problem().profile
+    eight = msgspec.structs.replace(profile, share_units=8)
+    found = made(msgspec.structs.replace(problem(experts=load), profile=eight))
+    assert any(stage.experts for _, _, stage in found.walk())
+    check_experts(found, tied)
+    with pytest.raises(Invalid, match="in two ways"):
+        check_experts(
+            made(
+                msgspec.structs.replace(problem(experts=msgspec.structs.replace(load, same=())), profile=eight)
+            ),
+            tied,
+        )
+
+
+def test_blocks_of_modules_of_unlike_numbers_of_experts_are_left_out() -> None:
+    block = tuple(MODEL.section("blocks.0"))
+    first = next(p for p in block if p.experts)
+    other = msgspec.structs.replace(
+        first, name="more.up", shape=(4, *first.shape[1:]), cut=Cut(dim=0, units="few")
+    )
+    two = msgspec.structs.replace(
+        MODEL,
+        kinds=(*MODEL.kinds, (*block, other)),
+        layers=(0, 1, 0, 0),
+        units=(*MODEL.units, Units(kind="few", count=4)),
+    )
+    load = costed(two, 50, dict.fromkeys(range(4), (1.0,) * 8), 2.0)
+    assert load is not None
+    assert {*load.rows} == {0, 2, 3}

@@ -3,12 +3,13 @@
 The search divides experts by shares, and counts them as even as these. A placement makes that nearly true: the
 devices of a lane compute its experts' rows in proportion to their speed, or as near to it as memory allows.
 Blocks whose devices are even enough stay as they are. The running plan is placed anew, too: where the layout
-that was found is no better, experts alone move.
+that was found is no better, experts alone move. After a device was lost the others keep their experts. Packed
+plans keep shares: their rows follow from the memory that experts would take.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import msgspec
@@ -45,9 +46,12 @@ def answer(problem: Problem, found: Answer, tolerance: float) -> Answer:
     load, plan = problem.experts, found.plan
     if load is None or plan is None or plan.prediction is None or len(plan.modules) > 1:
         return found
+    if problem.packed is not None:
+        return found
     running = problem.current if found.current_seconds is not None else None
     now = _seconds(problem, running, load) if running is not None else None
-    held = held_by_device(running, load) if running is not None and len(running.modules) == 1 else {}
+    before = problem.current  # be it of devices that are gone
+    held = held_by_device(before, load) if before is not None and len(before.modules) == 1 else {}
     options = [_placed(problem, plan, load, held)]
     if running is not None and not missing(running, problem):
         kept = plan.replace(
@@ -64,7 +68,7 @@ def answer(problem: Problem, found: Answer, tolerance: float) -> Answer:
     prediction = msgspec.structs.replace(
         plan.prediction,
         step_seconds=seconds,
-        bound_seconds=min(plan.prediction.bound_seconds, seconds),
+        bound_seconds=min(_bound(problem, chosen), seconds),
         memory=_memory(problem, chosen, load),
     )
     reason = plan.reason
@@ -98,6 +102,11 @@ def _seconds(problem: Problem, plan: Plan, load: ExpertLoad) -> float:
     return step_seconds(plan, problem.cluster, problem.rates, _cost(problem, plan, load))
 
 
+def _bound(problem: Problem, plan: Plan) -> float:
+    """Seconds that no placement beats: all work over all speed. The search's own bound is of even experts."""
+    return task_of(setting_of(plan, problem).problem(problem), hopeful=True).work_bound
+
+
 def _memory(problem: Problem, plan: Plan, load: ExpertLoad) -> dict[str, int]:
     return memory_by_device(plan, _cost(problem, plan, load))
 
@@ -125,6 +134,7 @@ def _placed(problem: Problem, plan: Plan, load: ExpertLoad, held: Held) -> Plan:
             ),
         )
     )
+    load = _alike(load)
     cost = _cost(problem, bare, load)
     needed = memory_by_device(bare, cost)
     each = load.expert_bytes * cost.profile.state_factor
@@ -143,11 +153,28 @@ def _placed(problem: Problem, plan: Plan, load: ExpertLoad, held: Held) -> Plan:
     return bare.replace(strategies=(Strategy(modules=(module,)),))
 
 
+def _alike(load: ExpertLoad) -> ExpertLoad:
+    """The load with the rows of all blocks that share their experts in each of these."""
+    rows = dict(load.rows)
+    for group in load.same:
+        together = tuple(map(sum, zip(*(load.rows[block] for block in group), strict=True)))
+        rows.update(dict.fromkeys(group, together))
+    return msgspec.structs.replace(load, rows=rows)
+
+
 def _stage(problem: Problem, stage: Stage, load: ExpertLoad, held: Held, room: Mapping[str, float]) -> Stage:
     """A stage with the experts of its blocks placed, in each lane of several devices."""
     experts: list[HeldExperts] = []
     splits: list[SplitExperts] = []
+    placed_blocks: list[int] = []
     for block in blocks_of(stage):
+        same = next((group for group in load.same if block in group), ())
+        known_at = next((at for at, other in enumerate(placed_blocks) if other in same), None)
+        placed_blocks.append(block)
+        if known_at is not None:
+            experts.append(experts[known_at])
+            splits.append(splits[known_at])
+            continue
         lanes = [_block(problem, lane, block, load, held, room) for lane in stage.by_lane]
         if block not in load.rows or all(lane is None for lane in lanes):
             experts.append(())
@@ -183,13 +210,47 @@ def _block(
     by_share = held_in(lane, block, count)
     spare = [int(room.get(device, 0.0) / max(1, lane.layers)) for device in lane.devices]
     slots = [min(count, len(own) + more) for own, more in zip(by_share, spare, strict=True)]
-    known = [held.get(device, {}).get(block) for device in lane.devices]
-    now = tuple(own for own in known if own is not None)
-    there = len(now) == len(known) and {expert for own in now for expert in own} == {*range(count)}
-    if not there or now == by_share:
-        if busiest(weights, slowdowns, by_share) <= bound * (1 + EVEN):
-            return None
-        now = by_share
-    replicas = load.replicas if load.replicas >= 0 else None
-    new = placed(weights, slowdowns, now, slots=slots, replicas=replicas, tolerance=EVEN)
+    before = tuple(held.get(device, {}).get(block, ()) for device in lane.devices)
+    even = busiest(weights, slowdowns, by_share) <= bound * (1 + EVEN)
+    if even and (before == by_share or not any(before)):
+        return None
+    most = load.replicas if load.replicas >= 0 else len(lane.devices) - 1
+    now = _complete(before, weights, slowdowns, slots, most) if any(before) else by_share
+    new = placed(weights, slowdowns, now, slots=slots, replicas=most, tolerance=EVEN)
+    if even and arrivals(before, by_share) <= arrivals(before, new.held):
+        return None
     return new.held, new.splits
+
+
+def _complete(
+    held: HeldExperts, weights: Sequence[float], slowdowns: Sequence[float], slots: Sequence[int], most: int
+) -> HeldExperts:
+    """The experts that devices have, without copies beyond the most, and each one that none of them has on the
+    device that is done with it first.
+
+    Args:
+        held: by device; nothing of a new one.
+        weights: of the experts.
+        slowdowns: of the devices.
+        slots: of the devices: experts that they have memory for.
+        most: copies of experts that there may be.
+    """
+    own = [set(each) for each in held]
+    copies = {expert: sum(expert in each for each in own) for expert in range(len(weights))}
+    for expert in sorted(copies, key=lambda each: (weights[each], each)):
+        while copies[expert] > 1 and sum(max(0, each - 1) for each in copies.values()) > most:
+            holders = [place for place, each in enumerate(own) if expert in each]
+            own[max(holders, key=lambda place: (len(own[place]), place))].discard(expert)
+            copies[expert] -= 1
+    seconds = [
+        slowdown * sum(weights[expert] / copies[expert] for expert in each)
+        for each, slowdown in zip(own, slowdowns, strict=True)
+    ]
+    for expert in sorted(copies, key=lambda each: (-weights[each], each)):
+        free = [place for place, each in enumerate(own) if len(each) < slots[place]]
+        if copies[expert] or not free:
+            continue
+        place = min(free, key=lambda at: (seconds[at] + weights[expert] * slowdowns[at], at))
+        own[place].add(expert)
+        seconds[place] += weights[expert] * slowdowns[place]
+    return tuple(tuple(sorted(each)) for each in own)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from elasticd_planner.spec.model import ModelSpec, Parameter, apportion, item_size
 from elasticd_planner.spec.plan import HeldExperts, Plan, SplitExperts, Stage
+from elasticd_planner.spec.plan_checks import blocks_with_same_experts
 from elasticd_planner.value import Value, refuse
 
 #: The part of a block's computation that experts may have, at most: the rest of it is not nothing.
@@ -20,6 +21,7 @@ class ExpertLoad(Value, frozen=True, kw_only=True):
     part: float  # of the computation of such a block, that of its experts
     expert_bytes: int  # of the parameters of one expert of a block
     replicas: int = -1  # that a block of a lane may have, at most; -1: one less than devices
+    same: tuple[tuple[int, ...], ...] = ()  # blocks that share their experts, which are placed alike
 
     def __post_init__(self) -> None:
         if not 0 <= self.part <= 1 or self.expert_bytes < 0:
@@ -47,6 +49,8 @@ def costed(
 ) -> ExpertLoad | None:
     """A load with what experts cost by the model's shapes; None: no rule places experts of it.
 
+    Blocks of several modules of experts, of unlike numbers, are left out: no placement is one of both.
+
     Args:
         model: with rules.
         sample_tokens: of a sample, for what attention costs beside experts.
@@ -54,11 +58,15 @@ def costed(
         chosen: experts of a row.
         replicas: that a block may have, at most; -1: one less than devices.
     """
-    sparse = {
-        block: own
-        for block, own in rows.items()
-        if block < len(model.layers) and any(p.experts for p in model.kinds[model.layers[block]])
-    }
+    counts = expert_counts(model)
+    sparse = {block: own for block, own in rows.items() if counts.get(block) == len(own)}
+    same: list[set[int]] = []
+    for group in blocks_with_same_experts(model):
+        apart = [each for each in same if each.isdisjoint(group)]
+        same = [*apart, group.union(*(each for each in same if not each.isdisjoint(group)))]
+    for group in same:
+        if not group <= sparse.keys():
+            sparse = {block: own for block, own in sparse.items() if block not in group}
     if not sparse:
         return None
     count = max(map(len, sparse.values()))
@@ -75,7 +83,19 @@ def costed(
         part=min(routed / (routed + others), _MOST),
         expert_bytes=round(size / count),
         replicas=replicas,
+        same=tuple(tuple(sorted(group)) for group in same if group <= sparse.keys()),
     )
+
+
+def expert_counts(model: ModelSpec) -> dict[int, int]:
+    """The number of experts of each block whose experts a plan may place."""
+    by_kind = [
+        {model.units_of(p.cut.units).count for p in kind if p.experts and p.cut is not None}
+        for kind in model.kinds
+    ]
+    return {
+        block: next(iter(by_kind[kind])) for block, kind in enumerate(model.layers) if len(by_kind[kind]) == 1
+    }
 
 
 def held_in(lane: Stage, block: int, count: int) -> HeldExperts:

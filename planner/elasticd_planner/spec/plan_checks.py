@@ -51,7 +51,7 @@ def check_experts(plan: Plan, spec: ModelSpec) -> None:
                 if held := stage.experts_of(block):
                     where = f"plan {plan.number}, pipeline {p}, block {block}"
                     _check_placement(spec, where, block, stage, held)
-            for group in _blocks_with_same_experts(spec):
+            for group in blocks_with_same_experts(spec):
                 for one, other in pairwise(sorted(group.intersection(blocks))):
                     if stage.experts_of(one) != stage.experts_of(other):
                         refuse(
@@ -74,7 +74,7 @@ def _check_placement(spec: ModelSpec, where: str, block: int, stage: Stage, held
             refuse(f"{where}: expert {missing[0]} is on no device of {', '.join(stage.devices)}")
 
 
-def _blocks_with_same_experts(spec: ModelSpec) -> list[set[int]]:
+def blocks_with_same_experts(spec: ModelSpec) -> list[set[int]]:
     """The blocks of each parameter of experts that several have."""
     groups: dict[str, set[int]] = {}
     for alias, owner in spec.ties:
