@@ -10,9 +10,9 @@ import pytest
 from elasticd_planner.detection.expert_work import expert_work, with_work
 from elasticd_planner.detection.settings import DetectSettings
 from elasticd_planner.detection.stragglers import RateState, observe
-from elasticd_planner.spec.expert_load import costed
+from elasticd_planner.spec.expert_load import ExpertLoad, costed
 from elasticd_planner.spec.measurement import Measurement
-from elasticd_planner.spec.plan import Plan
+from elasticd_planner.spec.plan import Pipeline, Plan, Stage
 from elasticd_planner.spec.step_measurements import Step
 
 from elasticd.machines.job.measurements import expert_rows
@@ -21,6 +21,7 @@ from elasticd.machines.job.state.transaction import Turn
 from elasticd.records import JobSpec
 from tests.models.mixture import EXPERTS, LAYERS, Mixture
 from tests.planner.models import plan as plan_of
+from tests.planner.models import planned
 
 MODEL = Mixture().describe().spec
 DEVICES = ["n0/0", "n0/1", "n0/2", "n0/3"]
@@ -69,7 +70,7 @@ def test_a_load_that_one_device_has_most_of_is_planned_for_and_not_asked_for_twi
     turn = turn_of()
     for step in (0, 10):
         expert_rows.reported(cast(Turn, turn), report(step, HOT))
-    load = turn.job.experts  # of the reports of step 0, since one of step 10 came
+    load = turn.job.experts
     assert load is not None
     assert load.rows == dict.fromkeys(range(LAYERS), HOT)
     assert turn.job.expert_rows.chosen == 2.0
@@ -82,10 +83,11 @@ def test_a_load_that_one_device_has_most_of_is_planned_for_and_not_asked_for_twi
 
 
 def test_reports_of_several_lanes_add_up_and_the_mean_follows_the_newest() -> None:
-    turn = turn_of()
+    plan = plan_of((4, [(LAYERS, DEVICES[:2], [4, 4])]), (4, [(LAYERS, DEVICES[2:], [4, 4])])).replace(number=3)
+    turn = turn_of(plan)
     for step in range(0, 40, 10):
         expert_rows.reported(cast(Turn, turn), report(step, HOT))
-        expert_rows.reported(cast(Turn, turn), report(step, HOT[::-1], "n1/0"))
+        expert_rows.reported(cast(Turn, turn), report(step, HOT[::-1], "n0/2"))
     assert turn.job.expert_rows.mean[0][0] == HOT[0] + HOT[-1]
 
 
@@ -126,3 +128,89 @@ def test_a_device_whose_experts_are_hot_is_no_straggler_and_a_slow_one_is() -> N
     assert judged(1.0, corrected=True) == set()
     assert judged(1.0, corrected=False) != set()
     assert judged(2.0, corrected=True) == {"n0/2"}
+
+
+def test_a_load_is_known_once_all_lanes_have_reported_a_step() -> None:
+    turn = turn_of()
+    expert_rows.reported(cast(Turn, turn), report(0, HOT))
+    assert turn.job.experts is not None
+    assert expert_rows.work(cast(Turn, turn), PLAN)["n0/0"] > 1  # before the step is judged
+
+
+def test_until_a_load_is_known_no_device_is_judged_and_a_restored_one_is_used() -> None:
+    turn = turn_of()
+    withheld = [expert_rows.unjudged(cast(Turn, turn), PLAN) for _ in range(12)]
+    assert withheld == [True] * 10 + [False] * 2
+    load = costed(MODEL, 50, dict.fromkeys(range(LAYERS), HOT), 2.0)
+    restored = turn_of()
+    restored.set(experts=load)
+    assert not expert_rows.unjudged(cast(Turn, restored), PLAN)
+    assert expert_rows.work(cast(Turn, restored), PLAN)["n0/0"] > 1
+
+
+def test_a_step_that_a_lane_did_not_report_changes_nothing() -> None:
+    plan = plan_of((4, [(LAYERS, DEVICES[:2], [4, 4])]), (4, [(LAYERS, DEVICES[2:], [4, 4])])).replace(number=3)
+    turn = turn_of(plan)
+    for device in ("n0/0", "n0/2"):
+        expert_rows.reported(cast(Turn, turn), report(0, HOT, device))
+    known = turn.job.expert_rows.mean
+    expert_rows.reported(cast(Turn, turn), report(10, HOT[::-1]))
+    expert_rows.reported(cast(Turn, turn), report(20, HOT[::-1]))
+    assert turn.job.expert_rows.mean == known == dict.fromkeys(range(LAYERS), tuple(2 * row for row in HOT))
+
+
+def test_a_report_counts_once_and_after_a_roll_back_again() -> None:
+    turn = turn_of()
+    for _ in range(2):
+        expert_rows.reported(cast(Turn, turn), report(20, HOT))
+    assert (turn.job.expert_rows.seen, turn.job.expert_rows.mean[0]) == (1, HOT)
+    turn.set(plan=PLAN.replace(number=4))
+    expert_rows.reported(cast(Turn, turn), msgspec.structs.replace(report(10, HOT), plan=4))
+    assert (turn.job.expert_rows.seen, turn.job.expert_rows.step) == (2, 10)
+
+
+def test_after_an_even_time_a_load_as_uneven_as_before_is_planned_for() -> None:
+    turn = turn_of()
+    expert_rows.reported(cast(Turn, turn), report(0, HOT))
+    before = turn.job.expert_rows.decided
+    assert before > 0
+    for step in range(10, 200, 10):
+        expert_rows.reported(cast(Turn, turn), report(step, (100,) * EXPERTS))
+    assert turn.job.expert_rows.decided == 0
+    turn.set(experts=None)
+    for step in range(200, 400, 10):
+        expert_rows.reported(cast(Turn, turn), report(step, HOT))
+    assert turn.job.experts is not None
+
+
+@pytest.mark.parametrize("rows", [(), (1, 2), (-5, *HOT[1:])])
+def test_rows_that_are_none_of_the_model_do_not_count(rows: tuple[int, ...]) -> None:
+    turn = turn_of()
+    expert_rows.reported(cast(Turn, turn), report(0, rows))
+    expert_rows.reported(cast(Turn, turn), report(10, HOT))
+    assert turn.job.expert_rows.mean[0] == HOT
+
+
+def test_a_plan_for_another_reason_is_made_for_the_newest_load() -> None:
+    turn = turn_of()
+    for step in range(0, 40, 10):
+        expert_rows.reported(cast(Turn, turn), report(step, (100,) * EXPERTS))
+    assert turn.job.experts is None
+    expert_rows.renewed(cast(Turn, turn))
+    assert turn.job.experts.rows[0] == (100,) * EXPERTS
+
+
+def test_lanes_that_share_experts_have_the_rows_of_all_lanes() -> None:
+    stage = Stage(
+        start=0,
+        stop=1,
+        devices=("n0/0", "n0/1"),
+        shares=(1, 1),
+        lanes=(1, 1),
+        experts=(((0, 1), (2, 3)),),
+    )
+    plan = planned(Pipeline(stages=(stage,), micro_batches=2, rows=(1, 1)))
+    load = ExpertLoad(rows={0: (50.0, 25.0, 15.0, 10.0)}, part=0.5, expert_bytes=1)
+    work, uneven = expert_work(plan, load, {})
+    assert work == pytest.approx({"n0/0": 1.25, "n0/1": 0.75})
+    assert uneven == pytest.approx(0.5)

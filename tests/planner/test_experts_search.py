@@ -7,13 +7,16 @@ import numpy as np
 import pytest
 from elasticd_planner.cost.model_profile import ModelProfile, SectionProfile
 from elasticd_planner.problem import Problem, SearchSpace
+from elasticd_planner.profiling.fit import fit, predicted_seconds
 from elasticd_planner.search.planner import plan
 from elasticd_planner.spec.expert_load import ExpertLoad, costed, fractions_in, held_by_device
+from elasticd_planner.spec.measurement import Measurement
 from elasticd_planner.spec.model import Cut, Units
 from elasticd_planner.spec.packed_sequences import PackedSequences
 from elasticd_planner.spec.plan import Plan
 from elasticd_planner.spec.plan_checks import check_experts
 from elasticd_planner.spec.sequence_lengths import even
+from elasticd_planner.spec.step_measurements import Step
 from elasticd_planner.value import Invalid
 
 from tests.models.mixture import Mixture
@@ -196,3 +199,34 @@ def test_blocks_of_modules_of_unlike_numbers_of_experts_are_left_out() -> None:
     load = costed(two, 50, dict.fromkeys(range(4), (1.0,) * 8), 2.0)
     assert load is not None
     assert {*load.rows} == {0, 2, 3}
+
+
+def test_a_fit_takes_what_an_uneven_load_costs_for_no_overhead() -> None:
+    given, load = problem(), load_of()
+    by_share = made(given)
+    seconds = predicted_seconds(given.profile, by_share, given.cluster, {}, None, load)
+    assert seconds > predicted_seconds(given.profile, by_share, given.cluster, {}) * 1.1
+    work = given.profile.tokens * LAYERS * 8 / 4
+    own = given.profile.block.seconds * work
+    steps = [
+        Step.of(
+            [
+                Measurement(
+                    device=device,
+                    plan=by_share.number,
+                    step=step,
+                    tokens=800,
+                    micro_batches=8,
+                    block_seconds=own,
+                    block_work=work,
+                    step_seconds=seconds,
+                )
+                for device in by_share.members
+            ]
+        )
+        for step in range(10)
+    ]
+    blind = fit(given.profile, by_share, steps, given.cluster)
+    known = fit(given.profile, by_share, steps, given.cluster, load=load)
+    assert blind.overhead_seconds > 0.09 * seconds
+    assert known.overhead_seconds < 0.01 * seconds

@@ -21,6 +21,7 @@ from elasticd_planner.profiling.fit import fit, fit_modules
 from elasticd_planner.profiling.section_bytes import with_bytes
 from elasticd_planner.readable import counted, readable_seconds
 from elasticd_planner.spec.cluster import Cluster, Device, Node, node_of
+from elasticd_planner.spec.expert_load import ExpertLoad
 from elasticd_planner.spec.mesh import JobPlan, MeshPlan
 from elasticd_planner.spec.plan import Plan
 from elasticd_planner.spec.sequence_lengths import even
@@ -128,6 +129,8 @@ def _left_out(turn: Turn, report: Report) -> None:
 def _judged(turn: Turn, plan: JobPlan, step: Step) -> Observed:
     """The slowdowns after a whole step."""
     job, detect = turn.job, turn.settings.detect
+    if isinstance(plan, Plan) and expert_rows.unjudged(turn, plan):
+        return job.rates, ()
     if job.profile is None or not isinstance(plan, Plan):
         return observe(job.rates, step, detect)
     if len(plan.modules) == 1:
@@ -169,8 +172,6 @@ def _observe(turn: Turn, plan: JobPlan, step: Step) -> None:
         item_counts.measured(turn, plan, step)  # a device is judged by profiles of the items that there are
     rates, changes = _judged(turn, plan, step)
     turn.set(rates=rates)
-    if changes:
-        expert_rows.renewed(turn)
     data_lengths.measured(turn, step)
     idle_probes.told(turn, changes)
     if not isinstance(plan, Plan):
@@ -200,7 +201,8 @@ def _fit(turn: Turn, plan: Plan) -> None:
         if len(plan.modules) > 1:
             profile = _fit_modules(turn, plan, profile, sampled)
         else:
-            profile = fit(profile, plan, sampled, links, turn.job.rates.rates, packed)
+            load = expert_rows.in_force(turn)
+            profile = fit(profile, plan, sampled, links, turn.job.rates.rates, packed, load)
     except Invalid as error:  # what the workers measured makes no sense
         turn.note("refused", f"the profile stays as it is: {error}", number=plan.number)
         return
@@ -288,9 +290,13 @@ def _request(turn: Turn) -> None:
     elif turn.now < _due(job, basis):
         return
     elif basis == job.decided:
-        if ripe(job) and job.deferred is not None and job.deferred.basis == basis:
+        if not ripe(job) or job.deferred is None or job.deferred.basis != basis:
+            return
+        if expert_rows.newest(turn, job) in (None, job.experts):
             _weigh(turn, job.plan, job.deferred)
-        return
+            return
+    expert_rows.renewed(turn)  # whatever else it is asked for
+    basis = _basis(turn, devices, profile)
     problem = _problem(turn, basis, job.spec)
     token = job.token + 1
     turn.set(asked=Asked(token=token, basis=basis, problem=problem), token=token, deferred=None)
@@ -423,8 +429,16 @@ def _basis(turn: Turn, devices: tuple[Device, ...], profile: ModelProfile | None
         lanes=lanes,
         packed=packed,
         modules=_modules(turn, profile),
-        experts=turn.job.experts if turn.settings.policy.experts == "load" else None,
+        experts=_experts(turn),
     )
+
+
+def _experts(turn: Turn) -> ExpertLoad | None:
+    """The load by which experts are placed, with the copies that the policy allows now."""
+    load, policy = turn.job.experts, turn.settings.policy
+    if load is None or policy.experts != "load":
+        return None
+    return msgspec.structs.replace(load, replicas=policy.expert_replicas)
 
 
 def _modules(turn: Turn, profile: ModelProfile) -> tuple[ModuleProblem, ...]:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import msgspec
 import numpy as np
 
+from elasticd_planner.numeric import Floats
 from elasticd_planner.spec.cluster import Rates, rate_of
-from elasticd_planner.spec.expert_load import ExpertLoad, fractions_in
-from elasticd_planner.spec.plan import Plan
+from elasticd_planner.spec.expert_load import ExpertLoad, blocks_of, fractions_in, rows_by_device
+from elasticd_planner.spec.plan import Plan, Stage
 from elasticd_planner.spec.step_measurements import COLUMNS, Step
 
 
@@ -27,11 +28,9 @@ def expert_work(plan: Plan, load: ExpertLoad, rates: Rates) -> tuple[dict[str, f
     """
     work: dict[str, float] = {}
     worst = 0.0
-    for _, _, lane in plan.walk():
+    for lane, shares, fractions in _groups(plan, load):
         if len(lane.devices) == 1:
             continue
-        fractions = np.array(fractions_in(lane, load))
-        shares = np.array([lane.fraction(place) for place in range(len(lane.devices))])
         slow = np.array([rate_of(rates, device) for device in lane.devices])
         busiest = float((fractions * slow).max(1).sum())
         worst = max(worst, busiest * float((1 / slow).sum()) / len(fractions) - 1)
@@ -40,6 +39,32 @@ def expert_work(plan: Plan, load: ExpertLoad, rates: Rates) -> tuple[dict[str, f
             if factor != 1:
                 work[device] = factor
     return work, worst
+
+
+def _groups(plan: Plan, load: ExpertLoad) -> Iterator[tuple[Stage, Floats, Floats]]:
+    """Of each lane, or of each stage whose lanes compute for each other, the part of its rows that each device
+    has by its share, and in each block computes [blocks, devices]."""
+    for pipeline in plan.pipelines:
+        for stage in pipeline.stages:
+            lanes = stage.by_lane
+            shares = [np.array([lane.fraction(place) for place in range(len(lane.devices))]) for lane in lanes]
+            if not stage.shared_blocks:
+                for lane, own in zip(lanes, shares, strict=True):
+                    yield lane, own, np.array(fractions_in(lane, load))
+                continue
+            parts = np.array(pipeline.micro_batches_by_lane) / pipeline.micro_batches
+            within = [np.array(fractions_in(lane, load)) for lane in lanes]
+            fractions = np.concatenate([part * own for part, own in zip(parts, within, strict=True)], axis=1)
+            for at, block in enumerate(blocks_of(stage)):
+                if block in stage.shared_blocks and block in load.rows:
+                    fractions[at] = rows_by_device(
+                        load.weights(block), stage.experts_of(block), stage.splits_of(block)
+                    )
+            yield (
+                stage,
+                np.concatenate([part * own for part, own in zip(parts, shares, strict=True)]),
+                fractions,
+            )
 
 
 def with_work(step: Step, work: Mapping[str, float]) -> Step:

@@ -22,6 +22,7 @@ from elasticd_planner.cost.packed_cost import PackedCost
 from elasticd_planner.cost.profile_cost import ProfileCost
 from elasticd_planner.numeric import Bools, Floats, Ints, middle
 from elasticd_planner.spec.cluster import Cluster, Rates
+from elasticd_planner.spec.expert_load import ExpertLoad
 from elasticd_planner.spec.packed_sequences import PackedSequences
 from elasticd_planner.spec.plan import Plan, Seats, seats_of
 from elasticd_planner.spec.step_measurements import COLUMNS, Step
@@ -41,13 +42,15 @@ def fit(
     cluster: Cluster,
     rates: Rates | None = None,
     packed: PackedSequences | None = None,
+    load: ExpertLoad | None = None,
 ) -> ModelProfile:
     """`profile` with the seconds of `steps` (at least ten, of `plan`; others are left out). `rates`: of the
-    devices while they were measured. `packed`: the sequences of a step, where they are packed in rows. Raises
-    Invalid where steps are missing."""
+    devices while they were measured. `packed`: the sequences of a step, where they are packed in rows. `load`:
+    of the experts in these steps, for whose busiest devices the others waited. Raises Invalid where steps are
+    missing."""
     rates = rates or {}
     measured = _Measured.of(plan, steps, rates)
-    return _calibrated(_taught(profile, plan, measured), plan, measured, cluster, rates, packed)
+    return _calibrated(_taught(profile, plan, measured), plan, measured, cluster, rates, packed, load)
 
 
 def fit_modules(
@@ -135,13 +138,14 @@ def predicted_seconds(
     cluster: Cluster,
     rates: Rates,
     packed: PackedSequences | None = None,
+    load: ExpertLoad | None = None,
 ) -> float:
     """Seconds of a step of `plan` by `profile`, at these slowdowns. Of `cluster` only the links count.
     `packed`: the sequences of a step, where they are packed in rows; inf where the plan does not hold the
-    longest one."""
+    longest one. `load`: of the experts of a plan that is not packed."""
     cost = ProfileCost(profile)
     if packed is None or not plan.packed:
-        return step_seconds(plan, cluster, rates, cost)
+        return step_seconds(plan, cluster, rates, ProfileCost(profile, load=load))
     rows = PackedCost(cost=cost, cluster=cluster, rates=rates, packed=packed, micro_batch=plan.micro_batch)
     return rows.seconds(plan)
 
@@ -321,13 +325,14 @@ def _calibrated(
     cluster: Cluster,
     rates: Rates,
     packed: PackedSequences | None,
+    load: ExpertLoad | None,
 ) -> ModelProfile:
     """Reduction, overhead and scales such that the plan's predicted step is the measured one."""
     total = _median(measured.column("step_seconds").max(axis=1))
     if not total > 0:
         return fitted
     unreduced = msgspec.structs.replace(fitted, reduction_scale=0.0)
-    pipelines = predicted_seconds(unreduced, plan, cluster, rates, packed)
+    pipelines = predicted_seconds(unreduced, plan, cluster, rates, packed, load)
     if not math.isfinite(pipelines):  # of longer sequences than it holds: it says nothing of these
         return fitted
     reduction, scale = _reduction(fitted, plan, measured, cluster)

@@ -1,17 +1,19 @@
 """The load of experts: what members report of it, the plans that are made for it, and the work that it is.
 
-A report in every tenth step has the rows of each expert of a lane. Their mean over the last ones is the load.
-Another plan is asked for when the devices' unevenness under it costs more of a step than the least saving of
-the policy, and more than chance alone; and again only when it has grown since, or the slowdowns have changed.
+A report in every tenth step has the rows of each expert of a lane. Their mean over the last steps that all
+lanes have reported is the load. Another plan is asked for when the devices' unevenness under it costs more of a
+step than the least saving of the policy, and more than chance alone; and again only when it has grown since, or
+was even meanwhile. Whatever else a plan is asked for, it is made for the newest load.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Container
 
 import msgspec
 from elasticd_planner.detection.expert_work import expert_work
-from elasticd_planner.spec.expert_load import ExpertLoad, costed
+from elasticd_planner.spec.expert_load import ExpertLoad, blocks_of, costed, expert_counts
 from elasticd_planner.spec.measurement import Measurement
 from elasticd_planner.spec.plan import Plan
 
@@ -26,18 +28,27 @@ NEWEST = 0.25
 GROWN = 0.02
 #: Standard deviations of a device's rows, by chance, that are no unevenness.
 BY_CHANCE = 2.0
+#: Steps until slowdowns are judged without a load: by then one should have been reported.
+UNJUDGED = 10
 
 
 def reported(turn: Turn, measurement: Measurement) -> None:
-    """Takes in what a member tells of its lane. Reports of a step that others have left behind do not count."""
-    rows, known = measurement.expert_rows, turn.job.expert_rows
-    spec = turn.job.spec
-    if not rows or not isinstance(spec, JobSpec) or spec.modules or measurement.plan != turn.job.number:
+    """Takes in what a member tells of its lane. A step counts once all lanes have reported it, and once alone;
+    rows that are none of the model's do not count."""
+    known, spec, plan = turn.job.expert_rows, turn.job.spec, turn.job.plan
+    if not isinstance(spec, JobSpec) or spec.modules or not isinstance(plan, Plan):
         return
-    if measurement.step > known.step:
-        known = _closed(turn, spec, known)
-        known = msgspec.structs.replace(known, step=measurement.step, open={})
-    if measurement.step < known.step:
+    if not measurement.expert_rows or measurement.plan != turn.job.number:
+        return
+    counts = expert_counts(spec.model)
+    rows = {block: own for block, own in measurement.expert_rows.items() if block in counts}
+    if not rows or any(len(own) != counts[block] or min(own) < 0 for block, own in rows.items()):
+        return
+    if measurement.plan != known.of or measurement.step > known.step:
+        known = msgspec.structs.replace(
+            known, of=measurement.plan, step=measurement.step, awaited=_first_devices(plan, counts), open={}
+        )
+    if measurement.step < known.step or measurement.device not in known.awaited:
         return
     added = {
         block: tuple(map(sum, zip(known.open[block], own, strict=False))) if block in known.open else own
@@ -45,26 +56,55 @@ def reported(turn: Turn, measurement: Measurement) -> None:
     }
     first = min(rows)
     chosen = sum(rows[first]) / measurement.tokens if measurement.tokens else known.chosen
-    turn.set(expert_rows=msgspec.structs.replace(known, open={**known.open, **added}, chosen=chosen))
+    known = msgspec.structs.replace(
+        known, open={**known.open, **added}, chosen=chosen, awaited=known.awaited - {measurement.device}
+    )
+    turn.set(expert_rows=known if known.awaited else _closed(turn, spec, known))
+
+
+def _first_devices(plan: Plan, blocks: Container[int]) -> frozenset[str]:
+    """The devices that report rows of these blocks: the first of each lane with some."""
+    return frozenset(
+        lane.devices[0] for _, _, lane in plan.walk() if any(block in blocks for block in blocks_of(lane))
+    )
 
 
 def renewed(turn: Turn) -> None:
-    """Plans are made for the newest load from now on, if they are made for one at all."""
-    if turn.job.experts is not None and (load := newest(turn, turn.job)) is not None:
+    """The next plan is made for the newest load."""
+    if (load := newest(turn, turn.job)) is not None:
         turn.set(experts=load)
+
+
+def unjudged(turn: Turn, plan: Plan) -> bool:
+    """Returns True of a step in which devices of TP groups may differ by a load that is not known yet."""
+    job = turn.job
+    spec, known = job.spec, job.expert_rows
+    if known.mean or job.experts is not None or known.unjudged >= UNJUDGED or not isinstance(spec, JobSpec):
+        return False
+    counts = expert_counts(spec.model) if not spec.modules else {}
+    if not counts or all(len(lane.devices) == 1 for _, _, lane in plan.walk()):
+        return False
+    turn.set(expert_rows=msgspec.structs.replace(known, unjudged=known.unjudged + 1))
+    return True
 
 
 def work(turn: Turn, plan: Plan) -> dict[str, float]:
     """The work of devices of the plan in force over that by their shares, where it differs: by the load that
     was measured, be it under an earlier plan."""
     known, spec = turn.job.expert_rows, turn.job.spec
-    if known.plan != plan.number and known.mean and isinstance(spec, JobSpec):
-        if (load := _load(turn, spec, known)) is None:
+    if known.plan != plan.number and isinstance(spec, JobSpec):
+        if (load := in_force(turn)) is None:
             return {}
         found, uneven = expert_work(plan, load, turn.job.rates.rates)
         known = msgspec.structs.replace(known, work=found, uneven=uneven, plan=plan.number, decided=0.0)
         turn.set(expert_rows=known)
     return known.work
+
+
+def in_force(turn: Turn) -> ExpertLoad | None:
+    """The load as last measured, else that of the plan: a new leader knows no other."""
+    known, spec = turn.job.expert_rows, turn.job.spec
+    return _load(turn, spec, known) if known.mean and isinstance(spec, JobSpec) else turn.job.experts
 
 
 def newest(turn: Turn, job: JobState) -> ExpertLoad | None:
@@ -81,19 +121,19 @@ def _load(turn: Turn, spec: JobSpec, known: ExpertRows) -> ExpertLoad | None:
 
 
 def _closed(turn: Turn, spec: JobSpec, known: ExpertRows) -> ExpertRows:
-    """After all reports of a step: the mean, the work of devices, and whether another plan is due."""
+    """After the last report of a step: the mean, the work of devices, and whether another plan is due."""
     job, plan = turn.job, turn.job.plan
     if not known.open or not isinstance(plan, Plan):
         return known
     part = max(NEWEST, 1 / (known.seen + 1))
-    mean = {
+    newer = {
         block: tuple(
             round(old + part * (new - old), 3)
             for old, new in zip(known.mean.get(block, own), own, strict=False)
         )
         for block, own in known.open.items()
     }
-    known = msgspec.structs.replace(known, mean=mean, seen=known.seen + 1)
+    known = msgspec.structs.replace(known, mean={**known.mean, **newer}, seen=known.seen + 1, open={})
     load = _load(turn, spec, known)
     if load is None:
         return known
@@ -106,7 +146,7 @@ def _closed(turn: Turn, spec: JobSpec, known: ExpertRows) -> ExpertRows:
     policy = turn.settings.policy
     chance = load.part * _chance(known, _width(plan))
     if policy.experts == "fixed" or cost <= max(policy.minimum_saving, chance):
-        return known
+        return msgspec.structs.replace(known, decided=0.0)
     if same and known.decided and cost < known.decided + GROWN:
         return known
     turn.set(experts=load)

@@ -17,6 +17,7 @@ from elasticd_planner.spec.cluster import Cluster, Device, Node, Rates, node_of
 from elasticd_planner.spec.packed_sequences import PackedSequences
 from elasticd_planner.spec.plan import Plan
 
+from elasticd.machines.job.measurements import expert_rows
 from elasticd.machines.job.state.job_state import JobSettings, StepPrediction
 from elasticd.machines.job.state.transaction import Turn
 from elasticd.records import ProfileRecord
@@ -76,7 +77,7 @@ def predict_anew(turn: Turn, packed: PackedSequences | None) -> float | None:
     if len(plan.modules) > 1:
         seconds = modules_seconds(plan, turn.settings, job.profile, job.modules, slowdowns)
     else:
-        seconds = predicted_seconds(job.profile, plan, links, slowdowns, packed)
+        seconds = predicted_seconds(job.profile, plan, links, slowdowns, packed, expert_rows.in_force(turn))
     if not math.isfinite(seconds):
         return None
     turn.set(prediction=StepPrediction(number=job.number, seconds=seconds))
