@@ -210,7 +210,7 @@ def main() -> None:
             if begin is not None:
                 begin(step.index, model)
             if "seconds" in options:
-                time.sleep(options["seconds"])
+                time.sleep(options["seconds"] * len(step.indices))
             loss = loss_of(model, step.data)
             step.loss = loss
             (loss * step.scale).backward()

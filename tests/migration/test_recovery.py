@@ -63,6 +63,6 @@ def test_one_replica_of_one_pipeline_does_not_outlive_its_node() -> None:
     with pytest.raises(Lost, match=r"no live device holds .*state of blocks.0.norm.weight \[0:4\]"):
         reshard(old, new, states)
     before_the_first_step = {item: size for item, size in SIZES.items() if item.role != "state"}
-    replicated = Remains(SPEC, plan(1, shape, zero=1, replicas=2), gone={"n0/0"})
+    replicated = Remains(Layouts(SPEC, plan(1, shape, zero=1, replicas=2)), gone={"n0/0"})
     transfers = reshard(replicated, new, before_the_first_step)
     assert not transfers, "n1/0 carries it all"

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from fractions import Fraction
 from typing import NamedTuple
 
 import torch
@@ -29,10 +28,6 @@ from elasticd.system.user_line import described
 log = logging.getLogger(__name__)
 
 
-#: The largest denominator of `FirstItem.near_ratio`.
-_PARTS = 8
-
-
 class FirstItem(NamedTuple):
     """The first item of a dataset."""
 
@@ -46,11 +41,10 @@ class FirstItem(NamedTuple):
         return self.rows / self.listed if self.rows and self.listed else 1.0
 
     @property
-    def near_ratio(self) -> float:
-        """The same as the nearest fraction of small numbers, as 4 or 3/2: a dataset that draws the size of
-        an item as it is read gives every rank the same."""
-        near = Fraction(self.ratio).limit_denominator(_PARTS)
-        return float(near) if near else 1 / round(1 / self.ratio)
+    def whole_ratio(self) -> float:
+        """The same as a whole number, or one over it: a dataset that draws the size of an item as it is read
+        gives every rank the same."""
+        return float(round(self.ratio)) if self.ratio >= 1 else 1 / round(1 / self.ratio)
 
 
 def first_item(dataset: Dataset, module: Module, precision: Precision | None = None) -> FirstItem:

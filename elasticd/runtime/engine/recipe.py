@@ -179,7 +179,7 @@ class Recipe:
         graph = self.model.graph
         assert graph is not None
         known = item_rows(self.dataset, graph.modules[module].items) is not None
-        return self.first_items[module].near_ratio if known else 1.0
+        return self.first_items[module].whole_ratio if known else 1.0
 
     def step_samples(self, tokens: float) -> float:
         """Samples of a step, on average, if they have so many tokens on average."""
