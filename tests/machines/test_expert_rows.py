@@ -10,15 +10,19 @@ import pytest
 from elasticd_planner.detection.expert_work import expert_work, with_work
 from elasticd_planner.detection.settings import DetectSettings
 from elasticd_planner.detection.stragglers import RateState, observe
+from elasticd_planner.problem import Problem
 from elasticd_planner.spec.expert_load import ExpertLoad, costed
 from elasticd_planner.spec.measurement import Measurement
 from elasticd_planner.spec.plan import Pipeline, Plan, Stage
 from elasticd_planner.spec.step_measurements import Step
 
+from elasticd.coordinator.status import _experts
 from elasticd.machines.job.measurements import expert_rows
+from elasticd.machines.job.state.events import Configured
 from elasticd.machines.job.state.job_state import JobPhase, JobSettings, JobState
 from elasticd.machines.job.state.transaction import Turn
 from elasticd.records import JobSpec
+from tests.machines.test_coordinator_faults import running
 from tests.models.mixture import EXPERTS, LAYERS, Mixture
 from tests.planner.models import plan as plan_of
 from tests.planner.models import planned
@@ -214,3 +218,34 @@ def test_lanes_that_share_experts_have_the_rows_of_all_lanes() -> None:
     work, uneven = expert_work(plan, load, {})
     assert work == pytest.approx({"n0/0": 1.25, "n0/1": 0.75})
     assert uneven == pytest.approx(0.5)
+
+
+def test_status_has_the_load_of_experts_and_the_work_of_their_devices() -> None:
+    turn = turn_of()
+    assert _experts(turn.job, brief=False) is None
+    expert_rows.reported(cast(Turn, turn), report(0, HOT))
+    status = _experts(turn.job, brief=False)
+    assert status is not None
+    assert (status.experts, status.copies, status.heaviest) == (LAYERS * EXPERTS, 0, 0)
+    assert status.part == 0.5
+    assert status.uneven == pytest.approx(600 / 200 - 1)
+    assert [(each.device, each.experts) for each in status.by_device] == [(d, LAYERS * 2) for d in DEVICES]
+    assert status.by_device[0].work > 1 > status.by_device[1].work
+
+
+def test_a_running_job_is_planned_anew_when_fewer_copies_of_experts_are_allowed() -> None:
+    world = running()
+    world.train(12)
+    load = ExpertLoad(rows={0: (3.0, 1.0)}, part=0.5, expert_bytes=1)
+    job = msgspec.structs.replace(world.job, experts=load)
+    world.state = msgspec.structs.replace(world.state, jobs={**world.state.jobs, job.job: job})
+    world.train(2)
+    world.planner_waits = True
+    settings = world.state.settings
+    policy = msgspec.structs.replace(settings.policy, expert_replicas=0)
+    world.say(Configured(detect=settings.detect, policy=policy, changes="by a test"))
+    world.settle()
+    world.train(2)
+    assert world.planning is not None
+    assert isinstance(world.planning.problem, Problem)
+    assert world.planning.problem.experts == msgspec.structs.replace(load, replicas=0)
