@@ -249,3 +249,18 @@ def test_a_running_job_is_planned_anew_when_fewer_copies_of_experts_are_allowed(
     assert world.planning is not None
     assert isinstance(world.planning.problem, Problem)
     assert world.planning.problem.experts == msgspec.structs.replace(load, replicas=0)
+
+
+def test_a_straggler_brings_a_plan_for_the_newest_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = running()
+    world.train(12)
+    load = ExpertLoad(rows={0: (3.0, 1.0)}, part=0.5, expert_bytes=1)
+    monkeypatch.setattr(expert_rows, "newest", lambda turn, job: load)
+    world.planner_waits = True
+    world.train(2)
+    assert world.planning is None, "a load that is even enough asks for nothing"
+    world.rates["alpha/0"] = 3.0
+    world.train(12)
+    assert world.planning is not None
+    assert isinstance(world.planning.problem, Problem)
+    assert world.planning.problem.experts == load
