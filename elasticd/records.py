@@ -271,7 +271,7 @@ class JobSpec(StoredValue, frozen=True, kw_only=True, tag="job-spec"):
 
 
 class MeshJobSpec(StoredValue, frozen=True, kw_only=True, tag="mesh-job-spec"):
-    """What a job trains whose loop is the user's own, on a device mesh; the same from every worker."""
+    """The model of a job whose loop is the user's own, on a device mesh; the same from every worker."""
 
     job: str  # the job's name
     model: MeshModel  # the tensors, and the meshes that it may have
@@ -562,7 +562,7 @@ def schema_refusal(data: bytes) -> str:
 
 
 class _Tag(msgspec.Struct):
-    """What is read of a record before the rest."""
+    """The part of a record that is read before the rest."""
 
     type: Any = ""
 

@@ -52,7 +52,7 @@ class LiveCopy:
 
     @property
     def user(self) -> State:
-        """What the script's `build` returned."""
+        """The state that the script's `build` returned."""
         assert self.tensors is not None
         return self.tensors.state
 

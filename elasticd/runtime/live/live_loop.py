@@ -121,7 +121,7 @@ class LiveLoop:
 
     @property
     def state(self) -> Any:
-        """What `build` returned for the mesh in force; None on standby."""
+        """The state that `build` returned for the mesh in force; None on standby."""
         return self._switcher.engine.user if self._switcher.engine is not None else None
 
     @property
@@ -364,7 +364,7 @@ class LiveLoop:
             self._step.stepped.add(id(optimizer))
 
     def _decided(self, error: Exception) -> bool:
-        """Whether a collective that failed came after the last update of the step, or after its body."""
+        """Returns True if a collective failed after the last update of the step, or after its body."""
         step = self._step
         if step is None or not (step.closed or step.updated):
             return False
@@ -590,6 +590,6 @@ def _leave_unfinished(running: weakref.ref[Generator[Any, None, None]]) -> None:
 
 
 def _of_a_collective(error: Exception) -> bool:
-    """Whether an error comes from torch's collectives over gloo."""
+    """Returns True if an error comes from torch's collectives over gloo."""
     text = str(error)
     return isinstance(error, RuntimeError) and ("gloo/" in text or "Connection closed by peer" in text)

@@ -41,7 +41,7 @@ class LiveRefusal(ScriptRefusal):
 
 @dataclass(frozen=True)
 class State:
-    """What `build(mesh)` returns: all that a script trains with on that mesh.
+    """The return value of `build(mesh)`: all that a script trains with on that mesh.
 
     Attributes:
         model: the model, as DDP, `fully_shard` or `parallelize_module` left it.
@@ -117,7 +117,7 @@ class LiveTensors:
 
     @property
     def devices(self) -> frozenset[torch.device]:
-        """Where they lie."""
+        """The devices on which they lie."""
         return frozenset(kept.tensor.device for kept in self._kept.values())
 
     def described(self) -> tuple[MeshTensor, ...]:

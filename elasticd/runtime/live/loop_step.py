@@ -66,7 +66,7 @@ class LoopStep:
 
     @property
     def state(self) -> State:
-        """What `build` returned for the mesh in force.
+        """The state that `build` returned for the mesh in force.
 
         Raises:
             RuntimeError: the loop went on to the next step.
@@ -122,7 +122,7 @@ class LoopStep:
 
     @property
     def updated(self) -> bool:
-        """Whether each optimizer has made its update."""
+        """True once each optimizer has made its update."""
         return self.decided and self.stepped >= {id(each) for each in self.state.optimizers}
 
     def __enter__(self) -> Self:

@@ -1,4 +1,4 @@
-"""What a script's own loop may not train with, refused by name before the first step, with what to do."""
+"""Models and optimizers that a script's own loop may not train with, refused by name, with what to do."""
 
 from __future__ import annotations
 

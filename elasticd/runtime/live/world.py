@@ -54,7 +54,7 @@ class World:
 
     @property
     def entered(self) -> bool:
-        """Whether it is torch's world now."""
+        """True while it is torch's world."""
         return _current is self
 
     def enter(self) -> None:
@@ -157,12 +157,12 @@ def local_shape_and_offset(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int,
 
 
 def in_backward() -> bool:
-    """Whether this thread is within a backward pass."""
+    """Returns True if this thread is within a backward pass."""
     return bool(torch._C._current_graph_task_id() != -1)
 
 
 def is_strided(placement: object) -> bool:
-    """Whether a placement cuts inside each of the parts that later dimensions of the mesh make."""
+    """Returns True if a placement cuts inside each of the parts that later dimensions of the mesh make."""
     return isinstance(placement, _StridedShard)
 
 

@@ -55,7 +55,7 @@ class JobMoves:
 
     @property
     def folder(self) -> Path | None:
-        """Where the job keeps checkpoints; None: it keeps none."""
+        """The folder of the job's checkpoints; None: it keeps none."""
         return self.recipe.checkpointing.path
 
     def prepare(

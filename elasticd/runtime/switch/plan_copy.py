@@ -40,7 +40,7 @@ class PlanCopy(Protocol):
 
     @property
     def stale(self) -> bool:
-        """Whether parameters have new values only on the devices that keep their state."""
+        """True while parameters have new values only on the devices that keep their state."""
 
     @property
     def reduced(self) -> int | None:
@@ -52,7 +52,7 @@ class PlanCopy(Protocol):
 
     @property
     def spent(self) -> bool:
-        """Whether its memory holds the state of another plan."""
+        """True once its memory holds the state of another plan."""
 
     @property
     def lent(self) -> object | None:
@@ -96,7 +96,7 @@ class PreparedPlan(Generic[Held]):
 
 @dataclass(frozen=True, kw_only=True)
 class MoveResult:
-    """Where a move leads, and what it cost."""
+    """The step that a move leads to, and its cost."""
 
     step: int  # updates that the new state has seen
     bytes_sent: int = 0  # by this rank, checksums included
@@ -113,7 +113,7 @@ class PlanMoves(Protocol[Held]):
 
     @property
     def folder(self) -> Path | None:
-        """Where the job keeps checkpoints; None: it keeps none."""
+        """The folder of the job's checkpoints; None: it keeps none."""
 
     def prepare(
         self,

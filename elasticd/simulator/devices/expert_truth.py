@@ -1,4 +1,4 @@
-"""What devices with experts really do: loads that drift, and devices that wait for the busiest one of a block.
+"""The truth of simulated devices with experts: loads drift, and devices wait for a block's busiest one.
 
 The chances of a block's experts are Zipf's in an order of their own; their logarithms walk at random about
 these. They are functions of (seed, step). A device's experts take the part of a block's computation that they

@@ -1,4 +1,4 @@
-"""How the load of experts drifts in a scenario."""
+"""The drift of the load of experts in a scenario."""
 
 from __future__ import annotations
 

@@ -62,14 +62,14 @@ def plan_mesh(problem: MeshProblem, number: int = 0) -> MeshAnswer:
 
 
 def cost(plan: MeshPlan, slowdowns: Mapping[str, float]) -> float:
-    """What the slowest lane of a plan takes, in samples of a normal device."""
+    """The time of the slowest lane of a plan, in samples of a normal device."""
     return max(
         samples * paced for samples, paced in zip(plan.samples, lane_costs(plan.lanes, slowdowns), strict=True)
     )
 
 
 def lane_costs(lanes: Sequence[Sequence[str]], slowdowns: Mapping[str, float]) -> list[float]:
-    """What a sample takes in each lane, in samples of a normal device."""
+    """The time of a sample in each lane, in samples of a normal device."""
     return [max(slowdowns.get(device, NORMAL) for device in lane) / len(lane) for lane in lanes]
 
 

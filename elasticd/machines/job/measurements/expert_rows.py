@@ -159,6 +159,6 @@ def _width(plan: Plan) -> int:
 
 
 def _chance(known: ExpertRows, devices: int) -> float:
-    """How far a device's rows of a block are off by chance, in the reports that the mean is of."""
+    """The distance by chance of a device's rows of a block, in the reports that the mean is of."""
     rows = min(map(sum, known.mean.values())) * min(known.seen, round(1 / NEWEST)) / devices
     return BY_CHANCE / math.sqrt(rows) if rows else math.inf
