@@ -18,11 +18,13 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-from _frame import PLANNER, TRAINING, Part, module_rows, parser, run
+from _frame import PLANNER, PRODUCT, TRAINING, Part, module_rows, parser, run
 from _module_disjoint import disjoint_rows
+from _module_exactness import border_rows, exact_rows
 from _module_parity import parity_rows
 from _module_plans import plan_rows, planning_rows
 from _module_published import published_rows
+from _module_switch import switch_rows
 from _results import Row, row
 from _step_before import instruction_rows
 
@@ -185,6 +187,9 @@ PARTS = {
     "planning": Part(planning_rows, PLANNER, {"sizes": 1}),
     "emulated": Part(module_rows("_module_emulated"), TRAINING, {"smallest": True}),
     "step": Part(step_rows, TRAINING, {"layers": 1}),
+    "strict": Part(exact_rows, TRAINING, {"plans": 1}),
+    "borders": Part(border_rows, TRAINING, {"plans": 2}),
+    "switch": Part(switch_rows, PRODUCT, {"switches": 1}),
     "parity": Part(parity_rows, TRAINING, {"models": 1, "placements": 2}),
 }
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -88,9 +89,9 @@ def main() -> None:
     job = of_the_example() if options.get("model") == "vlm" else by_hand(options)
     with (out / f"ledger-{job.device.replace('/', ':')}").open("w") as ledger:
         for step in job.steps(Steps(options["steps"], out)):
-            if job.rank == 0:
-                ledger.write(json.dumps({"step": step.index, "loss": step.loss, "plan": step.plan}) + "\n")
-                ledger.flush()
+            line = {"step": step.index, "loss": step.loss, "plan": step.plan, "time": time.monotonic()}
+            ledger.write(json.dumps(line) + "\n")
+            ledger.flush()
     weights = {name: (box.start, box.stop, value) for name, (box, value) in job.parameters().items()}
     if weights:
         torch.save(weights, out / f"weights-{job.device.replace('/', ':')}")

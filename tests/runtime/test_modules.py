@@ -36,8 +36,10 @@ from elasticd.runtime.engine.recipe import Recipe
 from elasticd.runtime.model.model import Model
 from elasticd.runtime.model.tp_rules import UnitsOf
 from elasticd.runtime.model.validation import ModelError
+from tests import sizes
 from tests.migration.ranks import together
 from tests.runtime import gang
+from tests.runtime.drawn_placements import drawn_placement
 from tests.runtime.image_model import (
     BATCH,
     RULES,
@@ -264,6 +266,12 @@ def reference(*, frozen: bool = False) -> tuple[list[float], dict[str, torch.Ten
 @pytest.mark.parametrize("name", PLACEMENTS)
 def test_two_modules_train_like_one_process(name: str) -> None:
     plan = PLACEMENTS[name]
+    check(plan, run_threads(plan.members, lambda memory: trained(memory.me, plan, cast(PlanGroups, memory))))
+
+
+@pytest.mark.parametrize("seed", sizes.beside(range(4), range(100)))
+def test_two_modules_train_like_one_process_under_drawn_plans(seed: int) -> None:
+    plan = drawn_placement(seed)
     check(plan, run_threads(plan.members, lambda memory: trained(memory.me, plan, cast(PlanGroups, memory))))
 
 
