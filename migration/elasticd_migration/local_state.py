@@ -206,6 +206,8 @@ def collect(
         state = optimizer.state.get(parameter, {}) if optimizer is not None else {}
         kept = {key: plain(value) for key, value in dict(state).items()}
         if masters:
+            if MASTER in kept:
+                raise NotElementWise(f"{type(optimizer).__name__} keeps {MASTER!r}, the name of master weights")
             kept = {**kept, MASTER: parameter.detach()}
         parts.setdefault(name, []).append((box, kept))
     kept_values = (value for held in parts.values() for _, kept in held for value in kept.values())
@@ -242,8 +244,11 @@ def install(state: LocalState, values: Values, *, buffers: Values | None = None)
 KERNEL_SETTINGS = frozenset({"foreach", "fused", "capturable", "differentiable"})
 
 
-def restore_optimizer(state: LocalState, owned: Sequence[Owned], optimizer: torch.optim.Optimizer) -> None:
-    """Give an optimizer that was made anew for `owned` the state and the settings that are carried.
+def restore_optimizer(
+    state: LocalState, owned: Sequence[Owned], optimizer: torch.optim.Optimizer, *, masters: bool = False
+) -> None:
+    """Give an optimizer that was made anew for `owned` the state and the settings that are carried. With
+    `masters`, as in `collect`, its parameters are the master weights, which are none of its state.
 
     `state` must not be restored a second time: its planes are adopted. A group takes the settings that its
     parameters had, but for those that say how a step is computed, not what (`KERNEL_SETTINGS`).
@@ -266,7 +271,7 @@ def restore_optimizer(state: LocalState, owned: Sequence[Owned], optimizer: torc
         shard = next((shard for shard in tensor.shards if shard.box == box), None)
         if shard is None:
             raise ValueError(f"state of {name}: {box} is not in what is to be installed")
-        planes = {key: plane for key, plane in shard.planes.items() if key != MASTER}
+        planes = {key: plane for key, plane in shard.planes.items() if not (masters and key == MASTER)}
         if planes or tensor.scalars:
             place = counted.get(id(parameter))
             scalars = {
@@ -274,7 +279,7 @@ def restore_optimizer(state: LocalState, owned: Sequence[Owned], optimizer: torc
                 if isinstance(value, torch.Tensor)
                 else value
                 for key, value in tensor.scalars.items()
-                if key != MASTER
+                if not (masters and key == MASTER)
             }
             optimizer.state[parameter] = {**scalars, **planes}
 

@@ -128,8 +128,19 @@ def test_of_a_parameter_without_dimensions_moments_are_planes(
     assert "step" in scalar.scalars
     assert "master" in scalar.shards[0].planes
     again = kind([parameter := torch.nn.Parameter(torch.ones(()))], lr=0.1)
-    restore_optimizer(state[()], [Owned("w", box, parameter)], again)
+    restore_optimizer(state[()], [Owned("w", box, parameter)], again, masters=True)
     assert set(again.state[parameter]) == set(optimizer.state[optimizer.param_groups[0]["params"][0]])
+
+
+def test_an_optimizer_may_name_a_plane_of_its_own_as_master_weights_are_named_unless_there_are_any() -> None:
+    held, optimizer = stepped(torch.optim.AdamW)
+    optimizer.state[only(held)]["master"] = torch.full_like(only(held), 7.0)
+    new = parameters(-1.0)
+    other = torch.optim.AdamW([only(new)])
+    restore_optimizer(state_of(held, optimizer), owned(new), other)
+    assert (other.state[only(new)]["master"] == 7.0).all()
+    with pytest.raises(NotElementWise, match="AdamW keeps 'master', the name of master weights"):
+        collect(held, owned(held), optimizer, masters=True)
 
 
 def test_a_master_weight_that_was_saved_as_a_number_is_adopted() -> None:

@@ -17,6 +17,7 @@ from elasticd.runtime.comm.in_memory import MemoryPlanGroups, run_threads
 from elasticd.runtime.data.collate import pad
 from elasticd.runtime.engine.recipe import Recipe
 from elasticd.runtime.model.model import Model
+from elasticd.runtime.model.optimizer_check import NotCarried
 from elasticd.runtime.model.parameter_groups import OptimizerError, ParameterGroups
 from elasticd.runtime.model.tp_rules import Column, Row, UnitsOf
 from tests.runtime.test_engine import engine_on
@@ -248,3 +249,19 @@ def test_every_slice_of_a_parameter_is_in_its_group(slices: int) -> None:
     none = ("b", nn.Parameter(torch.empty(0)))
     optimizer = groups.optimizer(by_dimensions, [*parts, none])
     assert [len(group["params"]) for group in optimizer.param_groups] == [slices, 1]
+
+
+class Masters(torch.optim.SGD):
+    """Keeps a plane of the name that master weights have."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self.state[parameter]["master"] = parameter.detach().clone()
+
+
+def test_an_optimizer_with_a_plane_of_the_name_of_master_weights_is_refused() -> None:
+    with pytest.raises(NotCarried, match=r"Masters keeps 'master' for its parameters.*another name"):
+        check_optimizer(recipe(lambda named: Masters(named, lr=1e-2)))

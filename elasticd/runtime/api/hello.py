@@ -14,6 +14,7 @@ from types import MappingProxyType
 import msgspec
 import numpy as np
 import torch
+from elasticd_migration.schema import MASTER
 from elasticd_planner.cost.model_profile import ModelProfile
 from elasticd_planner.layout.module_passes import ROWS
 from elasticd_planner.spec.packed_sequences import PackedSequences
@@ -36,7 +37,7 @@ from elasticd.runtime.data.stream import Stream
 from elasticd.runtime.engine.activation_checkpoint import asked
 from elasticd.runtime.engine.recipe import Recipe
 from elasticd.runtime.model.model import Loss, Model
-from elasticd.runtime.model.optimizer_check import ScriptOptimizer, refuse_others, refuse_unsaved
+from elasticd.runtime.model.optimizer_check import NotCarried, ScriptOptimizer, refuse_others, refuse_unsaved
 from elasticd.runtime.model.parameter_groups import OptimizerError
 from elasticd.runtime.parallel.sequence_mixing import packable
 from elasticd.runtime.reference.comparison import NotCompared, refuse_differences
@@ -180,7 +181,13 @@ def check_optimizer(recipe: Recipe) -> ScriptOptimizer | None:
             names,
         )
     refuse_others(recipe.optimizer, groups)
-    return refuse_unsaved(recipe.optimizer, recipe.scheduler, groups)
+    kept = refuse_unsaved(recipe.optimizer, recipe.scheduler, groups)
+    if kept is not None and MASTER in kept.keeps:
+        raise NotCarried(
+            f"{kept.kinds['optimizer']} keeps {MASTER!r} for its parameters, which is the name of a job's own "
+            "master weights: give it another name"
+        )
+    return kept
 
 
 def check_plan(recipe: Recipe) -> None:

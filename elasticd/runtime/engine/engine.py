@@ -285,7 +285,9 @@ class Engine:
         kinds = kinds_of(self.optimizer, self.scheduler)
         saved = from_text(text) if (text := self._carried.pop(KINDS, None)) is not None else kinds
         refuse_kinds(saved, kinds)
-        restore_optimizer(state, owned, self.optimizer)  # undoes the changes of the new scheduler
+        restore_optimizer(
+            state, owned, self.optimizer, masters=self._recipe.master is not None
+        )  # undoes the changes of the new scheduler
         if AVERAGE in saved and AVERAGE not in kinds:  # the script keeps none any more
             for kept in self.optimizer.state.values():
                 kept.pop(AVERAGE, None)
