@@ -19,6 +19,7 @@ from torch.distributed import Work
 from torch.distributed import _functional_collectives as functional
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -39,6 +40,7 @@ from elasticd.system.end_signals import ENDING
 from elasticd.testing.waiting import until
 from elasticd.wire.main_thread import OTHER, SCRIPT
 from tests.integration.train_live import BATCH, CLIP, MESHES, SEED, Text, build_of, loss_of, reference, whole
+from tests.runtime.test_elementwise import Aside
 
 STEPS = 4
 
@@ -681,6 +683,109 @@ def stranger(mesh: Any) -> State:
     return linear(mesh, optimizer=torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1))
 
 
+class Preconditioned(torch.optim.Optimizer):
+    """Keeps a matrix for each side of a parameter, as Shampoo does."""
+
+    def __init__(self, params: Any, rate: float) -> None:  # `defaults` do not make it anew
+        super().__init__(params, {"lr": rate})
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                left = self.state[parameter].setdefault("left", torch.eye(len(parameter)))
+                left += parameter.grad.flatten(1) @ parameter.grad.flatten(1).T
+                with torch.no_grad():
+                    parameter -= group["lr"] * torch.linalg.solve(left, parameter.grad)
+
+
+class Renamed(torch.optim.SGD):
+    """AdamW's like would be: made of other arguments than its defaults, and element-wise."""
+
+    def __init__(self, params: Any, rate: float) -> None:
+        super().__init__(params, lr=rate, momentum=0.9)
+
+
+def stepped_by(make: Callable[[Any], Any]) -> Callable[[Any], State]:
+    def build(mesh: Any) -> State:
+        model = nn.Linear(4, 4, bias=False)
+        return State(model=model, optimizer=make(model.parameters()))
+
+    return build
+
+
+def scheduled(mesh: Any) -> State:
+    state = stepped_by(lambda params: Preconditioned(params, 0.1))(mesh)
+    schedule = torch.optim.lr_scheduler.StepLR(state.optimizer, 2)
+    return dataclasses.replace(state, scheduler=schedule)
+
+
+def fsdp1(mesh: Any) -> State:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    return linear(mesh, model=FullyShardedDataParallel(nn.Linear(2, 2), device_id=torch.device("cpu")))
+
+
+def stage(mesh: Any) -> State:
+    from torch.distributed.pipelining import PipelineStage
+
+    return linear(mesh, model=PipelineStage(nn.Linear(2, 2), 0, 1, torch.device("cpu")))
+
+
+def unnamed(mesh: Any) -> State:
+    model = nn.Linear(2, 2)
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    return linear(mesh, model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def kept_group() -> Callable[[Any], State]:
+    groups: list[Any] = []
+
+    def build(mesh: Any) -> State:
+        groups.append(dist.new_group([0]))
+        model = nn.parallel.DistributedDataParallel(nn.Linear(2, 2), process_group=groups[0])
+        return State(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+
+    return build
+
+
+class Warmup:
+    """A learning rate whose object holds something that no text stands for."""
+
+    def __init__(self) -> None:
+        self.config = object()
+
+    def __call__(self, step: int) -> float:
+        return 1.0
+
+
+def with_schedule(mesh: Any) -> State:
+    state = linear(mesh)
+    schedule = torch.optim.lr_scheduler.LambdaLR(state.optimizer, Warmup())
+    return dataclasses.replace(state, scheduler=schedule)
+
+
+class Loader:
+    """As torchdata's StatefulDataLoader."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
+
+    def __len__(self) -> int:
+        return 4
+
+    def state_dict(self) -> dict[str, int]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        pass
+
+
+def on(device: str) -> Callable[[Any], State]:
+    return lambda mesh: linear(mesh, model=nn.Linear(2, 2, device=device))
+
+
 REFUSED = {
     "no state": (lambda mesh: nn.Linear(2, 2), {}, "let it return elasticd.State"),
     "batch norm": (normed(nn.BatchNorm1d(2)), {}, "use LayerNorm or GroupNorm"),
@@ -702,6 +807,34 @@ REFUSED = {
     "a loader": (linear, {"data": torch.utils.data.DataLoader(Text())}, "data=loader.dataset"),
     "a stream": (linear, {"data": iter([])}, "give a map-style dataset"),
     "no steps": (linear, {"steps": -1}, "whole number from 0 on"),
+    "FSDP1": (fsdp1, {}, "FSDP1 .*use torch.distributed.fsdp.fully_shard"),
+    "a stage of a pipeline": (stage, {}, "PipelineStage: .*elasticd.Job has pipelines"),
+    "no module": (lambda mesh: linear(mesh, model=[]), {}, r"model=\.\.\.\) is a list: .*ModuleDict"),
+    "no optimizer": (lambda mesh: linear(mesh, optimizer=[3]), {}, "has a int: .*extra="),
+    "Muon": (stepped_by(torch.optim.Muon), {}, "Muon .*element-wise optimizer such as AdamW"),
+    "Adafactor": (stepped_by(torch.optim.Adafactor), {}, "Adafactor .*element-wise optimizer such as AdamW"),
+    "L-BFGS": (stepped_by(torch.optim.LBFGS), {}, "LBFGS asks for a closure"),
+    "Shampoo": (stepped_by(lambda params: Preconditioned(params, 0.1)), {}, "Preconditioned .*such as AdamW"),
+    "Shampoo with a schedule": (scheduled, {}, "Preconditioned .*such as AdamW"),
+    "ZeRO's": (
+        stepped_by(lambda params: ZeroRedundancyOptimizer(params, torch.optim.AdamW)),
+        {},
+        "ZeroRedundancyOptimizer keeps state by rank.*use fully_shard",
+    ),
+    "a mesh without names": (
+        unnamed,
+        {},
+        "weight is on a mesh of dimensions without names.*that it is called with",
+    ),
+    "a group of another world": (kept_group(), {"meshes": ("dp", "shard")}, "another world: make all groups"),
+    "StatefulDataLoader": (linear, {"data": Loader()}, "Loader, whose position .*data=loader.dataset"),
+    "meta": (on("meta"), {}, "to_empty"),
+    "a schedule": (with_schedule, {}, r"state_dict\(\) of the scheduler 0.*: a object .*numbers, text"),
+    "an optimizer with a count": (
+        stepped_by(lambda params: Aside(params, lr=0.1)),
+        {},
+        "Aside goes on otherwise",
+    ),
     "extra": (lambda mesh: linear(mesh, extra={"sampler": 3}), {}, "without state_dict"),
 }
 
@@ -752,6 +885,50 @@ def test_losses_of_a_tp_group_count_once_and_those_of_context_parallel_ranks_eac
         weights.append(step.terms[1])
     assert weights == counted
     assert scales == [1.0] * 4
+
+
+def test_an_optimizer_of_other_arguments_is_accepted() -> None:
+    for step in loop(stepped_by(lambda params: Renamed(params, 0.1)), data=None, steps=2):
+        with step:
+            step.state.model(torch.ones(1, 4)).sum().backward()
+            step.state.optimizer.step()
+
+
+CHANGES: dict[str, tuple[Callable[[int], nn.Module], str]] = {
+    "names": (lambda call: nn.ModuleDict({f"part{call}": nn.Linear(2, 2)}), "part1.weight is missing"),
+    "shapes": (lambda call: nn.Linear(2, 2 + call), r"weight is trained float32 \[4, 2\] instead of"),
+    "dtypes": (lambda call: nn.Linear(2, 2, dtype=[None, torch.float32, torch.float64][call]), "float64"),
+    "kinds": (lambda call: nn.Linear(2, 2).requires_grad_(call == 1), "weight is frozen"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_build_that_makes_another_model_at_another_call_is_refused_before_the_first_step(name: str) -> None:
+    model_of, message = CHANGES[name]
+    calls, steps = [0], []
+
+    def build(mesh: Any) -> State:
+        calls[0] += 1
+        model = model_of(calls[0])
+        return State(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def script() -> None:
+        steps.extend(step.index for step in loop(build))
+
+    with pytest.raises((JobStopped, LiveRefusal), match=rf"{message}.*a function of its mesh alone"):
+        script()
+    assert not steps
+
+
+def test_trainers_of_other_libraries_are_refused() -> None:
+    """transformers' Trainer sets the process up by accelerate."""
+    accelerate = pytest.importorskip("accelerate")
+    accelerate.PartialState(cpu=True)
+    try:
+        with pytest.raises((JobStopped, ValueError), match=r"accelerate .*elasticd.from_hf .*restart mode"):
+            loop(linear)
+    finally:
+        accelerate.PartialState._reset_state()
 
 
 def test_a_world_of_the_scripts_own_is_refused() -> None:

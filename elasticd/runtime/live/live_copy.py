@@ -9,6 +9,7 @@ from elasticd_migration.local_state import LocalState
 from elasticd_planner.layout.layouts import Item
 from elasticd_planner.layout.mesh_layouts import MeshLayouts
 from elasticd_planner.spec.box import Box
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from elasticd.records import Vote
@@ -17,6 +18,11 @@ from elasticd.runtime.engine.set_aside import NoHostMemory
 from elasticd.runtime.engine.vote import StepVote
 from elasticd.runtime.live.live_state import LiveRefusal, LiveTensors, State, difference, on_mesh
 from elasticd.runtime.live.world import World
+
+#: The remedy where a model is a pipeline.
+PIPELINES = (
+    "elasticd.live takes data, sharded and tensor parallelism; elasticd.Job has pipelines, unequal ones too"
+)
 
 #: Makes what a script trains on a mesh.
 Build = Callable[[DeviceMesh], State]
@@ -136,4 +142,17 @@ def built(build: Build, mesh: DeviceMesh, seed: int) -> LiveTensors:
         raise LiveRefusal(
             f"build returned a {type(state).__name__}: let it return elasticd.State(model=..., optimizer=...)"
         )
-    return LiveTensors(state, mesh.mesh_dim_names or ())
+    if not isinstance(state.model, nn.Module):
+        kind = type(state.model)
+        pipeline = kind.__module__.startswith("torch.distributed.pipelining")
+        remedy = PIPELINES if pipeline else "give one torch.nn.Module; several go into a torch.nn.ModuleDict"
+        raise LiveRefusal(f"State(model=...) is a {kind.__name__}: {remedy}")
+    for each in state.optimizers:
+        if not isinstance(each, torch.optim.Optimizer):
+            raise LiveRefusal(
+                f"State(optimizer=...) has a {type(each).__name__}: give torch.optim optimizers, and other "
+                "objects with state as extra="
+            )
+    tensors = LiveTensors(state, mesh.mesh_dim_names or ())
+    tensors.refuse_other_groups(mesh)
+    return tensors

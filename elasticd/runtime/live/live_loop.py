@@ -294,7 +294,9 @@ class LiveLoop:
                 return True
             log.warning("a collective ended the body of step %d after its update: %s", step.index, fault)
         step.copy.torn, step.made = False, True
-        self._usual, step.counts = self._moved(step), counts_of(step.state)
+        if step.stepped:  # a scaler that leaves an update out may leave those of schedulers out, too
+            self._usual = self._moved(step)
+        step.counts = counts_of(step.state)
         self._switcher.step = step.index + 1
         self._where.end(took)
         self._committed(step, took)

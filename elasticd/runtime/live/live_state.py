@@ -23,11 +23,12 @@ from elasticd_planner.spec.box import Box
 from elasticd_planner.spec.mesh import AllowedMesh, MeshModel, MeshTensor, Placement
 from elasticd_planner.spec.model import Kind
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from elasticd.runtime.exits import ScriptRefusal
-from elasticd.runtime.live.world import is_strided, local_shape_and_offset
+from elasticd.runtime.live.world import in_world, is_strided, local_shape_and_offset
 
 #: What wrappers put into the names of parameters.
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
@@ -62,7 +63,7 @@ class State:
     @property
     def optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
         """Its optimizers."""
-        return (self.optimizer,) if isinstance(self.optimizer, torch.optim.Optimizer) else tuple(self.optimizer)
+        return tuple(self.optimizer) if isinstance(self.optimizer, list | tuple) else (self.optimizer,)  # type: ignore[return-value]
 
     @property
     def schedulers(self) -> tuple[Any, ...]:
@@ -138,10 +139,10 @@ class LiveTensors:
         if not isinstance(tensor, DTensor):
             return (Placement(),) * len(self._names)
         own = tensor.device_mesh.mesh_dim_names or ()
-        if not set(own) <= set(self._names):
+        if not own or not set(own) <= set(self._names):
             raise LiveRefusal(
-                f"{name} is on a mesh of {own}: let `build` shard it over the mesh that it is called with, "
-                f"{self._names}, or over parts of it as mesh['{self._names[-1]}']"
+                f"{name} is on a mesh of {own or 'dimensions without names'}: let `build` shard it over the "
+                f"mesh that it is called with, {self._names}, or over parts of it as mesh['{self._names[-1]}']"
             )
         placed: dict[str, Placement] = {}
         cut: set[int] = set()
@@ -156,6 +157,29 @@ class LiveTensors:
             placed[dimension] = Placement(dim=dim, strided=is_strided(placement) or dim in cut)
             cut.add(dim)
         return tuple(placed.get(dimension, Placement()) for dimension in self._names)
+
+    def refuse_other_groups(self, mesh: DeviceMesh) -> None:
+        """Refuses tensors and wrappers on groups that were made outside this call of `build`.
+
+        Args:
+            mesh: that `build` was called with.
+
+        Raises:
+            LiveRefusal: with the name of the tensor or wrapper.
+        """
+        sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
+        remedy = "make all groups and meshes within `build`, anew at each call, or take those of its mesh"
+        for name, kept in self._kept.items():
+            if isinstance(kept.tensor, DTensor):
+                own = kept.tensor.device_mesh
+                other = dict(zip(own.mesh_dim_names or (), own.shape, strict=True))
+                if any(sizes[dimension] != size for dimension, size in other.items()):
+                    raise LiveRefusal(
+                        f"{name} is on a mesh of {other}, and `build` was called with {sizes}: {remedy}"
+                    )
+        for name, module in self.state.model.named_modules():
+            if isinstance(module, DistributedDataParallel) and not in_world(module.process_group):
+                raise LiveRefusal(f"{name or 'the model'} (DDP) has a process group of another world: {remedy}")
 
     def refuse_other_boxes(self, layouts: Holdings, device: str) -> None:
         """Compares the boxes of the layouts with torch's own arithmetic on the real mesh: a trial on one device
@@ -176,7 +200,6 @@ class LiveTensors:
                 same = shape == tuple(sum(stop - start for start, stop in each) for each in runs)
                 same = same and offset == boxes[0].start
             if not same:
-                mesh = tuple(kept.tensor.device_mesh.shape)
                 mesh = tuple(kept.tensor.device_mesh.shape)
                 raise LiveRefusal(
                     f"{name} is cut as {kept.tensor.placements} on a mesh of {mesh}, and its local part is not "

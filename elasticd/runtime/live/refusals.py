@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 from elasticd_migration.local_state import NotElementWise
+from elasticd_migration.text_codec import NotPlain, from_text, to_text
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from elasticd.runtime.live.live_copy import PIPELINES
 from elasticd.runtime.live.live_state import LiveRefusal, State
 from elasticd.runtime.live.loop_step import LoopStep, counts_of
-from elasticd.runtime.model.optimizer_check import refuse_others
+from elasticd.runtime.model.optimizer_check import NotCarried, refuse_others, refuse_unsaved
 from elasticd.runtime.model.parameter_groups import ParameterGroups
 
 #: The base of modules with statistics of the samples that their rank saw, of batches or of instances.
@@ -36,9 +39,15 @@ def refuse_state(state: State) -> None:
                     "it of model.parameters(), after fully_shard or parallelize_module; several models go into "
                     "one torch.nn.ModuleDict"
                 )
-    for name, each in {**state.extra, **({} if state.scaler is None else {"scaler": state.scaler})}.items():
+    for name, each in state.others.items():
         if not (hasattr(each, "state_dict") and hasattr(each, "load_state_dict")):
             raise LiveRefusal(f"{name} is a {type(each).__name__}, without state_dict and load_state_dict")
+        try:
+            each.load_state_dict(from_text(to_text(each.state_dict(), f"state_dict() of the {name}")))
+        except NotPlain as error:
+            raise LiveRefusal(
+                f"{error}: let it hold numbers, text, small tensors, and lists and mappings of those"
+            ) from error
 
 
 def _refuse_modules(model: nn.Module) -> None:
@@ -50,16 +59,18 @@ def _refuse_modules(model: nn.Module) -> None:
                 "torch.distributed.fsdp.fully_shard"
             )
         if kind.__module__.startswith("torch.distributed.pipelining"):
-            raise LiveRefusal(
-                f"{name or 'the model'} is a stage of a pipeline: elasticd.live takes data, sharded and tensor "
-                "parallelism; elasticd.Job has pipelines"
-            )
+            raise LiveRefusal(f"{name or 'the model'} ({kind.__name__}) is a stage of a pipeline: {PIPELINES}")
         if isinstance(module, _STATISTICS) and module.track_running_stats:
             raise LiveRefusal(
                 f"{name} ({kind.__name__}) keeps statistics of its own rank's samples, which no other mesh "
                 "has: use LayerNorm or GroupNorm, or track_running_stats=False"
             )
     devices = {tensor.device.type for tensor in (*model.parameters(), *model.buffers())} - {"cpu"}
+    if "meta" in devices:
+        raise LiveRefusal(
+            "the model is on meta, without values: let `build` end with model.to_empty(device='cpu') and the "
+            "first values of all parameters and buffers"
+        )
     if devices:
         raise LiveRefusal(
             f"the model is on {min(devices)}: elasticd.live trains on CPUs over gloo so far; elasticd.Job and "
@@ -68,21 +79,40 @@ def _refuse_modules(model: nn.Module) -> None:
 
 
 def _refuse_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """One whose steps on a part of a parameter are not those on the whole, as far as it can be made anew."""
-    kind, defaults = type(optimizer), dict(optimizer.defaults)
+    """Refuses one whose steps on a part of a parameter are not those on the whole."""
+    kind = type(optimizer)
+    if kind.__module__.startswith("torch.distributed"):
+        raise LiveRefusal(
+            f"{kind.__name__} keeps state by rank, which no other number of ranks has: use fully_shard, which "
+            "cuts parameters and their optimizer's state alike, with an optimizer of torch.optim"
+        )
 
     def make(named: Iterable[tuple[str, nn.Parameter]]) -> Any:
-        anew: Any = kind
-        return anew([parameter for _, parameter in named], **defaults)
+        parameters = [parameter for _, parameter in named]
+        try:
+            anew: Any = kind
+            return anew(parameters, **optimizer.defaults)
+        except Exception:  # it takes other arguments
+            return _copied(optimizer, parameters)
 
-    try:
-        groups = ParameterGroups.of(make, {"weight": torch.empty(64, 48, device="meta")})
-    except Exception:
-        return  # it takes other arguments: state that cannot be cut is refused when it is first moved
+    groups = ParameterGroups.of(make, {"weight": torch.empty(64, 48, device="meta")})
     try:
         refuse_others(make, groups)
-    except NotElementWise as error:
+        refuse_unsaved(make, None, groups)
+    except (NotElementWise, NotCarried) as error:
         raise LiveRefusal(str(error)) from error
+
+
+def _copied(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """An optimizer with the attributes and settings of another, of other parameters, and without its state."""
+    anew = object.__new__(type(optimizer))
+    anew.__dict__.update(optimizer.__dict__)
+    anew.__dict__.pop("step", None)  # a scheduler's, which calls the other one's
+    members = ("params", "param_names")
+    settings = {key: value for key, value in optimizer.param_groups[0].items() if key not in members}
+    anew.state = defaultdict(dict)
+    anew.param_groups = [{**settings, "params": parameters}]
+    return anew
 
 
 def refuse_later_moves(step: LoopStep) -> None:

@@ -150,6 +150,11 @@ def register() -> None:
         dist.Backend.register_backend(BACKEND, _backend, extended_api=True, devices=["cpu"])
 
 
+def in_world(group: dist.ProcessGroup) -> bool:
+    """Returns True if a process group is one of torch's world now."""
+    return group in c10d._world.pg_map
+
+
 def local_shape_and_offset(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """[elements] of the part of a tensor that lies here, and where it begins in the global one."""
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
