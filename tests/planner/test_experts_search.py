@@ -108,6 +108,16 @@ def test_the_running_plan_is_counted_under_the_load_and_few_experts_move() -> No
     assert plan(problem(experts=drifted, current=answer.plan)).plan is not None
 
 
+def test_the_running_plan_is_placed_anew_beside_one_that_leaves_its_slow_device_idle() -> None:
+    given = msgspec.structs.replace(
+        problem(devices=3, experts=load_of()), global_batch=1, search_space=SearchSpace(), rates={"n0/2": 50.0}
+    )
+    running = made(given)
+    assert running.idle == ("n0/2",)
+    found = made(msgspec.structs.replace(given, current=running, rates={"n0/0": 50.0}))
+    assert found.idle == ("n0/0",)
+
+
 def test_memory_limits_how_many_experts_a_device_has() -> None:
     load = load_of()
     roomy = made(problem(experts=load))

@@ -41,6 +41,7 @@ from elasticd.runtime.model.model import Loss, Model
 from elasticd.runtime.model.validation import ModelError
 from elasticd.runtime.parallel import tp_hooks
 from elasticd.runtime.parallel.expert_exchange import ExpertExchange
+from elasticd.runtime.parallel.expert_pairs import ExpertPairs
 from elasticd.runtime.parallel.gradient_reduction import GradientReducer, gradient_dtype
 from elasticd.runtime.parallel.router_balance import RouterBalance
 from elasticd.runtime.parallel.router_choices import RouterChoices
@@ -121,6 +122,7 @@ class ModuleEngine:
         )
         self.constants = Constants({self.prefix + section: module for section, module in local.modules.items()})
         self.choices = RouterChoices(recipe.accelerator.device)
+        self._pairs = ExpertPairs(model.spec)
         self.owned: list[Owned] = []
         here = peers.me in layouts.plan.places
         self.telemetry = telemetry if gives is not None and here else None
@@ -149,6 +151,7 @@ class ModuleEngine:
                 sums_begin=self.reducer.begins,
                 slices=self.slices,
                 exchange=self.exchange,
+                pairs=self._pairs,
                 balance=self.balance,
                 takes=takes,
                 gives=ItemSource(gives, self.name, place.pipeline, place.lane) if gives is not None else None,
@@ -232,7 +235,7 @@ class ModuleEngine:
                 )
             mesh = communicators.mesh(Channel("experts", of_lanes.devices))
             lane = team or OneDevice(self._device)
-            self.exchange = ExpertExchange(model.spec, of_lanes, self._device, mesh, lane)
+            self.exchange = ExpertExchange(model.spec, of_lanes, self._device, mesh, lane, self._pairs)
             for section, module in self.local.modules.items():
                 self.exchange.attach(model, section, module)
         if team is None:
@@ -241,7 +244,7 @@ class ModuleEngine:
         if stage.sliced:
             self.slices = TokenSlices(team, stage.shares)
         for section, module in self.local.modules.items():
-            tp_hooks.attach(model, section, module, stage, team, self.slices, shared)
+            tp_hooks.attach(model, section, module, stage, team, self.slices, shared, self._pairs)
 
     def _section_done(self, section: str) -> None:
         self._before_sums()

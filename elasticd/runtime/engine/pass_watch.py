@@ -22,6 +22,7 @@ from elasticd.runtime.engine.step_state import MicroBatchState
 from elasticd.runtime.model.bundle import Bundle, Gradients, sizes, tensors
 from elasticd.runtime.model.rng import Drawing, Draws, watching
 from elasticd.runtime.model.section_passes import GraphSegment, SectionWatch, back
+from elasticd.runtime.parallel.expert_pairs import ExpertPairs
 from elasticd.runtime.parallel.sequence_parallel import TokenSlices
 from elasticd.runtime.telemetry.comm_timer import Stopwatch
 from elasticd.runtime.telemetry.step_times import SequenceHere, Telemetry
@@ -46,7 +47,7 @@ class PassPacer(Protocol):
         Args:
             kind: "forward" or "backward".
             tokens: of the micro-batch.
-            share: of the TP group.
+            share: of the block's computation, by the experts that rows went to.
             start: when the pass began, by perf_counter.
             communicated: seconds of communication in it.
             squares: the sum over tokens of the length of their sequence.
@@ -85,6 +86,7 @@ class PassWatch(SectionWatch):
         share: float,
         layers: int,
         slices: TokenSlices | None,
+        pairs: ExpertPairs,
         calls: BlockCalls | None,
         on_section_done: Callable[[str], None],
         of_items: bool = False,
@@ -100,6 +102,7 @@ class PassWatch(SectionWatch):
             share: of its TP group that this device has.
             layers: of its stage.
             slices: of the tokens that blocks are on; None: they are on all.
+            pairs: the pairs of rows and experts of passes here.
             calls: with what compiled blocks were called; None: none is compiled.
             on_section_done: called with a section when all gradients that this device adds to it are there.
             of_items: its module runs on items of samples.
@@ -108,6 +111,7 @@ class PassWatch(SectionWatch):
         self._telemetry, self._stopwatch, self._pace = telemetry, stopwatch, pace
         self._drawing, self._modules, self._recomputed = drawing, modules, recomputed
         self._share, self._layers, self._slices, self._calls = share, layers, slices, calls
+        self._pairs = pairs
         self._on_section_done = on_section_done
         self.steps, self.draws, self.paced, self.packed, self.last = 0, False, True, False, False
         self._notes, self._communicated, self.reached = False, 0.0, None
@@ -187,7 +191,8 @@ class PassWatch(SectionWatch):
             self._telemetry.passed("embed")
             self.entered(output)
         elif self.paced and section != "head":
-            self._end_pace("forward")
+            self.state.pairs[section] = self._pairs.newest(section)
+            self._end_pace("forward", section)
 
     def goes_back(self, segment: GraphSegment) -> GraphSegment:
         """See `SectionWatch`. A block that recomputes its activations gets its autograd graph."""
@@ -199,7 +204,7 @@ class PassWatch(SectionWatch):
             self._communicated = self._stopwatch.inside
             segment = segment._replace(out=recomputed.recompute(segment.entered))
             if self.paced:
-                self._end_pace("forward")
+                self._end_pace("forward", segment.parts[0].sections[0])
             self._telemetry.passed("recompute")
         if self.paced:
             self._communicated = self._stopwatch.inside
@@ -216,7 +221,7 @@ class PassWatch(SectionWatch):
         """See `SectionWatch`."""
         section = segment.parts[0].sections[0]
         if self.paced and section.startswith("blocks."):
-            self._end_pace("backward")
+            self._end_pace("backward", section)
         self._telemetry.passed(section if section in ("embed", "head") else "backward")
         if self.reached is not None:
             self.reached([section for part in segment.parts for section in part.sections])
@@ -227,7 +232,8 @@ class PassWatch(SectionWatch):
             self.state.start = time.perf_counter()
             self._telemetry.mark()
 
-    def _end_pace(self, kind: str) -> None:
+    def _end_pace(self, kind: str, section: str) -> None:
         """Slows a pass of a block, which began at `state.start`, down to an emulated speed."""
         state, spent = self.state, self._stopwatch.inside - self._communicated
-        state.start = self._pace(kind, state.tokens, self._share, state.start, spent, state.squares)
+        share = self._pairs.share(self._share, state.pairs.get(section), state.length)
+        state.start = self._pace(kind, state.tokens, share, state.start, spent, state.squares)

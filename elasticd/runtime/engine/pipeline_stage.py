@@ -67,6 +67,7 @@ from elasticd.runtime.model.section_passes import PassPart, back_through, forth
 from elasticd.runtime.model.validation import ModelError, sum_and_count
 from elasticd.runtime.parallel.context_parallel import ContextParallel
 from elasticd.runtime.parallel.expert_exchange import ExpertExchange
+from elasticd.runtime.parallel.expert_pairs import ExpertPairs
 from elasticd.runtime.parallel.packed_row import PackedRow, current_row, passing
 from elasticd.runtime.parallel.router_balance import RouterBalance, sample_of
 from elasticd.runtime.parallel.sequence_parallel import TokenSlices, single
@@ -141,6 +142,7 @@ class StageRunner:
         sums_begin: bool = True,
         slices: TokenSlices | None = None,
         exchange: ExpertExchange | None = None,
+        pairs: ExpertPairs | None = None,
         balance: RouterBalance | None = None,
         takes: Mapping[str, ItemBorder] | None = None,
         gives: ItemSource | None = None,
@@ -160,6 +162,7 @@ class StageRunner:
             sums_begin: it begins sums of gradients with other devices.
             slices: of the tokens that blocks are on; None: they are on all. All tokens pass between stages.
             exchange: of rows for experts that lanes share; None: each lane has all.
+            pairs: the pairs of rows and experts of passes here; None: no experts are shared.
             balance: of the routers; None: nothing balances them.
             takes: of a module that takes items: by their key in the batch the border with the module that
                 makes them.
@@ -207,6 +210,7 @@ class StageRunner:
             share=stage.fraction(place.position),
             layers=stage.layers,
             slices=slices,
+            pairs=pairs or ExpertPairs(model.spec),
             calls=self.calls if self._compiles else None,
             on_section_done=on_section_done,
             of_items=self._of_items,

@@ -14,6 +14,7 @@ from elasticd.runtime.data.prefetch import SampleError
 from elasticd.runtime.engine.captured_passes import PassSlot
 from elasticd.runtime.model.bundle import Bundle
 from elasticd.runtime.model.section_passes import GraphSegment
+from elasticd.runtime.parallel.expert_pairs import Pairs
 
 
 @dataclass
@@ -26,6 +27,7 @@ class MicroBatchState:
     length: int = 0  #: of its samples, in tokens; of a packed row, of all its pieces
     squares: float = 0.0  #: the sum over its tokens of the length of their sequence
     start: float = 0.0  #: when the pass of a block began, by perf_counter
+    pairs: dict[str, Pairs | None] = field(default_factory=dict)  #: by section, where passes are paced
     received: Bundle | None = None  #: of the stage before; None: the chunk begins with the embedding
     segments: list[GraphSegment] = field(default_factory=list)
     #: What other modules made of the items that the embedding takes, as leaves.

@@ -18,8 +18,8 @@ gradient on every device alike, whatever else is frozen there. Otherwise rounds 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -36,6 +36,7 @@ from elasticd.runtime.model.rng import Dropout
 from elasticd.runtime.model.tp_rules import Experts
 from elasticd.runtime.model.validation import ModelError
 from elasticd.runtime.parallel.expert_holders import ExpertHolders
+from elasticd.runtime.parallel.expert_pairs import ExpertPairs, Pairs
 from elasticd.runtime.parallel.redistribute import Redistribution, slices, whole
 
 #: Numbers of experts on a device.
@@ -45,7 +46,15 @@ _NUMBERS = torch.int16
 class ExpertExchange:
     """The exchange of one device with the others of its stage, in the blocks whose experts lanes share."""
 
-    def __init__(self, spec: ModelSpec, stage: Stage, me: str, mesh: Mesh, lane: Team | OneDevice) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        stage: Stage,
+        me: str,
+        mesh: Mesh,
+        lane: Team | OneDevice,
+        pairs: ExpertPairs | None = None,
+    ) -> None:
         """
         Args:
             spec: of the model.
@@ -53,8 +62,10 @@ class ExpertExchange:
             me: this device.
             mesh: of all devices of the stage.
             lane: this device's.
+            pairs: notes the pairs of rows and experts of each pass; None: nothing does.
         """
         self._spec, self._stage, self._lane, self.mesh = spec, stage, lane, mesh
+        self._pairs = pairs or ExpertPairs(spec)
         self.devices, self.here, self.width = stage.devices, stage.devices.index(me), spec.width
         self._blocks: dict[str, _Block] = {}
         self._rounds: list[Any] = []  # whose messages may be under way
@@ -107,7 +118,8 @@ class ExpertExchange:
             for before in ("embed", *(f"blocks.{number}" for number in range(block + 1)))
             for parameter in self._spec.section(before)
         )
-        self._blocks[section] = made = _Block(self, owner, holders, trains=trains)
+        note = partial(self._pairs.note, section)
+        self._blocks[section] = made = _Block(self, owner, holders, note, trains=trains)
         owner.forward = made.forward
 
     def begin_step(self) -> None:
@@ -198,15 +210,23 @@ class _Block:
     """The experts of one block."""
 
     def __init__(
-        self, exchange: ExpertExchange, owner: nn.Module, holders: ExpertHolders, *, trains: bool
+        self,
+        exchange: ExpertExchange,
+        owner: nn.Module,
+        holders: ExpertHolders,
+        note: Callable[[Pairs], None],
+        *,
+        trains: bool,
     ) -> None:
         """
         Args:
             exchange: of the stage.
             owner: the module with the experts of this device.
             holders: the devices of the stage that have each expert.
+            note: called with the pairs of each pass of this lane.
             trains: something is trained here or before.
         """
+        self._note = note
         self._exchange, self._own_forward, self._trains = exchange, owner.forward, trains
         self._names = tuple(inspect.signature(owner.forward).parameters)[:3]
         self._holders = holders
@@ -231,6 +251,7 @@ class _Block:
         if there is not None:
             rows, weights = there(rows), there(weights)
         routes = self._routes(index[start:stop].long(), _Kind.of(rows, weights))
+        self._note(Pairs(routes.computed, len(index), index.shape[1], self._holders.count))
         output = self._computed(routes, rows, weights, others)
         return output if back is None else back(output)
 

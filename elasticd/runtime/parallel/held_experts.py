@@ -18,9 +18,15 @@ from torch import Tensor
 
 from elasticd.runtime.model.graph_breaks import breaks_graphs
 from elasticd.runtime.parallel.expert_holders import ExpertHolders
+from elasticd.runtime.parallel.expert_pairs import Pairs
 
 
-def held_experts(forward: Callable[..., Tensor], holders: ExpertHolders, rank: int) -> Callable[..., Tensor]:
+def held_experts(
+    forward: Callable[..., Tensor],
+    holders: ExpertHolders,
+    rank: int,
+    note: Callable[[Pairs], None] = lambda pairs: None,
+) -> Callable[..., Tensor]:
     """A forward of a module with experts, of which a member has some.
 
     Args:
@@ -28,6 +34,7 @@ def held_experts(forward: Callable[..., Tensor], holders: ExpertHolders, rank: i
             weights [n, k]) -> [n, width].
         holders: the members that have each expert.
         rank: of the member.
+        note: called with the pairs of each pass.
 
     Returns:
         A forward of the same arguments, which gives the member's term of the output.
@@ -37,7 +44,7 @@ def held_experts(forward: Callable[..., Tensor], holders: ExpertHolders, rank: i
 
     def term(*args: Any, **kwargs: Any) -> Tensor:
         rows, index, weights = (*args, *(kwargs.pop(name) for name in names[len(args) :]))
-        return _term(forward, own, rows, index, weights, **kwargs)
+        return _term(forward, own, note, rows, index, weights, **kwargs)
 
     return term
 
@@ -45,13 +52,15 @@ def held_experts(forward: Callable[..., Tensor], holders: ExpertHolders, rank: i
 class OwnExperts:
     """The experts of one member, and which rows it takes of those that others have, too."""
 
+    count: int  #: of all experts
+
     def __init__(self, holders: ExpertHolders, rank: int) -> None:
         """
         Args:
             holders: the members that have each expert.
             rank: of the member.
         """
-        self._holders, self._rank = holders, rank
+        self._holders, self._rank, self.count = holders, rank, holders.count
         # Numbers that name no expert, as -1 or the count, are nobody's.
         self._local = torch.full((holders.count + 2,), -1)
         for place, expert in enumerate(holders.held[rank]):
@@ -69,6 +78,7 @@ class OwnExperts:
 def _term(
     forward: Callable[..., Tensor],
     held: OwnExperts,
+    note: Callable[[Pairs], None],
     rows: Tensor,
     index: Tensor,
     weights: Tensor,
@@ -76,6 +86,7 @@ def _term(
 ) -> Tensor:
     local = held.of(index)
     row, slot = (local >= 0).nonzero(as_tuple=True)
+    note(Pairs(len(row), len(index), index.shape[1], held.count))
     pairs, pair_weights = rows[row], weights[row, slot][:, None]
     if len(row):
         pairs = forward(pairs, local[row, slot][:, None].to(index.dtype), pair_weights, **others)

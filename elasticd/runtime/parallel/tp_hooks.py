@@ -28,6 +28,7 @@ from elasticd.runtime.model.tp_rules import Column, Experts, Row, sides_of
 from elasticd.runtime.model.validation import ModelError
 from elasticd.runtime.parallel import sequence_parallel
 from elasticd.runtime.parallel.expert_holders import ExpertHolders
+from elasticd.runtime.parallel.expert_pairs import ExpertPairs
 from elasticd.runtime.parallel.held_experts import held_experts
 from elasticd.runtime.parallel.redistribute import (
     Redistribution,
@@ -82,6 +83,7 @@ def attach(
     group: Team,
     tokens: TokenSlices | None = None,
     shared: Collection[str] = (),
+    pairs: ExpertPairs | None = None,
 ) -> None:
     """Hooks the collectives of a TP group around the modules of a section whose parameters are cut.
 
@@ -93,6 +95,7 @@ def attach(
         group: the TP group.
         tokens: the slices of tokens that blocks are on; None: they are on all tokens.
         shared: blocks whose experts lanes share, see `ExpertExchange`.
+        pairs: notes the pairs of rows and experts of each pass; None: nothing does.
 
     Raises:
         ModelError: a rule that cannot be carried out on this stage, or on this kind of module.
@@ -110,7 +113,7 @@ def attach(
             hooks.row(path, owner, row)
         experts = next((rule for rule in rules.values() if isinstance(rule, Experts)), None)
         if experts is not None and section not in shared:
-            hooks.experts(path, owner, experts)
+            hooks.experts(path, owner, experts, pairs)
     hooks.watch(module)
     if tokens is not None and section == "embed":
         module.register_forward_hook(lambda _, args, output: tokens.leaving_embed(single(output)))
@@ -188,14 +191,15 @@ class _Hooks:
                 "an nn.Linear, or no bias"
             )
 
-    def experts(self, path: str, owner: nn.Module, rule: Experts) -> None:
+    def experts(self, path: str, owner: nn.Module, rule: Experts, pairs: ExpertPairs | None) -> None:
         """Of a module, `path` in the section, of whose experts each member has some."""
         spec, block = self._model.spec, block_of(self._section)
         held = tuple(held_units(spec, rule.units, self._stage, i, block) for i in range(len(self._shares)))
         splits = self._stage.splits_of(block) if block is not None else ()
         holders = ExpertHolders(held, splits, spec.units_of(rule.units).count)
         self.enter(path, owner)
-        owner.forward = held_experts(owner.forward, holders, self._group.rank)
+        note = partial((pairs or ExpertPairs(spec)).note, self._section)
+        owner.forward = held_experts(owner.forward, holders, self._group.rank, note)
         leaves = self.leave(path)
         owner.register_forward_hook(lambda _, args, output: leaves(output))
 

@@ -2,8 +2,9 @@
 
 A block on a device of rate r that holds the share w of it takes seconds-per-token x tokens x w x r of
 computation, and as much again for tokens of sequences of the length that the speed names; communication comes
-on top. What the real small computation did not take is slept, to an absolute
-deadline; where it took longer, that is an overrun, and a figure with more than 1 % of them is invalid.
+on top. Of a block whose experts devices share, w is by the rows that went to the device's experts. What the
+real small computation did not take is slept, to an absolute deadline; where it took longer, that is an overrun,
+and a figure with more than 1 % of them is invalid.
 """
 
 from __future__ import annotations

@@ -55,10 +55,12 @@ def answer(problem: Problem, found: Answer, tolerance: float) -> Answer:
     options = [_placed(problem, plan, load, held)]
     if running is not None and not missing(running, problem):
         kept = plan.replace(
-            strategies=running.strategies, micro_batch=running.micro_batch, carriers=running.carriers
+            strategies=running.strategies,
+            micro_batch=running.micro_batch,
+            carriers=running.carriers,
+            idle=tuple(d.name for d in problem.cluster.devices if d.name not in set(running.members)),
         )
-        idle = tuple(d.name for d in problem.cluster.devices if d.name not in set(kept.members))
-        options.append(_placed(problem, kept.replace(idle=idle), load, held))
+        options.append(_placed(problem, kept, load, held))
     timed = [(each, _seconds(problem, each, load)) for each in options]
     timed = [pair for pair in timed if fits(_memory(problem, pair[0], load), problem.cluster)] or timed[:1]
     least = min(seconds for _, seconds in timed)

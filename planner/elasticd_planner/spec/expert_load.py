@@ -70,21 +70,37 @@ def costed(
     if not sparse:
         return None
     count = max(map(len, sparse.values()))
-
-    def elements(kind: tuple[Parameter, ...], experts: bool) -> int:
-        return sum(math.prod(p.shape) for p in kind if p.experts == experts)
-
-    kind = max(model.kinds, key=lambda each: elements(each, experts=True))
-    routed = chosen * elements(kind, experts=True) / count
-    others = elements(kind, experts=False) + model.width * sample_tokens
-    size = sum(math.prod(p.shape) * item_size(p.dtype) for p in kind if p.experts)
+    size = sum(math.prod(p.shape) * item_size(p.dtype) for p in _sparsest(model) if p.experts)
     return ExpertLoad(
         rows=sparse,
-        part=min(routed / (routed + others), _MOST),
+        part=expert_part(model, sample_tokens, chosen, count),
         expert_bytes=round(size / count),
         replicas=replicas,
         same=tuple(tuple(sorted(group)) for group in same if group <= sparse.keys()),
     )
+
+
+def expert_part(model: ModelSpec, sample_tokens: float, chosen: float, count: int) -> float:
+    """The part of the computation of a block with experts that is theirs, by the model's shapes.
+
+    Args:
+        model: with rules for experts.
+        sample_tokens: of a sample, for what attention costs beside experts.
+        chosen: experts of a row.
+        count: of a block's experts.
+    """
+    kind = _sparsest(model)
+    routed = chosen * _elements(kind, experts=True) / count
+    return min(routed / (routed + _elements(kind, experts=False) + model.width * sample_tokens), _MOST)
+
+
+def _sparsest(model: ModelSpec) -> tuple[Parameter, ...]:
+    """The parameters of the blocks with the most elements in experts."""
+    return max(model.kinds, key=lambda kind: _elements(kind, experts=True))
+
+
+def _elements(kind: tuple[Parameter, ...], *, experts: bool) -> int:
+    return sum(math.prod(p.shape) for p in kind if p.experts == experts)
 
 
 def expert_counts(model: ModelSpec) -> dict[int, int]:
