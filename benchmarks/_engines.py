@@ -12,6 +12,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 
+import msgspec
 from _results import Row, row
 from elasticd_planner.problem import Answer, Problem
 from elasticd_planner.problem_files.convert import problem_of
@@ -24,24 +25,21 @@ from tests.planner.tables import small
 COUNT = 125
 SIZES = (*jobs.SIZES, (7,), (8,), (8,), (4, 4), (4, 4), (6, 2), (5, 3), (3, 3, 2), (2, 2, 2), (2, 2, 2, 2))
 
-#: A problem, and whether the steady figure is minimised.
-Case = tuple[Problem, bool]
-
 
 def engine_rows(count: int = COUNT) -> Iterator[Row]:
     """Excess, refusals and processor seconds by family: jobs under the schedule's exact time with few different
     slowdowns and with many, and tables in units with equal shares and with uneven ones."""
-    families: dict[str, Callable[[random.Random], Case]] = {
-        "jobs with few slowdowns": lambda rng: (jobs.small(rng, SIZES), False),
-        "jobs with many slowdowns": lambda rng: (jobs.unlike(rng, SIZES), False),
-        "tables, equal shares": lambda rng: (problem_of(small(rng, SIZES)), rng.random() < 0.5),
-        "tables, uneven shares": lambda rng: (problem_of(small(rng, SIZES, uneven=True)), rng.random() < 0.5),
+    families: dict[str, Callable[[random.Random], Problem]] = {
+        "jobs with few slowdowns": lambda rng: jobs.small(rng, SIZES),
+        "jobs with many slowdowns": lambda rng: jobs.unlike(rng, SIZES),
+        "tables, equal shares": lambda rng: _either(rng, problem_of(small(rng, SIZES))),
+        "tables, uneven shares": lambda rng: _either(rng, problem_of(small(rng, SIZES, uneven=True))),
     }
     for family, drawn in families.items():
         rng = random.Random(21)
         cases = [drawn(rng) for _ in range(count)]
-        exact = [_timed(lambda p=p, s=s: Planner(problem=p, steady=s).answer()) for p, s in cases]  # type: ignore[misc]
-        large = [_timed(lambda p=p, s=s: Planner(problem=p, steady=s).wide()) for p, s in cases]  # type: ignore[misc]
+        exact = [_timed(lambda p=p: Planner(problem=p).answer()) for p in cases]  # type: ignore[misc]
+        large = [_timed(lambda p=p: Planner(problem=p).wide()) for p in cases]  # type: ignore[misc]
         pairs = list(zip((value for value, _ in exact), (value for value, _ in large), strict=True))
         excess = [ours / best - 1 for best, ours in pairs if math.isfinite(best) and math.isfinite(ours)]
         refused = sum(math.isfinite(best) and math.isinf(ours) for best, ours in pairs)
@@ -53,6 +51,11 @@ def engine_rows(count: int = COUNT) -> Iterator[Row]:
             seconds = [spent for _, spent in made]
             yield row(f"{words}: processor of {name}, mean", statistics.fmean(seconds), "s")
             yield row(f"{words}: processor of {name}, largest", max(seconds), "s")
+
+
+def _either(rng: random.Random, problem: Problem) -> Problem:
+    """The problem for a step, or for its steady state."""
+    return msgspec.structs.replace(problem, objective="steady" if rng.random() < 0.5 else "step")
 
 
 def _timed(work: Callable[[], Answer]) -> tuple[float, float]:

@@ -37,8 +37,9 @@ from _freedom import freedom_rows, real_rows  # noqa: E402
 from _memory import memory_rows  # noqa: E402
 from _packed_plans import packed_rows  # noqa: E402
 from _results import Row, row  # noqa: E402
+from elasticd_planner.problem import Objective  # noqa: E402
 from elasticd_planner.problem_files.convert import task_of  # noqa: E402
-from elasticd_planner.problem_files.file_format import Objective, Planned, TableProblem  # noqa: E402
+from elasticd_planner.problem_files.file_format import Planned, TableProblem  # noqa: E402
 from elasticd_planner.problem_files.solve import solve  # noqa: E402
 from elasticd_planner.search.balance.layer_split import Terms, curve  # noqa: E402
 from elasticd_planner.search.balance.micro_batch_split import Line, split_by_lines  # noqa: E402
@@ -252,7 +253,7 @@ def deals_as_enumerated(rng: random.Random) -> bool:
             )
         )
     total = rng.randint(1, 10)
-    given = split_by_lines(lines, total, steady=False)
+    given = split_by_lines(lines, total)
     options = [
         split
         for split in itertools.product(range(1, total + 1), repeat=len(lines))
@@ -262,7 +263,7 @@ def deals_as_enumerated(rng: random.Random) -> bool:
         return (given is None) == (not options)
 
     def slowest(split: Sequence[int]) -> float:
-        return max(line.seconds(m, steady=False) for m, line in zip(split, lines, strict=True))
+        return max(line.seconds(m) for m, line in zip(split, lines, strict=True))
 
     return sum(given) == total and slowest(given) <= min(map(slowest, options)) * (1 + 1e-9)
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from elasticd_planner.cost.model_profile import ModelProfile
     from elasticd_planner.layout.layouts import Layouts
-    from elasticd_planner.problem import Problem
-    from elasticd_planner.problem_files.file_format import Objective, TableProblem
+    from elasticd_planner.problem import Objective, Problem
+    from elasticd_planner.problem_files.file_format import TableProblem
     from elasticd_planner.spec.box import Box
     from elasticd_planner.spec.cluster import Cluster
     from elasticd_planner.spec.plan import Pipeline, Plan, Stage
@@ -26,6 +26,8 @@ def plan(problem: Problem | TableProblem | str | bytes, objective: Objective = "
 
     Raises `value.Invalid` with what is wrong with the problem, or with what does not fit and what would help.
     """
+    from msgspec import structs
+
     from elasticd_planner.problem_files import solve
     from elasticd_planner.problem_files.file_format import TableProblem, load
     from elasticd_planner.search import planner
@@ -37,7 +39,7 @@ def plan(problem: Problem | TableProblem | str | bytes, objective: Objective = "
         planned = solve.solve(problem, objective, ideal=False)
         found, refusal = planned.plan, planned.refusal
     else:
-        answer = planner.plan(problem)
+        answer = planner.plan(problem if objective == "step" else structs.replace(problem, objective=objective))
         found, refusal = answer.plan, answer.refusal
     if found is None:
         raise Invalid(refusal)

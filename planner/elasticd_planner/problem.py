@@ -17,6 +17,11 @@ from elasticd_planner.spec.plan import Plan, StatePolicy
 from elasticd_planner.value import StoredValue, Value, refuse
 
 
+#: What a plan is searched for: the least seconds of a step, or of its steady state, in which pipelines neither
+#: fill nor drain.
+Objective = Literal["step", "steady"]
+
+
 class SearchSpace(Value, frozen=True, kw_only=True):
     """What the search may choose besides the layout, and what of the layout is fixed. Stored as "freedom", with
     the fixed sizes as "tp" and "dp"."""
@@ -83,6 +88,7 @@ class Problem(StoredValue, frozen=True, kw_only=True, tag="planner-problem"):
     they are packed in rows; the plan is made for them, and no pipeline is bound to a number of samples.
     `modules`: those of items that feed the module with the loss, which `module` names; `profile` is that one's.
     `experts`: the load by which those of TP groups are placed; None: they are divided by shares, in order.
+    `objective`: what the plan has least of; a problem of several modules has that of a step.
 
     A planner refuses a problem of a newer version than its own, and skips fields that it does not know: a new
     field without which a plan would be wrong comes with a new version (`newest`)."""
@@ -102,6 +108,7 @@ class Problem(StoredValue, frozen=True, kw_only=True, tag="planner-problem"):
     module: str = "model"
     modules: tuple[ModuleProblem, ...] = ()
     experts: ExpertLoad | None = None
+    objective: Objective = "step"
 
     def __post_init__(self) -> None:
         if self.version <= self.newest:  # the least that says all that is in it

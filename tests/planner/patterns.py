@@ -14,7 +14,8 @@ from itertools import product
 from typing import Literal
 
 import msgspec
-from elasticd_planner.problem_files.file_format import Objective, TableProblem
+from elasticd_planner.problem import Objective
+from elasticd_planner.problem_files.file_format import TableProblem
 
 from tests.planner.tables import golden, large
 

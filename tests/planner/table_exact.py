@@ -23,7 +23,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from elasticd_planner.problem_files.file_format import Objective, TableProblem
+from elasticd_planner.problem import Objective
+from elasticd_planner.problem_files.file_format import TableProblem
 
 Ints = npt.NDArray[np.int64]
 

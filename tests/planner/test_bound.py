@@ -5,8 +5,8 @@ from itertools import combinations, permutations
 
 import numpy as np
 import pytest
-from elasticd_planner.cost.group_bound import Paces, by_slowest, by_speed, hull, least, worth
-from elasticd_planner.cost.pipeline_time import Schedule, Times
+from elasticd_planner.cost.group_bound import Paces, by_slowest, by_speed, hull, least, lines
+from elasticd_planner.cost.pipeline_time import Formula, Schedule, Steady, Times, Timing
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -64,19 +64,23 @@ def test_the_hull_keeps_what_reaches_more() -> None:
 
 def test_a_node_is_worth_nothing_where_there_is_no_time() -> None:
     node = ((0.0, 0, 2), (2.0, 1, 0))
-    assert worth(node, 0.1, steady=False) == 0
-    assert worth(node, 3.0, steady=False) == 5
-    assert worth(node, 3.0, steady=True) == 6
+
+    def worth(time: float, timing: Timing) -> float:
+        return max(time * pace + more for pace, more in lines(node, timing))
+
+    assert worth(0.1, Formula()) == 0
+    assert worth(3.0, Formula()) == 5
+    assert worth(3.0, Steady()) == 6
     # In the schedule stages hide a quarter of their work: any two groups add as much each, the good one more.
-    assert worth(node, 0.1, steady=False, hidden=0.25) == 0.5
-    assert worth(node, 3.0, steady=False, hidden=0.25) == 5.25
+    assert worth(0.1, Schedule(0.25)) == 0.5
+    assert worth(3.0, Schedule(0.25)) == 5.25
 
 
 def test_one_healthy_pipeline_meets_its_bound() -> None:
     """Four stages of 20 layers at cost 1, 32 micro-batches: 31 x 20 + 80."""
     node = ((0.0, 0, 0), (1.0, 1, 0))
-    assert least([(node, 4)], 80, 32, 1, steady=False) == pytest.approx(700)
-    assert least([(node, 4)], 80, 32, 1, steady=True) == pytest.approx(640)
+    assert least([(node, 4)], 80, 32, 1, Formula()) == pytest.approx(700)
+    assert least([(node, 4)], 80, 32, 1, Steady()) == pytest.approx(640)
 
 
 PACES = st.lists(st.sampled_from([0.4, 1.0, 1.0, 2.5, 8.0, 30.0]), min_size=1, max_size=4)
@@ -106,7 +110,7 @@ def test_no_pipelines_beat_the_bound_in_the_schedules_time(
                 best[2] = min(best[2], max(float(curves[one][m - 1]), float(curves[two][total - m - 1])))
     nodes = [(hull(((0.0, 0, 1), (1 / block, 1, 0)), forward), 1) for block in blocks]
     for pipelines, seconds in best.items():
-        found = least(nodes, layers, total, pipelines, steady=False, hidden=forward)
+        found = least(nodes, layers, total, pipelines, Schedule(forward))
         assert found <= seconds * (1 + 1e-9)
 
 
@@ -114,8 +118,8 @@ def test_equal_stages_come_close_to_the_bound_of_the_schedule() -> None:
     """Four stages of 20 layers at cost 1, 32 micro-batches: 35 x 20, of which two thirds of a stage are hidden
     three times at most."""
     node = ((0.0, 0, 1), (1.0, 1, 0))
-    assert least([(node, 4)], 80, 32, 1, steady=False, hidden=1 / 3) == pytest.approx((32 + 3 * 2 / 3) * 20)
+    assert least([(node, 4)], 80, 32, 1, Schedule(1 / 3)) == pytest.approx((32 + 3 * 2 / 3) * 20)
 
 
 def test_no_devices_have_no_time() -> None:
-    assert math.isinf(least([(((0.0, 0, 0),), 3)], 80, 32, 1, steady=False))
+    assert math.isinf(least([(((0.0, 0, 0),), 3)], 80, 32, 1, Formula()))

@@ -8,7 +8,8 @@ from itertools import product
 import numpy as np
 import pytest
 from elasticd_planner.problem_files.convert import task_of
-from elasticd_planner.problem_files.file_format import Objective, TableProblem
+from elasticd_planner.problem import Objective
+from elasticd_planner.problem_files.file_format import TableProblem
 from elasticd_planner.search.bounds.analytic_centre import centre
 from elasticd_planner.search.bounds.chain_bound import Budget
 from elasticd_planner.search.bounds.cheapest_chain import LAST, Cases, Cheapest, Limits, Pieces
@@ -86,7 +87,7 @@ def ends(of: Pieces, chain: tuple[int, ...], layers: tuple[int, ...], count: int
 def test_no_chain_within_the_time_is_cheaper(
     of: Pieces, prices: list[float], seconds: list[float], time: float, steady: bool, deep: bool
 ) -> None:
-    limits = Limits(layers=LAYERS, steady=steady, deep=deep, groups=GROUPS, most=MOST)
+    limits = Limits(layers=LAYERS, fill=int(not steady), deep=deep, groups=GROUPS, most=MOST)
     counts = [1, 2, 3, 4, 5, 7, 12, 16, 20]
     cases = Cases(of, limits, time, np.array(counts))
     own = np.array(prices[: len(of.blocks)])

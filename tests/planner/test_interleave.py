@@ -15,10 +15,10 @@ from elasticd_planner.cost.model import (
     pipeline_seconds,
     stage_seconds,
     stage_times,
-    steady_seconds,
     step_seconds,
 )
 from elasticd_planner.cost.model_profile import ModelProfile, SectionProfile
+from elasticd_planner.cost.pipeline_time import Steady
 from elasticd_planner.cost.profile_cost import ProfileCost
 from elasticd_planner.cost.schedule import passes
 from elasticd_planner.placement.state_movement import bytes_to_move, strategy
@@ -192,7 +192,8 @@ def test_a_plan_takes_what_its_schedule_takes_played_out() -> None:
     assert step_seconds(made(TWO), job.cluster, {}, cost) == pytest.approx(last)
     hop = times.boundary[0]
     assert stage_seconds(TWO, job.cluster, {}, cost) == pytest.approx([0.03 + 4 * hop, 0.055 + 2 * hop])
-    assert steady_seconds(made(TWO), job.cluster, {}, cost) == pytest.approx(8 * (0.055 + 2 * hop))
+    steady = cost.timed(Steady())
+    assert step_seconds(made(TWO), job.cluster, {}, steady) == pytest.approx(8 * (0.055 + 2 * hop))
 
 
 def test_memory_is_that_of_the_activations_that_the_order_keeps() -> None:

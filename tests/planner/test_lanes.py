@@ -6,7 +6,8 @@ from itertools import pairwise
 
 import pytest
 from elasticd_planner.cost.memory import memory_by_device
-from elasticd_planner.cost.model import pipeline_seconds, stage_times, steady_seconds, step_seconds
+from elasticd_planner.cost.model import pipeline_seconds, stage_times, step_seconds
+from elasticd_planner.cost.pipeline_time import Steady
 from elasticd_planner.cost.profile_cost import ProfileCost
 from elasticd_planner.layout.layouts import Layouts
 from elasticd_planner.layout.optimizer_sharding import speeds
@@ -37,8 +38,8 @@ def test_lanes_cost_and_hold_what_pipelines_of_their_own_do(
     rates = {made.members[place % len(made.members)]: rate for place, rate in slow.items()}
     assert alone.members == made.members
     assert all(not pipeline.rows for pipeline in alone.pipelines)
-    for seconds in (step_seconds, steady_seconds):
-        assert seconds(made, here, rates, cost) == seconds(alone, here, rates, cost)
+    for timed in (cost, cost.timed(Steady())):
+        assert step_seconds(made, here, rates, timed) == step_seconds(alone, here, rates, timed)
     slowest = [max(pipeline_seconds(lane, here, rates, cost) for lane in p.by_lane) for p in made.pipelines]
     assert [pipeline_seconds(p, here, rates, cost) for p in made.pipelines] == slowest
     assert memory_by_device(made, cost) == memory_by_device(alone, cost)

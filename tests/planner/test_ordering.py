@@ -5,6 +5,7 @@ import math
 
 import numpy as np
 import pytest
+from elasticd_planner.cost.pipeline_time import Formula
 from elasticd_planner.grouping.group_types import Column, Rules
 from elasticd_planner.search.pools.pipeline_candidates import Ordering
 from hypothesis import given, settings
@@ -44,7 +45,7 @@ def test_the_most_layers_are_those_of_the_best_permutation(data: st.DataObject) 
     listed = data.draw(st.lists(columns(), min_size=1, max_size=3))
     counts = [data.draw(st.integers(1, 2)) for _ in listed]
     hop = data.draw(st.sampled_from([0.0, 0.2]))
-    rules = Rules(layers=data.draw(st.integers(2, 9)), hop=hop, steady=False, deep=False, most=50, each=50)
+    rules = Rules(layers=data.draw(st.integers(2, 9)), hop=hop, timing=Formula(), deep=False, most=50, each=50)
     caps = np.array(sorted(data.draw(st.lists(st.floats(1, 12), min_size=1, max_size=3, unique=True))))
     made = Ordering(listed, counts, rules, caps)
     for row, vector in enumerate(itertools.product(*(range(n + 1) for n in counts))):

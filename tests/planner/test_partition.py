@@ -5,6 +5,7 @@ import math
 
 import numpy as np
 import pytest
+from elasticd_planner.cost.pipeline_time import Formula
 from elasticd_planner.cost.table_cost import balanced
 from elasticd_planner.grouping.group_types import NEVER, Column, Rules
 from elasticd_planner.placement.state_movement import assign
@@ -64,7 +65,7 @@ def test_lines_of_pipelines_are_real_and_the_best_layers_are_among_them(data: st
     columns = [
         Column(block=c.block, embed=c.embed, head=c.head, most=c.most, most_first=c.most) for c in columns
     ]
-    rules = Rules(layers=layers, hop=0.0, steady=False, deep=False, most=100, each=100)
+    rules = Rules(layers=layers, hop=0.0, timing=Formula(), deep=False, most=100, each=100)
     shapes = PipelineCandidates(columns, [data.draw(st.integers(1, 2)) for _ in columns], rules)
     limit = data.draw(st.floats(3, 120))
     found = shapes.micro_batches(limit)
@@ -91,15 +92,15 @@ def test_lines_of_pipelines_are_real_and_the_best_layers_are_among_them(data: st
 @pytest.mark.parametrize(("count", "least"), [(2, 19.0), (3, 13.0), (8, 10.3)])
 def test_the_last_stage_holds_a_layer_beside_a_head_of_many(count: int, least: float) -> None:
     column = Column(block=1.0, embed=0.0, head=9.3, most=(28,) * count, most_first=(28,) * count)
-    rules = Rules(layers=28, hop=0.0, steady=False, deep=False, most=16, each=16)
+    rules = Rules(layers=28, hop=0.0, timing=Formula(), deep=False, most=16, each=16)
     shapes = PipelineCandidates([column], [count], rules)
     deepest = int(np.flatnonzero(shapes.depth[shapes.rows] == count)[0])
     assert shapes.caps[deepest].min() == pytest.approx(least)
 
 
 @settings(max_examples=examples(60))
-@given(st.data(), st.integers(1, 9), st.booleans())
-def test_a_deal_is_the_best_of_all_splits(data: st.DataObject, total: int, steady: bool) -> None:
+@given(st.data(), st.integers(1, 9))
+def test_a_deal_is_the_best_of_all_splits(data: st.DataObject, total: int) -> None:
     lines = [
         Line(
             caps=np.array(data.draw(st.lists(st.sampled_from([1.0, 1.5, 2.2]), min_size=2, max_size=2))),
@@ -108,7 +109,7 @@ def test_a_deal_is_the_best_of_all_splits(data: st.DataObject, total: int, stead
         )
         for _ in range(data.draw(st.integers(1, 3)))
     ]
-    given_out = split_by_lines(lines, total, steady=steady)
+    given_out = split_by_lines(lines, total)
     options = [
         split
         for split in itertools.product(range(1, total + 1), repeat=len(lines))
@@ -119,7 +120,7 @@ def test_a_deal_is_the_best_of_all_splits(data: st.DataObject, total: int, stead
         return
 
     def slowest(split: tuple[int, ...]) -> float:
-        return max(line.seconds(m, steady=steady) for m, line in zip(split, lines, strict=True))
+        return max(line.seconds(m) for m, line in zip(split, lines, strict=True))
 
     assert given_out is not None
     assert given_out in options

@@ -10,8 +10,9 @@ from itertools import product
 import elasticd_planner
 import msgspec
 import pytest
+from elasticd_planner.problem import Objective
 from elasticd_planner.problem_files.convert import rates_of, task_of
-from elasticd_planner.problem_files.file_format import Objective, Planned, TableProblem, load
+from elasticd_planner.problem_files.file_format import Planned, TableProblem, load
 from elasticd_planner.problem_files.solve import figures, solve
 from elasticd_planner.search.large import LargeSearch
 from elasticd_planner.spec.cluster import node_of

@@ -20,7 +20,7 @@ micro-batches. The groups of a node depend on nothing but the node, so the sum i
 `A` the most that k groups of u devices of a node reach in sum 1 / c, those with T / (L c) >= 1 add at most
 T A / L - (1 - hidden) k; any others, no more than the devices left, add `hidden` each. The sum is the largest
 of lines in T, so that Newton's method, from above, ends at the least T at which the bound reaches the batch.
-For the steady figure (m max_j t_j) what is subtracted goes.
+In the steady state (m max_j t_j, `pipeline_time.Steady`) what is subtracted goes.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
+
+from elasticd_planner.cost.pipeline_time import Timing
 
 #: Times this close (relatively) are one: what sums lose by rounding, and more.
 _EXACT = 1e-12
@@ -82,16 +84,10 @@ def hull(paces: Paces, hidden: float) -> Paces:
     return tuple(kept)
 
 
-def worth(choices: Paces, time: float, *, steady: bool, hidden: float = 0.0) -> float:
-    """Micro-batches that a node adds at most; `time` is T / L."""
-    return max(time * pace + more for pace, more in _lines(choices, steady=steady, hidden=hidden))
-
-
-def _lines(choices: Paces, *, steady: bool, hidden: float) -> list[tuple[float, float]]:
-    """The same as lines: what each adds for a unit of `time`, and at no time."""
-    if steady:
-        return [(max(pace for pace, _, _ in choices), 0.0)]
-    return [(pace, hidden * spare - (1 - hidden) * k) for pace, k, spare in choices]
+def lines(choices: Paces, timing: Timing) -> list[tuple[float, float]]:
+    """Micro-batches that a node adds at most, as lines: for a unit of T / L, and at no time."""
+    hidden, shown = timing.hidden, timing.fill - timing.hidden
+    return [(pace, hidden * spare - shown * k) for pace, k, spare in choices]
 
 
 def least(
@@ -99,13 +95,11 @@ def least(
     layers: int,
     micro_batches: int,
     pipelines: int,
-    *,
-    steady: bool,
-    hidden: float = 0.0,
+    timing: Timing,
 ) -> float:
     """The least T at which the bound lets `pipelines` take the batch; `nodes` are (choices, how many)."""
-    fixed = 0.0 if steady else pipelines * (1 - hidden)
-    nodes_lines = [(_lines(choices, steady=steady, hidden=hidden), count) for choices, count in nodes]
+    fixed = pipelines * (timing.fill - timing.hidden)
+    nodes_lines = [(lines(choices, timing), count) for choices, count in nodes]
     time = math.inf
     chosen = [(max(lines), count) for lines, count in nodes_lines]
     while True:

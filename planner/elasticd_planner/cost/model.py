@@ -62,6 +62,9 @@ class CostModel(Protocol):
     def timing(self) -> Timing:
         """How long a pipeline takes with given stages and boundaries."""
 
+    def timed(self, timing: Timing) -> CostModel:
+        """The same cost with another timing."""
+
     def memory(
         self, layers: int, shares: Sequence[int], position: int, *, first: bool, last: bool, in_flight: int
     ) -> float:
@@ -174,7 +177,7 @@ def pipeline_seconds(pipeline: Pipeline, cluster: Cluster, rates: Rates, cost: C
 
 
 def step_seconds(plan: Plan, cluster: Cluster, rates: Rates, cost: CostModel) -> float:
-    """Seconds of one step under a plan."""
+    """Seconds of one step under a plan, by the timing of its cost."""
     slowest = _slowest(plan.by_lane, cluster, rates, cost)
     return slowest + after_seconds(plan, cluster, cost)
 
@@ -202,12 +205,6 @@ def _slowest(pipelines: Sequence[Pipeline], cluster: Cluster, rates: Rates, cost
         }
         found += [cost.timing.interleaved(each, micro_batches, chunks) for each in different.values()]
     return max(found)
-
-
-def steady_seconds(plan: Plan, cluster: Cluster, rates: Rates, cost: CostModel) -> float:
-    """The same without fill and drain: each pipeline takes its micro-batches times its slowest stage."""
-    slowest = max(p.micro_batches * max(stage_seconds(p, cluster, rates, cost)) for p in plan.by_lane)
-    return slowest + after_seconds(plan, cluster, cost)
 
 
 def after_seconds(plan: Plan, cluster: Cluster, cost: CostModel) -> float:

@@ -18,7 +18,9 @@ looks for one; it is not proved), and unequal stages take up to a fifth less. A 
 only some recompute, can make it up to a tenth longer: so the formula leads searches, and proves nothing.
 
 `Schedule` is exact (`schedule_timeline`); its times come from clocks. Problems whose format defines the time by
-the formula have `Formula`.
+the formula have `Formula`. `Steady` is what earlier planners minimise: m max_j s_j, as if pipelines neither
+filled nor drained. It is the formula of stages of which the slowest alone is on a micro-batch's way; the search,
+which goes by lines (cap o on the slowest stage, sum S of all), asks a timing for that way: `first`.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 
@@ -37,6 +39,12 @@ from elasticd_planner.value import refuse
 #: The part of a stage's work that is its forward pass: two operations of six per element (Kaplan et al. 2020).
 #: So a block that runs forward once more in the backward pass takes a third longer.
 FORWARD = 1 / 3
+
+#: So many micro-batches that nothing but the slowest stage counts.
+MANY = 10**6
+
+#: Of one pipeline, or of many.
+Seconds = TypeVar("Seconds", float, Floats)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,6 +76,16 @@ class Timing(Protocol):
     def hidden(self) -> float:
         """The largest part of a stage's work that may run while it waits for stages after it; 0: none."""
 
+    @property
+    def fill(self) -> int:
+        """Micro-batches of the slowest stage that one more stage costs while pipelines fill and drain: 1 or 0."""
+
+    def first(self, caps: Seconds, sums: Seconds) -> Seconds:
+        """Seconds of the first micro-batch, where the slowest stage takes `caps` of them and all stages `sums`."""
+
+    def counted(self, micro_batches: int) -> int:
+        """The number of micro-batches for which the formula's best layers are the best for so many."""
+
     def seconds(self, times: Times, micro_batches: int, limit: float = math.inf) -> Floats:
         """Of pipelines with these stages: [...]. Those shown to take longer than `limit` may be inf."""
 
@@ -86,6 +104,19 @@ class Formula:
     def hidden(self) -> float:
         """None: the formula hides no work."""
         return 0.0
+
+    @property
+    def fill(self) -> int:
+        """One: each stage waits for the first micro-batch to come."""
+        return 1
+
+    def first(self, caps: Seconds, sums: Seconds) -> Seconds:
+        """The way through all stages."""
+        return sums
+
+    def counted(self, micro_batches: int) -> int:
+        """So many."""
+        return micro_batches
 
     def seconds(self, times: Times, micro_batches: int, limit: float = math.inf) -> Floats:
         """Seconds of a step by the formula: [...], whatever the limit."""
@@ -107,6 +138,19 @@ class Schedule:
 
     hidden: float = FORWARD
 
+    @property
+    def fill(self) -> int:
+        """One: each stage waits for the first micro-batch to come."""
+        return 1
+
+    def first(self, caps: Seconds, sums: Seconds) -> Seconds:
+        """The way through all stages."""
+        return sums
+
+    def counted(self, micro_batches: int) -> int:
+        """So many."""
+        return micro_batches
+
     def seconds(self, times: Times, micro_batches: int, limit: float = math.inf) -> Floats:
         """Seconds of a step as 1F1B runs: [...]; inf where `at_least` is above the limit."""
         if math.isinf(limit):
@@ -125,6 +169,42 @@ class Schedule:
     def interleaved(self, times: Times, micro_batches: int, chunks: int) -> float:
         """Seconds of a step of one interleaved pipeline, stages of so many chunks."""
         return played_seconds(times.forward, times.backward, times.boundary, micro_batches, chunks)
+
+
+@dataclass(frozen=True, slots=True)
+class Steady:
+    """The steady state: each micro-batch takes the slowest stage's time, and pipelines neither fill nor drain."""
+
+    @property
+    def hidden(self) -> float:
+        """None: nothing waits."""
+        return 0.0
+
+    @property
+    def fill(self) -> int:
+        """None."""
+        return 0
+
+    def first(self, caps: Seconds, sums: Seconds) -> Seconds:
+        """As long as any other one."""
+        return caps
+
+    def counted(self, micro_batches: int) -> int:
+        """So many that the slowest stage alone counts; of layers that are as good the shortest way."""
+        return MANY
+
+    def seconds(self, times: Times, micro_batches: int, limit: float = math.inf) -> Floats:
+        """Seconds of all micro-batches on the slowest stage: [...], whatever the limit."""
+        return np.asarray(micro_batches * times.charged.max(-1))
+
+    def curve(self, times: Times, most: int) -> Floats:
+        """The same for 1 to `most` micro-batches: [most, ...]."""
+        slowest = times.charged.max(-1)
+        return np.asarray(np.arange(1, most + 1).reshape((most,) + (1,) * slowest.ndim) * slowest)
+
+    def interleaved(self, times: Times, micro_batches: int, chunks: int) -> float:
+        """The same of one pipeline, the chunks of a stage together."""
+        return micro_batches * float(times.charged.reshape(chunks, -1).sum(0).max())
 
 
 def closed(stages: Sequence[float] | Floats, micro_batches: int | Ints) -> Floats:

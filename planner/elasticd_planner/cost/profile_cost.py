@@ -82,6 +82,7 @@ class ProfileCost:
     hopeful: bool = False
     cut: bool = False
     load: ExpertLoad | None = None
+    _timing: Timing | None = None  # in place of the schedule's own
     _placed: _Placed | None = None
     _members: dict[tuple[tuple[int, ...], int], _MemberBytes] = field(
         default_factory=dict, init=False, repr=False, compare=False
@@ -200,7 +201,11 @@ class ProfileCost:
     @property
     def timing(self) -> Timing:
         """Seconds are those of the schedule itself."""
-        return Schedule(hidden=self.profile.forward / self._again)
+        return self._timing or Schedule(hidden=self.profile.forward / self._again)
+
+    def timed(self, timing: Timing) -> ProfileCost:
+        """The same cost with another timing."""
+        return replace(self, _timing=timing)
 
     def memory(
         self, layers: int, shares: Sequence[int], position: int, *, first: bool, last: bool, in_flight: int

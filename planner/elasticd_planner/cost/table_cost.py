@@ -37,6 +37,7 @@ class TableCost:
     embedding: float
     fixed: float
     reserve: float
+    timing: Timing = Formula()  # the format defines the step by the formula
 
     def beside_shares(self, stage: Stage) -> tuple[object, ...]:
         """Nothing else."""
@@ -93,10 +94,9 @@ class TableCost:
         """Nothing: boundaries cost no units."""
         return 0.0
 
-    @property
-    def timing(self) -> Timing:
-        """The format defines the step by the formula."""
-        return Formula()
+    def timed(self, timing: Timing) -> TableCost:
+        """The same cost with another timing."""
+        return replace(self, timing=timing)
 
     def memory(
         self, layers: int, shares: Sequence[int], position: int, *, first: bool, last: bool, in_flight: int

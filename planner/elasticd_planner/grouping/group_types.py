@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from elasticd_planner.cost.model import CostModel
+from elasticd_planner.cost.pipeline_time import Timing
 from elasticd_planner.grouping.node_partitions import GroupType
 
 #: What counts as impossible, in micro-batches: far below what sums of real pipelines can make up for.
@@ -30,13 +31,13 @@ class Column:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rules:
-    """What pipelines have in common. hop: seconds between two stages. deep: a pipeline has at least as many
+    """What pipelines have in common. hop: seconds between two stages. timing: of the cost. deep: a pipeline has at least as many
     micro-batches as stages. most: the micro-batches of the whole step; of one pipeline at most `each`, since
     others take at least one. fewest: devices that a pipeline has at least."""
 
     layers: int
     hop: float
-    steady: bool
+    timing: Timing
     deep: bool
     most: int
     each: int

@@ -74,12 +74,6 @@ class Division:
     types: tuple[GroupType, ...]
     members: tuple[tuple[int, ...], ...]
 
-    def gain(self, time: float, *, steady: bool) -> float:
-        """Micro-batches that the groups add at most where T / L is `time`."""
-        if steady:
-            return sum(time / kind.block for kind in self.types)
-        return sum(max(0.0, time / kind.block - 1) for kind in self.types)
-
 
 #: Classes, their islands, and the links of a kind of nodes.
 Form = tuple[tuple[tuple[float, int, int], ...], tuple[int, ...], Link, Link]
@@ -222,21 +216,19 @@ class Divider:
         """How many kinds of nodes it has divided."""
         return len(self._divided) + len(self._listed)
 
-    def divisions(
-        self, kind: NodeKind, time: float, *, steady: bool, size: int | None = None
-    ) -> tuple[Division, ...]:
+    def divisions(self, kind: NodeKind, time: float, *, size: int | None = None) -> tuple[Division, ...]:
         """The best divisions by their gain at T / L = `time`. With `size` given, a node of normal devices has
         one: groups of exactly that size."""
         if size is not None and kind.normal:
             return (next(self._made(kind, _equal(kind, size))),)
         if kind.form not in self._listed:
             self._listed[kind.form] = _Listed(self._promising(kind))
-        return self._listed[kind.form].best(time, steady=steady)
+        return self._listed[kind.form].best(time, self.cost.timing.fill)
 
     def every(self, kind: NodeKind, *, size: int | None = None) -> Sequence[Division]:
         """All divisions of a node that can be listed; with `size` given, a node of normal devices has one."""
         if size is not None and kind.normal:
-            return self.divisions(kind, 1.0, steady=True, size=size)
+            return self.divisions(kind, 1.0, size=size)
         if kind.form not in self._divided:
             listed = islice(self._groupings(kind), ENUMERATED)
             self._divided[kind.form] = [d for g in listed for d in self._made(kind, g)]
@@ -311,7 +303,7 @@ class Divider:
     def _choices(self, kind: NodeKind, size: int | None) -> Paces:
         hidden = self.cost.timing.hidden
         if size is not None and kind.normal:
-            made = self.divisions(kind, 1.0, steady=False, size=size)[0]
+            made = self.divisions(kind, 1.0, size=size)[0]
             whole = (sum(1 / entry.block for entry in made.types), len(made.types), 0)
             return whole, (0.0, 0, len(made.types) if hidden else 0)  # groups, or none of them
         if self._programmable(kind):
@@ -381,12 +373,12 @@ class _Listed:
         self._slowest = np.zeros(len(sizes))
         np.maximum.at(self._slowest, self._owner, self._blocks)
 
-    def best(self, time: float, *, steady: bool) -> tuple[Division, ...]:
-        """Those with the largest gain at T / L = `time`. A group that adds nothing is left out: the division
-        without it is there too."""
-        each = time / self._blocks if steady else np.maximum(time / self._blocks - 1, 0.0)
+    def best(self, time: float, fill: int) -> tuple[Division, ...]:
+        """Those with the largest gain at T / L = `time`. A group that adds nothing is left out, where it costs
+        something (`Timing.fill`): the division without it is there too."""
+        each = np.maximum(time / self._blocks - fill, 0.0)
         gains = np.bincount(self._owner, weights=each, minlength=len(self.divisions))
-        allowed = np.ones(len(gains), dtype=bool) if steady else self._slowest <= time * HOPE
+        allowed = fill * self._slowest <= time * HOPE
         order = np.argsort(np.where(allowed, -np.round(gains, 9), np.inf), kind="stable")
         return tuple(self.divisions[i] for i in order[: min(KEPT, int(allowed.sum()))])
 

@@ -10,15 +10,16 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import msgspec
+
 from elasticd_planner.cost.table_cost import MIB, TableCost
 from elasticd_planner.placement.state_bytes import SectionBytes, StateBytes, weights_of
-from elasticd_planner.problem import ModuleProblem, Problem, SearchSpace
+from elasticd_planner.problem import ModuleProblem, Objective, Problem, SearchSpace
 from elasticd_planner.problem_files.file_format import (
     InnerLinks,
     LinkEntry,
     LinksEntry,
     NodeEntry,
-    Objective,
     TableProblem,
 )
 from elasticd_planner.problem_files.times import TimedModel, profile_of
@@ -184,7 +185,7 @@ def item_state_bytes(given: TableProblem) -> dict[str, StateBytes]:
 
 def task_of(given: TableProblem, objective: Objective = "step", plan: Plan | None = None) -> Task:
     """The search's task for the setting that a plan was made under; without one for the simplest setting."""
-    problem = problem_of(given)
+    problem = msgspec.structs.replace(problem_of(given), objective=objective)
     setting = Setting(
         micro_batch=plan.micro_batch if plan is not None else given.batch.size,
         state=plan.state if plan is not None else problem.search_space.states[0],
@@ -192,4 +193,4 @@ def task_of(given: TableProblem, objective: Objective = "step", plan: Plan | Non
         pipelines=len(plan.view(plan.loss_module.module).by_lane) if plan is not None else given.pins.dp,
         sequence_parallel=False,
     )
-    return options.task_of(setting.problem(problem), steady=objective == "steady")
+    return options.task_of(setting.problem(problem))

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from elasticd_planner.problem import Objective
 from elasticd_planner.problem_files.times import (
     SHARE_UNITS,
     RecomputeEntry,
@@ -25,8 +26,6 @@ from elasticd_planner.problem_files.times import (
 from elasticd_planner.spec.cluster import LEAST_RATE, Level, Link, check_levels
 from elasticd_planner.spec.plan import Plan
 from elasticd_planner.value import FILE_VERSION, Invalid, StoredValue, Value, check_file_version, refuse
-
-Objective = Literal["step", "steady"]
 
 #: What a problem's figures are in: with `model.times`, and without.
 SECONDS, UNITS = "seconds", "layer x micro-batch"

@@ -10,11 +10,12 @@ import math
 
 import msgspec
 
-from elasticd_planner.cost.model import steady_seconds, step_seconds
+from elasticd_planner.cost.model import step_seconds
+from elasticd_planner.cost.pipeline_time import Steady
 from elasticd_planner.placement.state_movement import bytes_to_move
-from elasticd_planner.problem import Answer
+from elasticd_planner.problem import Answer, Objective
 from elasticd_planner.problem_files.convert import problem_of, state_bytes, task_of
-from elasticd_planner.problem_files.file_format import SECONDS, UNITS, Figures, Objective, Planned, TableProblem
+from elasticd_planner.problem_files.file_format import SECONDS, UNITS, Figures, Planned, TableProblem
 from elasticd_planner.search.module_cost import item_profile
 from elasticd_planner.search.options import Watch, form
 from elasticd_planner.search.planner import plan as search
@@ -43,7 +44,7 @@ def solve(
 
     Args:
         problem: the problem of a file.
-        objective: what is minimised, "step" or "steady".
+        objective: what is minimised.
         ideal: whether the healthy problem is planned too, for the yardstick (NaN where it is not).
         like: the plan before a rate moved: plans with as many pipelines and TP groups of the same size are
             tried first, and no others where there is one.
@@ -94,15 +95,15 @@ def _solved(
     like: Plan | None = None,
     watch: Watch | None = None,
 ) -> tuple[Planned, Answer]:
-    given = msgspec.structs.replace(problem_of(problem), current=current)
+    given = msgspec.structs.replace(problem_of(problem), current=current, objective=objective)
     shape = form(like) if like is not None else None
-    answer = search(given, steady=objective == "steady", like=shape, watch=watch)
+    answer = search(given, like=shape, watch=watch)
     plan, found = answer.plan, None
     if plan is not None and plan.prediction is not None:
         value = plan.prediction.step_seconds
         steady, step = value, value
         if not problem.modules:
-            steady, step = figures(plan, task_of(problem, objective, plan))
+            steady, step = figures(plan, task_of(problem, plan=plan))
         found = Figures(
             steady=steady,
             step=step,
@@ -136,9 +137,9 @@ def _check(problem: TableProblem, current: Plan) -> None:
 
 
 def figures(plan: Plan, task: Task) -> tuple[float, float]:
-    """(steady, step) of a plan."""
-    given = (task.cluster, task.rates, task.cost)
-    return steady_seconds(plan, *given), step_seconds(plan, *given)
+    """(steady, step) of a plan; the task is that of a step."""
+    steady = step_seconds(plan, task.cluster, task.rates, task.cost.timed(Steady()))
+    return steady, task.seconds(plan)
 
 
 def _yardstick(problem: TableProblem, objective: Objective, value: float) -> float:

@@ -208,10 +208,7 @@ class _Swaps:
         spent = [math.inf] * len(pipelines)
         alike: dict[tuple[int, int], list[tuple[int, Times]]] = {}
         for at, (micro_batches, times) in enumerate(pipelines):
-            if self.task.steady:
-                spent[at] = micro_batches * float(times.charged.max())
-            else:
-                alike.setdefault((times.work.shape[-1], micro_batches), []).append((at, times))
+            alike.setdefault((times.work.shape[-1], micro_batches), []).append((at, times))
         for (stages, micro_batches), listed in alike.items():
             rows = max(1, AT_ONCE // stages**2)
             for start in range(0, len(listed), rows):

@@ -46,7 +46,7 @@ from elasticd_planner.numeric import EQUAL, Floats, Ints
 from elasticd_planner.placement.state_movement import Held, assign, estimate, holders
 from elasticd_planner.search.balance.layer_split import Terms, best_layers, curve, reached, split_layers
 from elasticd_planner.search.balance.micro_batch_split import capacity, split_micro_batches
-from elasticd_planner.search.task import CURVE, MANY, Task
+from elasticd_planner.search.task import CURVE, Task
 from elasticd_planner.spec.cluster import Cluster
 from elasticd_planner.spec.plan import Pipeline, Plan
 
@@ -86,11 +86,10 @@ class Combination:
 
 
 class Options:
-    """The best layers of shapes under `timing`, each made once; without a timing they are the formula's, which
-    with `steady` has the least slowest stage, as very many micro-batches would."""
+    """The best layers of shapes under `timing`, each made once; where it hides nothing they are the formula's."""
 
-    def __init__(self, *, layers: int, timing: Timing | None, steady: bool = False) -> None:
-        self.layers, self.timing, self.steady = layers, timing, steady
+    def __init__(self, *, layers: int, timing: Timing) -> None:
+        self.layers, self.timing = layers, timing
         self.proved = True  # no layers of a shape are quicker than those that it was given
         self._known: dict[tuple[Counts, int], tuple[int, list[Option]]] = {}
 
@@ -98,8 +97,8 @@ class Options:
         """The `shapes`, all on the devices `part`, that do so many micro-batches within `limit` seconds, with
         their layers, best first. Of one part shapes may be added; its limit must not rise."""
         at = micro_batches - 1
-        if self.timing is None:
-            many = MANY if self.steady else micro_batches
+        if not self.timing.hidden:
+            many = self.timing.counted(micro_batches)
             found = [
                 Option(shape=s, layers=split_layers(s.terms, self.layers, many), seconds=float(s.seconds[at]))
                 for s in shapes
@@ -219,11 +218,10 @@ class Exact:
         self._terms: dict[tuple[int, float, int, int], tuple[int, Terms]] = {}
         self._ids: dict[Terms, int] = {}
         self._spare: dict[tuple[Counts, float], int] = {}
-        #: What the schedule hides; the formula, and the steady figure, hide nothing.
-        self.hidden = 0.0 if self.task.steady else cost.timing.hidden
+        #: What the schedule hides; the formula and the steady state hide nothing.
+        self.timing, self.hidden = cost.timing, cost.timing.hidden
         self._least_of = Least(self.groups, cluster, cost, layers, self.hidden)
-        timing = cost.timing if self.hidden else None
-        self._options = Options(layers=layers, timing=timing, steady=self.task.steady)
+        self._options = Options(layers=layers, timing=self.timing)
         self._least_hop = min(cost.boundary(link) for link in cluster.links)
         count = max(1, sum(devices))
         numbers = range(1, count + 1) if self.task.fixed_dp is None else (self.task.fixed_dp,)
@@ -314,7 +312,7 @@ class Exact:
             if not (formula < known * (1 - EQUAL)).any():
                 return
             self._formula[counts] = np.minimum(known, formula)
-            seconds = reached(terms, self.layers, self.micro_batches, self.cost.timing)
+            seconds = reached(terms, self.layers, self.micro_batches, self.timing)
         self.above[counts] = np.minimum(self.above.get(counts, np.inf), seconds)
         if self.task.fixed_dp in (None, 1):
             self.best = min(self.best, float(seconds[-1]) + self._after((counts,)))
@@ -333,9 +331,8 @@ class Exact:
 
     def _curve(self, terms: Sequence[Terms]) -> Floats:
         """Seconds by micro-batches, at least; fewer than a pipeline must take cost as much as those."""
-        steady, hidden = self.task.steady, self.hidden
         self._made += len(terms)  # one for each number of micro-batches under way
-        seconds = curve(terms, self.layers, self.micro_batches, steady=steady, hidden=hidden)
+        seconds = curve(terms, self.layers, self.micro_batches, self.timing)
         if self.task.deep:
             seconds[: len(terms) - 1] = seconds[len(terms) - 1]
         return seconds
@@ -345,13 +342,12 @@ class Exact:
         layers over all speed, and at least its own one layer."""
         blocks = [group.cost.block for group in used]
         slowest = max(self.layers / sum(1 / block for block in blocks), *blocks, 0.0)
-        if self.task.steady:
-            return np.asarray(self._count * slowest, dtype=np.float64)
         through = sum(blocks) + (self.layers - len(blocks)) * min(blocks)
         edges = min(group.cost.embed for group in used) + min(group.cost.head for group in used)
         hops = (len(used) - 1) * self._least_hop
         again = (self._count - 1) - self.hidden * np.minimum(self._count - 1, len(used) - 1)
-        return np.asarray(again * slowest + through + edges + hops, dtype=np.float64)
+        first = self.timing.first(slowest, through + edges + hops)
+        return np.asarray(again * slowest + first, dtype=np.float64)
 
     def _useful(self, counts: Counts, seconds: Floats) -> bool:
         """Whether a pipeline on these devices with (at best) these seconds can be part of a plan within the

@@ -102,7 +102,9 @@ def plain_problem(problem: Problem) -> Problem:
 def other_numbers(problem: Problem, found: Answer) -> Iterator[Problem]:
     """What is searched besides, where stages may be interleaved: other numbers of pipelines near the best, and
     that of the running plan."""
-    if problem.search_space.interleave == 1 or problem.search_space.fixed_dp is not None or found.plan is None:
+    space = problem.search_space
+    chunked = space.interleave > 1 and problem.objective == "step"
+    if not chunked or space.fixed_dp is not None or found.plan is None:
         return
     count = len(found.plan.pipelines)
     most = min(len(alive(problem)), found.plan.global_batch // found.plan.micro_batch)
@@ -115,10 +117,10 @@ def other_numbers(problem: Problem, found: Answer) -> Iterator[Problem]:
             yield msgspec.structs.replace(plain_problem(problem), search_space=search_space)
 
 
-def best(problem: Problem, found: Sequence[Answer], tolerance: float, *, steady: bool) -> Answer:
+def best(problem: Problem, found: Sequence[Answer], tolerance: float) -> Answer:
     """The best answer that plans of plain stages lead to, the first of them being that of `plain_problem`; of
     near-equal ones the one that moves least."""
-    answers = [_answer(problem, one, tolerance, steady=steady) for one in found]
+    answers = [_answer(problem, one, tolerance) for one in found]
     first = answers[0]
     made = [(one.plan.prediction.step_seconds, one.plan) for one in answers if one.plan and one.plan.prediction]
     if len(made) < 2:
@@ -142,20 +144,21 @@ def _moved(problem: Problem, option: Plan) -> int:
     return bytes_to_move(problem.profile, problem.current, option) if problem.current is not None else 0
 
 
-def _answer(problem: Problem, found: Answer, tolerance: float, *, steady: bool) -> Answer:
+def _answer(problem: Problem, found: Answer, tolerance: float) -> Answer:
     """The answer to a problem whose stages may be interleaved, from the one of `plain_problem`: of near-equal
-    plans the one that moves least. (`steady` has no filling and draining, and nothing to gain.)"""
+    plans the one that moves least. (The steady state has no filling and draining, and nothing to gain.)"""
     current, most = problem.current, problem.search_space.interleave
+    most = most if problem.objective == "step" else 1
     running = current is not None and plain(current) is not current
-    if not running and (most == 1 or steady):
+    if not running and most == 1:
         return found
     now = found.current_seconds
     if running and now is not None:
         assert current is not None
-        now = _task(problem, current, steady=steady).seconds(current)
-    if found.plan is None or found.plan.prediction is None or most == 1 or steady:
+        now = _task(problem, current).seconds(current)
+    if found.plan is None or found.plan.prediction is None or most == 1:
         return msgspec.structs.replace(found, current_seconds=now)
-    task = _task(problem, found.plan, steady=steady)
+    task = _task(problem, found.plan)
     options = [found.plan, Interleaving(task=task, most=most).plan(found.plan)]
     if running and current is not None and _is_chunked(found.plan, current, most):
         options.append(found.plan.replace(strategies=current.strategies))
@@ -185,11 +188,11 @@ def _is_chunked(made: Plan, current: Plan, most: int) -> bool:
     return allowed and made.pipelines == flattened(pipelines)
 
 
-def _task(problem: Problem, plan: Plan, *, steady: bool) -> Task:
+def _task(problem: Problem, plan: Plan) -> Task:
     """The task of the setting that a plan was made under."""
     setting = current_setting(msgspec.structs.replace(problem, current=plan))
     assert setting is not None
-    return task_of(setting.problem(problem), steady=steady)
+    return task_of(setting.problem(problem))
 
 
 def _least(problem: Problem) -> float:

@@ -25,8 +25,8 @@ from elasticd_planner.search.pools.node_pools import CLOSE, EVER, NodePools
 from elasticd_planner.search.refine import Refiner
 from elasticd_planner.search.task import Found, Task, alive
 
-#: Up to so many devices everything is searched thoroughly; the bound for whole layers up to so many, and of the
-#: steady figure up to more.
+#: Up to so many devices everything is searched thoroughly; the bound for whole layers up to so many, and of a
+#: job's steady state up to more.
 SMALL, WHOLE_STEADY = 16, 64
 
 #: Numbers of pipelines that are all tried; of more, the most promising with their sizes.
@@ -54,8 +54,8 @@ LEEWAY, KEPT = 1.12, 8
 LATER = (1.0, 1.5, 2.5, 5.0)
 
 #: A step that takes so much longer than the bound is looked for later, too. Of some 60 drawn problems of 32 and
-#: 64 devices one was 2.3 % quicker then, none slower, and 254208/192 8.2 %; of steady ones, where a slow group
-#: costs the others nothing, none was.
+#: 64 devices one was 2.3 % quicker then, none slower, and 254208/192 8.2 %; of steady states, where a
+#: slow group costs the others nothing, none was.
 FAR = 0.05
 
 #: (bound, number of pipelines, size of groups on normal nodes)
@@ -76,7 +76,7 @@ class LargeSearch:
         self.rules = Rules(
             layers=task.layers,
             hop=task.cost.boundary(self._link),
-            steady=task.steady,
+            timing=task.cost.timing,
             deep=task.deep,
             most=task.micro_batches,
             each=task.micro_batches,
@@ -99,9 +99,9 @@ class LargeSearch:
     def bound(self, pipelines: int, size: int | None) -> float:
         """Seconds that no plan of so many pipelines can beat, besides what comes after them."""
         task, choices = self.task, self._choices(size)
-        hidden = task.cost.timing.hidden
-        found = least(choices, task.layers, task.micro_batches, pipelines, steady=task.steady, hidden=hidden)
-        if task.steady:
+        timing = task.cost.timing
+        found = least(choices, task.layers, task.micro_batches, pipelines, timing)
+        if not timing.fill:
             return found
         # One micro-batch's way through a pipeline, all layers on the fastest group.
         fastest = max(
@@ -153,8 +153,8 @@ class LargeSearch:
     @cached_property
     def _whole(self) -> list[Nodes] | None:
         """What the bound for whole layers reads, where it is cheap."""
-        steady = self.task.steady and not isinstance(self.task.cost, TableCost)
-        if self.devices > (WHOLE_STEADY if steady else SMALL):
+        alone = not self.task.cost.timing.fill and not isinstance(self.task.cost, TableCost)
+        if self.devices > (WHOLE_STEADY if alone else SMALL):
             return None
         return nodes_of(self.task, self.kinds, self.divider)
 
@@ -300,8 +300,8 @@ class LargeSearch:
     def _near_bound(self) -> bool:
         """Returns False where the groups of the best plan may have to end later for a quicker step. Plans
         of a job are all far from its bound, which knows no boundaries between stages: they say nothing."""
-        best = self._best
-        if best is None or self.task.steady or self.task.cost.timing.hidden or self._brief:
+        best, timing = self._best, self.task.cost.timing
+        if best is None or not timing.fill or timing.hidden or self._brief:
             return True
         number = len(best.pipelines)
         least = self.bound(number, self.task.fixed_tp) + self._after(number, best.smallest)
@@ -329,13 +329,13 @@ class LargeSearch:
                     self._best = self._with(pipelines, size, math.inf, 1, plain=True)
 
     def near(self) -> list[Found]:
-        """The best plan found and others that are near it by the formula, best first: where the time is the
-        schedule's, one of those may be the quickest. Of many devices the best alone. With them those with
-        equal shares."""
+        """The best plan found and others that are near it by the formula, best first: of a job, whose links the
+        formula takes for equal, one of those may be the quickest. Of many devices the best alone. With them
+        those with equal shares."""
         if self._best is None:
             return []
         kept = [self._best]
-        if self.devices <= SMALL and self.task.cost.timing.hidden:
+        if self.devices <= SMALL and not isinstance(self.task.cost, TableCost):
             distinct = {found.pipelines: found for found in (*self._near, *kept)}
             kept = sorted(distinct.values(), key=lambda found: found.seconds)
             kept = [found for found in kept if found.seconds <= kept[0].seconds * LEEWAY][:KEPT]
@@ -400,7 +400,7 @@ class LargeSearch:
         nodes = sum(len(kind.nodes) for kind in self.kinds)
         pools, part = (1, max(1, pipelines // nodes)) if pipelines > nodes else (2 * nodes // pipelines, 2)
         low = self.bound(pipelines, size)
-        divisions = self.divider.divisions(kind, low / task.layers, steady=task.steady, size=size)
+        divisions = self.divider.divisions(kind, low / task.layers, size=size)
         if not divisions:
             return math.inf
         columns = Columns(task.cost, self.rules, pools * len(divisions[0].types), self.limits)
@@ -446,10 +446,10 @@ class LargeSearch:
             elif small:
                 listed = self.divider.every(kind, size=size)
             else:
-                listed = self.divider.divisions(kind, time, steady=task.steady, size=size)
+                listed = self.divider.divisions(kind, time, size=size)
             divisions.append(listed or (Division(types=(), members=()),))
         best: Found | None = None
-        leeway = LEEWAY if small and task.cost.timing.hidden and not task.steady else 1.0
+        leeway = LEEWAY if small and task.cost.timing.hidden else 1.0
         for fewest in self._fewest(pipelines) if small else (1,):
             pooled = NodePools(
                 task=task,

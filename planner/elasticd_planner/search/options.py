@@ -27,6 +27,7 @@ import msgspec
 
 from elasticd_planner.cost.memory import least_need
 from elasticd_planner.cost.model import CostModel
+from elasticd_planner.cost.pipeline_time import Steady
 from elasticd_planner.cost.profile_cost import ProfileCost
 from elasticd_planner.grouping.node_partitions import hosts
 from elasticd_planner.numeric import EQUAL
@@ -103,9 +104,7 @@ class Setting:
         return ", ".join(words)
 
 
-def task_of(
-    problem: Problem, *, steady: bool = False, members: int | None = None, hopeful: bool = False
-) -> Task:
+def task_of(problem: Problem, *, members: int | None = None, hopeful: bool = False) -> Task:
     """What the search is given of a problem with one setting. members: devices that replicas are spread over
     (None: all that are alive). hopeful: for bounds, with the memory of recomputation and sequence parallelism
     and the time without, since stages that have room leave them out."""
@@ -132,10 +131,9 @@ def task_of(
     return Task(
         cluster=problem.cluster,
         rates=problem.rates,
-        cost=cost,
+        cost=cost if problem.objective == "step" else cost.timed(Steady()),
         layers=profile.layers,
         micro_batches=micro_batches,
-        steady=steady,
         deep=units,
         fixed_tp=search_space.fixed_tp,
         fixed_dp=search_space.fixed_dp,
@@ -199,8 +197,8 @@ def _numbers(problem: Problem, size: int, state: StatePolicy, plain: bool) -> It
 class Settings:
     """The settings of a problem and their bounds."""
 
-    def __init__(self, problem: Problem, *, steady: bool = False) -> None:
-        self.problem, self.steady = problem, steady
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
         self.listed = tuple(listed(problem))
         self._searches: dict[Way, LargeSearch] = {}
         self._bounds: dict[Setting, float] = {}
@@ -221,7 +219,7 @@ class Settings:
         recomputation and sequence parallelism and the time without; the limit where none takes less."""
         rates = {name: rate for name, rate in self.problem.rates.items() if math.isinf(rate)}
         problem = msgspec.structs.replace(self.problem, rates=rates)
-        tasks = (task_of(setting.problem(problem), steady=self.steady, hopeful=True) for setting in self.listed)
+        tasks = (task_of(setting.problem(problem), hopeful=True) for setting in self.listed)
         refiners = [Refiner(task) for task in tasks]
         seconds = regular_seconds(refiners, [setting.way for setting in self.listed], limit)
         return dict(zip(self.listed, seconds, strict=True))
@@ -229,7 +227,7 @@ class Settings:
     def refiner(self, setting: Setting) -> Refiner:
         """The refiner of a setting's pipelines, with the results of all its searches."""
         if setting not in self._refiners:
-            self._refiners[setting] = Refiner(task_of(setting.problem(self.problem), steady=self.steady))
+            self._refiners[setting] = Refiner(task_of(setting.problem(self.problem)))
         return self._refiners[setting]
 
     def bound(self, setting: Setting) -> float:
@@ -248,7 +246,7 @@ class Settings:
         return self._bounds[setting]
 
     def _hopeful(self, setting: Setting) -> Task:
-        return task_of(setting.problem(self.problem), steady=self.steady, hopeful=True)
+        return task_of(setting.problem(self.problem), hopeful=True)
 
     def _time_bound(self, setting: Setting) -> float:
         """Whatever memory asks: by groups (`LargeSearch.bound`), by all work over all speed, and by the way of
@@ -286,7 +284,7 @@ class Settings:
     def refusal(self, refused: Sequence[Answer]) -> str:
         """Why no setting has a plan: of those that ask the least memory the one that comes nearest."""
         if len(self.listed) == 1 and refused:
-            task = task_of(self.listed[0].problem(self.problem), steady=self.steady)
+            task = task_of(self.listed[0].problem(self.problem))
             return refused[0].refusal or explain_infeasible(task, micro_batch=self.listed[0].micro_batch)
         size = min(setting.micro_batch for setting in self.listed)
         again = any(setting.recompute for setting in self.listed)
@@ -297,10 +295,10 @@ class Settings:
             lean = setting.way == (size, again, sliced)
             if lean and (setting.pipelines or 1) == fewest:
                 problem = setting.problem(self.problem)
-                short = shortage(task_of(problem, steady=self.steady))
+                short = shortage(task_of(problem))
                 found += [(*short, str(setting), setting)] if short is not None else []
         nearest = min(found, key=lambda entry: entry[:3])[3] if found else self.listed[0]
-        task = task_of(nearest.problem(self.problem), steady=self.steady)
+        task = task_of(nearest.problem(self.problem))
         return explain_infeasible(task, setting=str(nearest))
 
 

@@ -9,7 +9,6 @@ from functools import cached_property
 from itertools import islice, product
 
 import msgspec
-import numpy as np
 
 from elasticd_planner.cost.memory import fits, memory_by_device
 from elasticd_planner.cost.model import stage_times
@@ -81,7 +80,6 @@ def plan(
     number: int = 0,
     tolerance: float = TOLERANCE,
     *,
-    steady: bool = False,
     like: Form | None = None,
     brief: bool = False,
     watch: Watch | None = None,
@@ -99,7 +97,6 @@ def plan(
         number: the number of the new plan.
         tolerance: plans within this fraction of the best count as equal to it if there is a current plan; the
             one that moves the fewest bytes from the current plan is taken.
-        steady: minimise the steady figure, the step without the pipelines' fill and drain.
         like: the form of a good plan: plans of this form are searched first, and no others if there is one.
         brief: the plan of that form is for comparison with others. More than EXACT_DEVICES devices are not
             exchanged any more, and no regular layouts are tried.
@@ -110,7 +107,7 @@ def plan(
         Of a problem with a given plan that plan. Where its devices are not there, or have not the memory: a
         plan near to it, or a refusal if no other will do.
     """
-    found = _unplaced(problem, number, tolerance, steady=steady, like=like, brief=brief, watch=watch)
+    found = _unplaced(problem, number, tolerance, like=like, brief=brief, watch=watch)
     return found if problem.given is not None else experts.answer(problem, found, tolerance)
 
 
@@ -119,13 +116,13 @@ def _unplaced(
     number: int,
     tolerance: float,
     *,
-    steady: bool,
     like: Form | None,
     brief: bool,
     watch: Watch | None,
 ) -> Answer:
     """The plan with experts divided by shares."""
     if problem.modules:
+        problem = msgspec.structs.replace(problem, objective="step")
 
         def alone(view: Problem, near: Form | None, brief: bool) -> Answer:
             return plan(view, number, tolerance, like=near, brief=brief)
@@ -134,18 +131,16 @@ def _unplaced(
     if problem.packed is not None:
 
         def dense(view: Problem, near: Form | None) -> Answer:
-            return _plain(view, number, tolerance, steady=steady, like=near, looked_at=ENUMERATED_PACKED)
+            return _plain(view, number, tolerance, like=near, looked_at=ENUMERATED_PACKED)
 
         return packed.answer(problem, dense, _regular, number, tolerance)
     if problem.given is not None:
-        return _given(problem, problem.given, number, tolerance, steady=steady)
+        return _given(problem, problem.given, number, tolerance)
     apart = lanes.apart_problem(problem)
     plain = interleave.plain_problem(apart)
-    found = [_plain(plain, number, tolerance, steady=steady, like=like, brief=brief, watch=watch)]
-    if not steady:
-        others = interleave.other_numbers(apart, found[0])
-        found += [_plain(other, number, tolerance, steady=steady) for other in others]
-    return lanes.answer(problem, interleave.best(apart, found, tolerance, steady=steady))
+    found = [_plain(plain, number, tolerance, like=like, brief=brief, watch=watch)]
+    found += [_plain(other, number, tolerance) for other in interleave.other_numbers(apart, found[0])]
+    return lanes.answer(problem, interleave.best(apart, found, tolerance))
 
 
 def _regular(problem: Problem) -> list[Plan]:
@@ -164,12 +159,12 @@ def _regular(problem: Problem) -> list[Plan]:
     ]
 
 
-def _given(problem: Problem, given: Plan, number: int, tolerance: float, *, steady: bool) -> Answer:
+def _given(problem: Problem, given: Plan, number: int, tolerance: float) -> Answer:
     given = given_plan.under(given, problem.search_space)
     wrong = given_plan.missing(given, problem)
     if not wrong:
         alone = setting_of(given, problem).problem(problem)
-        planning = Planner(problem=alone, number=number, tolerance=tolerance, steady=steady)
+        planning = Planner(problem=alone, number=number, tolerance=tolerance)
         made = planning.as_given(given)
         assert made.prediction is not None
         wrong = given_plan.lacking(made.prediction.memory, problem.cluster)
@@ -178,7 +173,7 @@ def _given(problem: Problem, given: Plan, number: int, tolerance: float, *, stea
     if problem.only_given:
         return Answer(plan=None, refusal=f"the plan that the job gives cannot be: {wrong}", candidates=1)
     searched = msgspec.structs.replace(problem, given=None, current=problem.current or given)
-    answer = plan(searched, number, tolerance, steady=steady)
+    answer = plan(searched, number, tolerance)
     if answer.plan is None:
         return answer
     reason = f"{answer.plan.reason}; the plan that the job gives cannot be: {wrong}"
@@ -190,7 +185,6 @@ def _plain(
     number: int,
     tolerance: float,
     *,
-    steady: bool,
     like: Form | None = None,
     brief: bool = False,
     watch: Watch | None = None,
@@ -199,9 +193,9 @@ def _plain(
     """The plan of stages that are not interleaved. looked_at: what enumerations may look at."""
     if all(math.isinf(rate_of(problem.rates, device.name)) for device in problem.cluster.devices):
         return Answer(plan=None, refusal="no device to plan for: every device is dead; add a node")
-    settings = Settings(problem, steady=steady)
+    settings = Settings(problem)
     brief &= like is not None and len(settings.listed) == 1 and len(alive(problem)) > EXACT_DEVICES
-    wrong = impossible_pin(task_of(settings.listed[0].problem(problem), steady=steady))
+    wrong = impossible_pin(task_of(settings.listed[0].problem(problem)))
     if wrong:
         return Answer(plan=None, refusal=wrong)
     slack = tolerance if problem.current is not None else 0.0
@@ -218,7 +212,6 @@ def _plain(
             problem=given,
             number=number,
             tolerance=tolerance,
-            steady=steady,
             like=like,
             known=_least(made),
             left=left,
@@ -244,7 +237,7 @@ def _plain(
         walk.some()
     tried = sum(answer.candidates for answer in (*refused, *(one.answer for one in made)))
     running = current_setting(problem)
-    now = Planner(problem=running.problem(problem), steady=steady).now() if running is not None else None
+    now = Planner(problem=running.problem(problem)).now() if running is not None else None
     if not made:
         return Answer(
             plan=None,
@@ -283,7 +276,6 @@ class Planner:
     number: int = 0
     tolerance: float = TOLERANCE
     members: int | None = None
-    steady: bool = False
     like: Form | None = None
     known: float = math.inf
     left: list[int] = field(default_factory=lambda: [ENUMERATED])
@@ -374,7 +366,8 @@ class Planner:
             return True
         alike = len({rate_of(self.problem.rates, device.name) for device in alive(self.problem)}) == 1
         selective = True in (space.recompute, space.sequence_parallel)
-        return exact.proved and (alike or cost.exact_shares) and not selective and not self.steady
+        exactly = cost.timing.hidden > 0 and (alike or cost.exact_shares)
+        return exact.proved and exactly and not selective
 
     @cached_property
     def regular_plans(self) -> list[Plan]:
@@ -386,7 +379,7 @@ class Planner:
     @cached_property
     def task(self) -> Task:
         """The problem in the terms of the search."""
-        return task_of(self.problem, steady=self.steady, members=self.members)
+        return task_of(self.problem, members=self.members)
 
     @property
     def refiner(self) -> Refiner:
@@ -531,10 +524,7 @@ class Planner:
             times = stage_times(pipeline, self.problem.cluster, self.problem.rates, self.task.cost)
             key = tuple(part.tobytes() for part in (times.forward, times.backward, times.boundary))
             if key not in known:  # most pipelines of a large job are alike
-                if self.steady:
-                    known[key] = times.charged.max() * np.arange(1, self.task.micro_batches + 1)
-                else:
-                    known[key] = self.task.cost.timing.curve(times, self.task.micro_batches)
+                known[key] = self.task.cost.timing.curve(times, self.task.micro_batches)
             curves.append(known[key])
         least = [len(pipeline.stages) for pipeline in pipelines] if self.task.deep else None
         given = split_micro_batches(curves, self.task.micro_batches, least)
@@ -601,5 +591,5 @@ class Planner:
         """Seconds that no plan of this setting can beat. `known`: those of a plan."""
         search = self.search
         if True in (self.problem.search_space.recompute, self.problem.search_space.sequence_parallel):
-            search = LargeSearch(task_of(self.problem, steady=self.steady, members=self.members, hopeful=True))
+            search = LargeSearch(task_of(self.problem, members=self.members, hopeful=True))
         return max(search.task.work_bound, search.lower(known))

@@ -18,7 +18,7 @@ from elasticd_planner.cost.model import stage_times
 from elasticd_planner.numeric import EQUAL, Floats
 from elasticd_planner.search.balance.layer_split import Terms, best_layers, split_layers
 from elasticd_planner.search.balance.micro_batch_split import split_micro_batches
-from elasticd_planner.search.task import MANY, Task, dealt, pipeline_signature
+from elasticd_planner.search.task import Task, dealt, pipeline_signature
 from elasticd_planner.spec.cluster import rate_of
 from elasticd_planner.spec.plan import Pipeline, Stage
 
@@ -74,12 +74,13 @@ class Selective:
 
     def _layers(self, terms: Sequence[Terms], micro_batches: int, limit: float) -> tuple[int, ...] | None:
         task = self.task
-        if task.steady:
+        timing = task.cost.timing
+        if not timing.hidden:
             try:
-                return split_layers(terms, task.layers, MANY)
+                return split_layers(terms, task.layers, timing.counted(micro_batches))
             except ValueError:
                 return None
-        found = best_layers([terms], task.layers, micro_batches, limit, task.cost.timing)[0]
+        found = best_layers([terms], task.layers, micro_batches, limit, timing)[0]
         return found.layers if found is not None else None
 
     def _terms(self, stages: Sequence[Stage], micro_batches: int) -> list[Terms]:
@@ -99,8 +100,6 @@ class Selective:
 
     def _seconds(self, pipeline: Pipeline) -> float:
         times = stage_times(pipeline, self.task.cluster, self.task.rates, self.task.cost)
-        if self.task.steady:
-            return pipeline.micro_batches * float(times.charged.max())
         return float(self.task.cost.timing.seconds(times, pipeline.micro_batches))
 
     def _curve(self, pipeline: Pipeline) -> Floats:

@@ -20,7 +20,7 @@ from elasticd_planner.numeric import EQUAL, Floats, Ints
 from elasticd_planner.search.balance.layer_split import Terms, fill
 from elasticd_planner.search.balance.micro_batch_split import Line, pareto, split_by_lines, split_micro_batches
 from elasticd_planner.search.balance.stage_swaps import Placed, StageCosts, improved
-from elasticd_planner.search.task import MANY, Chained, NamedGroup, Signature, Task, pipeline_signature
+from elasticd_planner.search.task import Chained, NamedGroup, Signature, Task, pipeline_signature
 from elasticd_planner.spec.cluster import Link, rate_of
 from elasticd_planner.spec.plan import Pipeline
 
@@ -34,16 +34,18 @@ POLISHED, DEALT = 8, 3
 
 @dataclass(frozen=True, kw_only=True)
 class Ordered:
-    """Groups in the order of stages, with the terms and lines that follow; by line the layers of each stage."""
+    """Groups in the order of stages, with the terms and lines that follow; by line the layers of each stage, and
+    seconds of all."""
 
     order: tuple[int, ...]
     terms: tuple[Terms, ...]
     line: Line
     given: Ints
+    sums: Floats
 
     def layers(self, micro_batches: int) -> tuple[int, ...]:
         """The layers with the least seconds by the formula."""
-        best = int(np.argmin(self.line.each(micro_batches, steady=False)))
+        best = int(np.argmin((micro_batches - 1) * self.line.caps + self.sums))
         return tuple(self.given[best].tolist())
 
 
@@ -58,8 +60,9 @@ class Refiner:
         self._most: dict[tuple[GroupType, bool, int], int] = {}
         self._lines: dict[tuple[NamedGroup, ...], Line] = {}
         self._refined: dict[tuple[tuple[Chained, ...], bool], tuple[Pipeline, ...] | None] = {}
+        self._first = task.cost.timing.first
         #: Whether the time is the schedule's own.
-        self.exact = task.cost.timing.hidden > 0 and not task.steady
+        self.exact = task.cost.timing.hidden > 0
 
     def pipelines(self, found: Sequence[Chained], *, keep: bool = False) -> tuple[Pipeline, ...] | None:
         """Pipelines with names; None where the groups cannot hold the layers after all. `keep`: in the order
@@ -78,7 +81,7 @@ class Refiner:
             ordered = [self._ordered(chained, swap) for chained in found]
         if not all(len(one.line.caps) for one in ordered):
             return None
-        given = split_by_lines([one.line for one in ordered], task.micro_batches, steady=task.steady)
+        given = split_by_lines([one.line for one in ordered], task.micro_batches)
         if given is None:
             return None
         placed = [self._placed(one, m) for one, m in zip(ordered, given, strict=True)]
@@ -95,16 +98,15 @@ class Refiner:
             if chained.groups not in self._lines:
                 self._lines[chained.groups] = self.lined(chained, tuple(range(len(chained.groups)))).line
             lines.append(self._lines[chained.groups])
-        steady, total = self.task.steady, self.task.micro_batches
-        counts = split_by_lines(lines, total, steady=steady) if all(len(line.caps) for line in lines) else None
+        total = self.task.micro_batches
+        counts = split_by_lines(lines, total) if all(len(line.caps) for line in lines) else None
         if counts is None:
             return math.inf
-        return max(line.seconds(count, steady=steady) for line, count in zip(lines, counts, strict=True))
+        return max(line.seconds(count) for line, count in zip(lines, counts, strict=True))
 
     def _placed(self, one: Ordered, micro_batches: int) -> Placed:
         """The formula's layers."""
-        # Steady: the least largest stage; among those the shortest way through.
-        count = MANY if self.task.steady else max(micro_batches, len(one.order))
+        count = self.task.cost.timing.counted(max(micro_batches, len(one.order)))
         return Placed(order=one.order, layers=one.layers(count))
 
     def _pipeline(self, chained: Chained, placed: Placed, micro_batches: int) -> Pipeline:
@@ -184,7 +186,7 @@ class Refiner:
 
     def _best(self, chained: Chained, swap: bool) -> Ordered:
         def value(one: Ordered) -> tuple[float, tuple[int, ...]]:
-            return round(one.line.seconds(chained.micro_batches, steady=self.task.steady), 12), one.order
+            return round(one.line.seconds(chained.micro_batches), 12), one.order
 
         best = min((self.lined(chained, order) for order in self._candidates(chained)), key=value)
         improved = swap and not self._settled(chained, best)
@@ -203,9 +205,9 @@ class Refiner:
             return False
         free = [Terms(block=t.block, fixed=0.0, most=(self.task.layers,) * len(best.terms)) for t in best.terms]
         caps, given = fill(free, self.task.layers, len(free))
-        least = Line(caps=caps, sums=given @ np.array([t.block for t in free]))
-        steady, m = self.task.steady, chained.micro_batches
-        return best.line.seconds(m, steady=steady) <= least.seconds(m, steady=steady) * (1 + EQUAL)
+        least = Line(caps=caps, sums=self._first(caps, given @ np.array([t.block for t in free])))
+        count = chained.micro_batches
+        return best.line.seconds(count) <= least.seconds(count) * (1 + EQUAL)
 
     def _candidates(self, chained: Chained) -> list[tuple[int, ...]]:
         groups = [self.type_of(group) for group in chained.groups]
@@ -232,8 +234,9 @@ class Refiner:
         caps, given = fill(terms, self.task.layers, len(order))
         sums = given @ np.array([t.block for t in terms]) + sum(t.charged for t in terms)
         kept = pareto(caps, sums)
-        line = Line(caps=caps[kept], sums=sums[kept], least=len(order) if self.task.deep else 1)
-        return Ordered(order=order, terms=terms, line=line, given=given[kept])
+        caps, sums = caps[kept], sums[kept]
+        line = Line(caps=caps, sums=self._first(caps, sums), least=len(order) if self.task.deep else 1)
+        return Ordered(order=order, terms=terms, line=line, given=given[kept], sums=sums)
 
     def terms(self, chained: Chained, order: tuple[int, ...]) -> tuple[Terms, ...]:
         """The terms of a pipeline's groups in this order of stages."""

@@ -362,12 +362,12 @@ def _bound(task: Task, candidate: _Candidate, known: _KnownTimes) -> float:
     inside, between = known.hops
     crossed = -(-depth // pool.together) - 1
     way = work + crossed * between + (depth - 1 - crossed) * inside
-    turns = count - 1 - task.cost.timing.hidden * min(count - 1, deepest - 1)
+    timing = task.cost.timing
+    turns = count - 1 - timing.hidden * min(count - 1, deepest - 1)
     key = pipelines, depth * pool.width, pool.link
     if key not in known.after:
         known.after[key] = task.cost.after(*key)
-    seconds = count * slowest if task.steady else way + turns * slowest
-    return seconds + known.after[key]
+    return timing.first(slowest, way) + turns * slowest + known.after[key]
 
 
 def _slowest(layers: int, depth: int, pool: _Pool, last: _Pool) -> float:
@@ -446,7 +446,7 @@ class _Costs:
         if not all(len(one.line.caps) for one in ordered.values()):
             return None
         lines = [ordered[first].line for first in way.alike]
-        counts = split_by_lines(lines, task.micro_batches, steady=task.steady)
+        counts = split_by_lines(lines, task.micro_batches)
         if counts is None:
             return None
         after = _after(task, way.pipelines)
@@ -476,8 +476,8 @@ class _Costs:
         """Seconds of a pipeline, and the same if boundaries took no time: of the schedule, with the better of
         the layers that the formula finds best with boundaries and without. None where neither is within the
         limit."""
-        if task.steady or not task.cost.timing.hidden:
-            seconds = one.line.seconds(micro_batches, steady=task.steady)
+        if not task.cost.timing.hidden:
+            seconds = one.line.seconds(micro_batches)
             return seconds, seconds
         key = one.terms, micro_batches
         if key not in self._played:

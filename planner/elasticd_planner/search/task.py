@@ -15,7 +15,7 @@ from typing import Protocol
 
 import msgspec
 
-from elasticd_planner.cost.model import CostModel, steady_seconds, step_seconds
+from elasticd_planner.cost.model import CostModel, step_seconds
 from elasticd_planner.cost.table_cost import TableCost
 from elasticd_planner.problem import Problem
 from elasticd_planner.spec.cluster import Cluster, Device, Place, Rates, node_of, rate_of
@@ -33,9 +33,6 @@ ENUMERATED_SETTINGS = 1_000_000
 
 #: The same of a packed problem's view: with more, none of ten drawn packed jobs had a quicker plan.
 ENUMERATED_PACKED = 100_000
-
-#: So many micro-batches that nothing but the slowest stage counts.
-MANY = 10**6
 
 
 class UnitProblem(Problem, frozen=True, kw_only=True):
@@ -56,7 +53,6 @@ class Task:
     cost: CostModel
     layers: int
     micro_batches: int
-    steady: bool = False
     deep: bool = False
     fixed_tp: int | None = None
     fixed_dp: int | None = None
@@ -67,9 +63,8 @@ class Task:
         return self.cost.bound([rate_of(self.rates, d.name) for d in alive(self)], self.micro_batches)
 
     def seconds(self, plan: Plan) -> float:
-        """What is minimised: seconds (or units) of a step, or the steady figure."""
-        measure = steady_seconds if self.steady else step_seconds
-        return measure(plan, self.cluster, self.rates, self.cost)
+        """What is minimised: seconds (or units) of a step by the timing of the cost."""
+        return step_seconds(plan, self.cluster, self.rates, self.cost)
 
     def hop(self, a: NamedGroup, b: NamedGroup) -> float:
         """Seconds that one micro-batch spends between two TP groups, there and back."""

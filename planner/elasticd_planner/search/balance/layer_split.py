@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from elasticd_planner.cost.model import GroupCost
-from elasticd_planner.cost.pipeline_time import FORWARD, Times, Timing
+from elasticd_planner.cost.pipeline_time import FORWARD, Formula, Times, Timing
 from elasticd_planner.numeric import EQUAL, Floats, Ints
 
 #: The most layer splits that are listed: of one pipeline, and of all pipelines in one array.
@@ -32,6 +32,8 @@ LISTED, AT_ONCE = 4096, 65536
 
 #: The most single-layer moves of the local search.
 MOVES = 40
+
+FORMULA = Formula()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,18 +84,15 @@ def fill(
     return caps, given
 
 
-def curve(
-    terms: Sequence[Terms], layers: int, micro_batches: int, *, steady: bool = False, hidden: float = 0.0
-) -> Floats:
-    """Seconds of the best layers for 1 ... `micro_batches` micro-batches; inf where the memory forbids it.
-    `steady`: of the slowest stage alone, without fill and drain. `hidden`: not the formula's seconds but some
-    that no layers beat in the schedule, in any order of the stages."""
+def curve(terms: Sequence[Terms], layers: int, micro_batches: int, timing: Timing = FORMULA) -> Floats:
+    """Seconds of the best layers for 1 ... `micro_batches` micro-batches; inf where the memory forbids it. Of
+    the schedule some that no layers beat, in any order of the stages."""
     seconds = np.full(micro_batches, np.inf)
     depth = len(terms)
     if depth > layers:
         return seconds
     block = np.array([t.block for t in terms])
-    fixed = sum(t.charged for t in terms)
+    fixed, hidden = sum(t.charged for t in terms), timing.hidden
     tight = any(t.most[0] != t.most[-1] for t in terms)
     start = 1
     for stop in range(1, depth + 1) if tight else (depth,):
@@ -102,13 +101,10 @@ def curve(
             break
         caps, given = fill(terms, layers, stop, charged=not hidden)
         if len(caps):
-            sums = given @ block + fixed
+            sums = timing.first(caps, given @ block + fixed)
             count = np.arange(start, last + 1)
-            if steady:
-                seconds[start - 1 : last] = caps.min() * count
-            else:
-                again = (count - 1) - hidden * np.minimum(count - 1, depth - 1)
-                seconds[start - 1 : last] = (sums[:, None] + caps[:, None] * again).min(axis=0)
+            again = (count - 1) - hidden * np.minimum(count - 1, depth - 1)
+            seconds[start - 1 : last] = (sums[:, None] + caps[:, None] * again).min(axis=0)
         start = last + 1
     return seconds
 

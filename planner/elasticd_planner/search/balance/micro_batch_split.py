@@ -1,7 +1,7 @@
 """Micro-batches over unequal pipelines, exact: a pipeline's seconds are given by lines, or by a curve.
 
 By lines (`split_by_lines`, for any number of pipelines) a pipeline takes m micro-batches in min over them of
-(m - 1) o + S (steady: m o); by a curve (`split_micro_batches`) in any seconds that rise with m. The least T at
+(m - 1) o + S; by a curve (`split_micro_batches`) in any seconds that rise with m. The least T at
 which all pipelines together take the batch is found by bisection; what is too much then is taken from whoever
 is slowest.
 """
@@ -22,29 +22,25 @@ from elasticd_planner.numeric import EQUAL, Floats, Ints
 class Line:
     """The lines of one pipeline, and the least micro-batches that it must take."""
 
-    caps: Floats
-    sums: Floats
+    caps: Floats  # o: seconds of the slowest stage
+    sums: Floats  # S: seconds of the first micro-batch
     least: int = 1
 
-    def each(self, micro_batches: int, *, steady: bool) -> Floats:
+    def each(self, micro_batches: int) -> Floats:
         """Seconds by line."""
-        return micro_batches * self.caps if steady else (micro_batches - 1) * self.caps + self.sums
+        return (micro_batches - 1) * self.caps + self.sums
 
-    def seconds(self, micro_batches: int, *, steady: bool) -> float:
+    def seconds(self, micro_batches: int) -> float:
         """Seconds of the best line; inf where there is none."""
-        return float(self.each(micro_batches, steady=steady).min(initial=math.inf))
+        return float(self.each(micro_batches).min(initial=math.inf))
 
-    def capacity(self, limit: float, *, steady: bool) -> int:
+    def capacity(self, limit: float) -> int:
         """Micro-batches within `limit`; 0 where that is less than the least."""
-        if steady:
-            done = limit * (1 + EQUAL) / self.caps.min()
-        else:
-            done = float(((limit * (1 + EQUAL) - self.sums) / self.caps).max()) + 1
-        count = math.floor(done)
+        count = math.floor(float(((limit * (1 + EQUAL) - self.sums) / self.caps).max()) + 1)
         return count if count >= self.least else 0
 
 
-def split_by_lines(lines: Sequence[Line], total: int, *, steady: bool) -> tuple[int, ...] | None:
+def split_by_lines(lines: Sequence[Line], total: int) -> tuple[int, ...] | None:
     """Micro-batches by pipeline with the least time of the slowest; None where the least is too much."""
     if sum(line.least for line in lines) > total:
         return None
@@ -58,21 +54,21 @@ def split_by_lines(lines: Sequence[Line], total: int, *, steady: bool) -> tuple[
 
     def excess_at(limit: float) -> int:
         """Micro-batches beyond the total that are done within the limit; negative where it is not enough."""
-        done = [(line.capacity(limit, steady=steady), count) for line, count in distinct]
+        done = [(line.capacity(limit), count) for line, count in distinct]
         return sum(m * count for m, count in done) - total if all(m for m, _ in done) else -1
 
-    high = max(line.seconds(max(total, line.least), steady=steady) for line, _ in distinct)
-    low, excess = max(line.seconds(line.least, steady=steady) for line, _ in distinct), 1
+    high = max(line.seconds(max(total, line.least)) for line, _ in distinct)
+    low, excess = max(line.seconds(line.least) for line, _ in distinct), 1
     while excess and high - low > high * EQUAL / 4:
         middle = (low + high) / 2
         if (more := excess_at(middle)) >= 0:
             high, excess = middle, more
         else:
             low = middle
-    given = [line.capacity(high, steady=steady) for line in lines]
+    given = [line.capacity(high) for line in lines]
     excess = sum(given) - total
     heap = [
-        (-round(line.seconds(m, steady=steady), 9), -index)
+        (-round(line.seconds(m), 9), -index)
         for index, (line, m) in enumerate(zip(lines, given, strict=True))
         if m > line.least
     ]
@@ -83,7 +79,7 @@ def split_by_lines(lines: Sequence[Line], total: int, *, steady: bool) -> tuple[
         given[index] -= 1
         excess -= 1
         if given[index] > lines[index].least:
-            seconds = round(lines[index].seconds(given[index], steady=steady), 9)
+            seconds = round(lines[index].seconds(given[index]), 9)
             heapq.heappush(heap, (-seconds, negative))
     return tuple(given)
 

@@ -3,7 +3,7 @@
 Theory of operation. Each group has a price v. `Cheapest` finds, for each m, what the groups of a pipeline that
 takes m micro-batches within T cost at least. A dynamic programme places the stages from the last to the first:
 f[l] is the least price of d stages that hold l layers. A stage holds what its memory allows at its position,
-and what its time allows. Steady: m n c <= T. A step: with s the seconds of the slowest stage,
+and what its time allows. In the steady state: m n c <= T. In a step: with s the seconds of the slowest stage,
 
     n c <= s,        (m - 1) s + (sum of n c)  <=  T,
 
@@ -54,11 +54,12 @@ class Pieces:
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """layers: of the model. deep: whether a pipeline has as many micro-batches as stages at least. groups: in
-    all nodes at most. most: micro-batches of a pipeline."""
+    """layers: of the model. fill: of the timing; 0: the slowest stage alone counts. deep: whether a pipeline has
+    as many micro-batches as stages at least. groups: in all nodes at most. most: micro-batches of a
+    pipeline."""
 
     layers: int
-    steady: bool
+    fill: int
     deep: bool
     groups: int
     most: int
@@ -108,7 +109,7 @@ class Cases:
     def classes(self) -> list[tuple[int, int, int]]:
         """(first m, last m, number of the class or -1), of those that are asked for."""
         found, rest = [], self.counts
-        for which, last in enumerate(() if self.limits.steady else LAST):
+        for which, last in enumerate(LAST if self.limits.fill else ()):
             own = [count for count in rest if count <= last]
             if own:
                 found.append((own[0], own[-1], which))
@@ -117,10 +118,9 @@ class Cases:
 
     def top(self, count: int) -> float:
         """The seconds of a slowest stage at most."""
-        if self.limits.steady:
-            return self.time / count
-        rest = self.time - self.limits.layers * self.fastest
-        return max(rest, 0.0) / (count - 1) if count > 1 else self.time
+        fill = self.limits.fill
+        rest = self.time - fill * self.limits.layers * self.fastest
+        return max(rest, 0.0) / (count - fill) if count > fill else self.time
 
     def free(self, count: int) -> float:
         """Seconds of a slowest stage up to which all stages' sum never counts."""
@@ -140,7 +140,7 @@ class Cases:
         """The most layers of a stage by time: [piece, case]."""
         blocks, layers = self.pieces.blocks[:, None], self.limits.layers
         most = np.floor(self.stop / blocks * (1 + EQUAL))
-        if not self.limits.steady:
+        if self.limits.fill:
             rest, more = self.time - layers * self.fastest, self.first * blocks - self.fastest
             alone = np.full(most.shape, float(layers))
             np.divide(rest * (1 + EQUAL), more, out=alone, where=more > self.fastest * EQUAL)
@@ -222,7 +222,7 @@ class Cheapest:
 
     @cached_property
     def _ranked(self) -> Ints:
-        """Steady: the pieces of each case that no other one replaces, [rank, case]; -1: none."""
+        """In the steady state the pieces of each case that no other one replaces, [rank, case]; -1: none."""
         cases, pieces = self.cases, self.cases.pieces
         kept = np.array(self._kept, dtype=np.int64)
         kept = kept[np.argsort(self.prices[kept], kind="stable")]
@@ -236,7 +236,7 @@ class Cheapest:
         return ranked
 
     def _full(self, state: _Columns, place: int, *, first: bool) -> list[tuple[Ints, Floats]]:
-        """Steady: layers and price of a stage with as many layers as there may be, by column."""
+        """In the steady state layers and price of a stage with as many layers as there may be, by column."""
         known = self._filled.get((place, first))
         if known is not None and known[0] is state:
             return known[1]
@@ -314,7 +314,7 @@ class Cheapest:
         """The least prices of all layers with one more stage, the first: [own case]."""
         cases, layers, p = self.cases, self.cases.limits.layers, state.priced
         found = np.full(len(state.case), np.inf)
-        if cases.limits.steady:
+        if not cases.limits.fill:
             for most, price in self._full(state, place, first=True):
                 np.minimum(found, held[layers - most, np.arange(len(found))] + price, out=found)
             return found
@@ -334,7 +334,7 @@ class Cheapest:
         """The least prices with one more stage: [layers, column]."""
         cases, layers, p = self.cases, self.cases.limits.layers, state.priced
         found, more = np.full(held.shape, np.inf), np.empty(held.shape)
-        if cases.limits.steady:
+        if not cases.limits.fill:
             wanted, column = np.arange(layers + 1)[:, None], np.arange(held.shape[1])
             flat = held.ravel()
             for most, price in self._full(state, place, first=False):
@@ -376,7 +376,7 @@ class Cheapest:
                 other = np.where(slow | (not wanted), held[before, place + state.priced] + costs, np.inf)
                 value = np.minimum(value, other) if wanted else other
             value[
-                (n > np.minimum(cases.most[which, case], rooms)) | ((n > left) & (not cases.limits.steady))
+                (n > np.minimum(cases.most[which, case], rooms)) | ((n > left) & bool(cases.limits.fill))
             ] = np.inf
             best = int(value.argmin())
             if wanted and slow[best] and value[best] == other[best]:

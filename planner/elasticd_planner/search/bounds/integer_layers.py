@@ -5,7 +5,7 @@ In a pipeline of m micro-batches a stage with n of the L layers, each of cost c,
     m n c + (L - n) c_min  <=  T
 
 by the formula, since one micro-batch's way through the other stages takes (L - n) c_min at least; m n c <= T
-holds in every schedule and for the steady figure. n is whole, at least 1 and no more than what the memory of
+holds in every schedule and in the steady state. n is whole, at least 1 and no more than what the memory of
 the group holds at any position. As the n of a pipeline sum to L, its m is the sum of m n / L over its stages,
 so that all pipelines together take at most the sum over all groups of
 
@@ -131,10 +131,10 @@ def least_whole(task: Task, nodes: Sequence[Nodes], pipelines: int, low: float) 
     blocks = [cost for divisions, _ in nodes for division in divisions for cost, _ in division]
     if not blocks or pipelines > task.micro_batches:
         return math.inf
-    alone, few = task.steady or task.cost.timing.hidden > 0, pipelines <= 2
+    timing, few = task.cost.timing, pipelines <= 2
     whole = IntegerLayerBound(
         layers=task.layers,
-        fastest=0.0 if alone else min(blocks),
+        fastest=0.0 if timing.hidden or not timing.fill else min(blocks),
         most=task.micro_batches if few else task.micro_batches - pipelines + 1,
         pipelines=pipelines if few else 0,
     )

@@ -1,7 +1,7 @@
 """A lower bound of table problems that counts whole layers, memory by position and every division of a node.
 
 Theory of operation. A stage of a pipeline of m micro-batches has at most phi_j(m) layers: what memory holds,
-and what T allows, n whole with m n c + (L - n) c_min <= T (steady: m n c <= T). A pipeline's stages have L
+and what T allows, n whole with m n c + (L - n) c_min <= T (in the steady state m n c <= T). A pipeline's stages have L
 layers. With a weight a + m for a pipeline, over D pipelines that share M micro-batches,
 
     (a D + M) L  <=  sum over all groups of max over the pipelines' m of (a + m) phi_j(m).
@@ -78,7 +78,8 @@ class TableBound:
         self.nodes = tuple(self._node(kind) for kind in kinds)
         pieces = list(self._places)
         self.blocks = np.array([block for block, _, _ in pieces])
-        self.fastest = float(self.blocks.min(initial=math.inf))
+        #: Seconds of a layer that the other stages take at least of a micro-batch's way.
+        self.fastest = float(self.blocks.min(initial=math.inf)) if task.cost.timing.fill else 0.0
         self._budget: Budget | None = None
         self._parts = np.array([part for _, part, _ in pieces])
         self._memory = np.array([memory for _, _, memory in pieces], dtype=np.float64)
@@ -148,15 +149,15 @@ class TableBound:
 
     def whole(self, pipelines: int) -> ChainBound | None:
         """The bound of whole pipelines, where the ways to share the batch are few and the prices not many."""
-        ways = self._shared(pipelines)
+        ways, task = self._shared(pipelines), self.task
         if ways is None or not ways.size or len(self.blocks) > PIECES:
             return None
         limits = Limits(
-            layers=self.task.layers,
-            steady=self.task.steady,
-            deep=self.task.deep,
+            layers=task.layers,
+            fill=task.cost.timing.fill,
+            deep=task.deep,
             groups=sum(node.number * node.devices for node in self.nodes),
-            most=self.task.micro_batches - (pipelines - 1) * self._shallowest,
+            most=task.micro_batches - (pipelines - 1) * self._shallowest,
         )
         pieces = Pieces(blocks=self.blocks, rooms=self._rooms, first=self._first_rooms, price=self._prices)
         return ChainBound(pieces, limits, self.nodes, partial(self._within, pipelines, ways))
@@ -272,9 +273,6 @@ class TableBound:
         """The most layers of a stage in pipelines of so many micro-batches: [piece, count]."""
         layers = self.task.layers
         blocks = self.blocks[:, None]
-        if self.task.steady:
-            alone: Floats = np.minimum(np.floor(limit / (counts * blocks) * (1 + EQUAL)), layers)
-            return alone
         through = limit - layers * self.fastest
         if through < 0:
             return np.zeros((len(self.blocks), len(counts)))

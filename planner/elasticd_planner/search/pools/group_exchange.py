@@ -96,11 +96,10 @@ class Exchange:
         """The least seconds in which each plan's pipelines take the batch: [plan, pipeline, line] to [plan]."""
         rules = self.rules
         lines = np.where(np.isfinite(caps), caps, 1.0)
-        offset = np.zeros_like(sums) if rules.steady else np.where(np.isfinite(sums), sums, np.inf)
-        offset = np.where(np.isfinite(caps), offset, np.inf)
+        offset = np.where(np.isfinite(caps) & np.isfinite(sums), sums, np.inf)
 
         def enough(limit: Floats) -> Ints:
-            done = (limit[:, None, None] * (1 + EQUAL) - offset) / lines + (0 if rules.steady else 1)
+            done = (limit[:, None, None] * (1 + EQUAL) - offset) / lines + 1
             taken = (np.floor(done) if whole else done).max(axis=2)
             possible: Ints = (taken >= least).all(axis=1) & (taken.sum(axis=1) >= rules.most)
             return possible
@@ -125,8 +124,7 @@ class Exchange:
             groups = [free[i].pop(0) for i in self._order(vector)]
             caps, sums = (line[np.isfinite(self._lines[vector][0])] for line in self._lines[vector])
             limit = seconds * (1 + EQUAL)
-            done = limit / caps if self.rules.steady else (limit - sums) / caps + 1
-            count = int(done.max())
+            count = int(((limit - sums) / caps + 1).max())
             made.append(Chained(groups=tuple(groups), micro_batches=max(1, count)))
         return Found(pipelines=tuple(made), seconds=seconds)
 

@@ -39,11 +39,11 @@ AHEADS, MIDDLE = (1.02, 1.06), 5
 #: combinations.
 HEADS_AHEAD = (1.15, 1.5)
 
-#: What a group is charged in the rankings, in micro-batches, by whether the objective is the steady figure.
-PRICES = {False: (1.0, 2.0), True: (0.0, 1.0, 2.0)}
+#: What a group is charged in the rankings, in micro-batches, besides what filling costs.
+PRICES = (1.0, 2.0)
 
 #: The most pipelines by counts that are looked at: of a combination where one addition ends the partition, of a
-#: step and of the steady figure, and where not; of one of many combinations.
+#: step and of its steady state, and where not; of one of many combinations.
 WIDEST, WIDEST_STEADY, WIDEST_TABLE, NARROW = 1_500, 3_000, 800, 150
 
 
@@ -69,9 +69,9 @@ class Chain:
     line: Line
     orders: tuple[tuple[int, ...], ...]
 
-    def order(self, micro_batches: int, *, steady: bool) -> tuple[int, ...]:
+    def order(self, micro_batches: int) -> tuple[int, ...]:
         """Indices of groups from the first stage to the last, of the line that is best then."""
-        return self.orders[int(self.line.each(micro_batches, steady=steady).argmin())]
+        return self.orders[int(self.line.each(micro_batches).argmin())]
 
 
 class NodePool:
@@ -96,7 +96,8 @@ class NodePool:
         self.every_order = self.thorough = thorough
         self.binding: set[int] = set()
         #: Pipelines by counts that are looked at, and combinations that have more.
-        widest = WIDEST_STEADY if columns.rules.steady else WIDEST
+        self._fill = columns.rules.timing.fill
+        widest = WIDEST if self._fill else WIDEST_STEADY
         self.widest = self.most_shapes = widest if pipelines <= 2 else WIDEST_TABLE
         self.merged: set[int] = set()
         #: Micro-batches that each combination did when last asked.
@@ -125,8 +126,7 @@ class NodePool:
     def _gains(self, time: float) -> Floats:
         """Micro-batches that each division adds at most."""
         if self._known[0] != time:
-            less = 0.0 if self.rules.steady else 1.0
-            each = np.maximum(self._inverse * time - less, 0)
+            each = np.maximum(self._inverse * time - self._fill, 0)
             self._known = (time, np.add.reduceat(each, self._starts))
         return self._known[1]
 
@@ -146,7 +146,7 @@ class NodePool:
         few = self.alone and self.pipelines <= 2
         whole = IntegerLayerBound(
             layers=self.rules.layers,
-            fastest=0.0 if self.rules.steady or not np.isfinite(costs).all() else float(costs.min()),
+            fastest=float(costs.min()) if self._fill and np.isfinite(costs).all() else 0.0,
             most=self.rules.most if few else self.rules.each,
             pipelines=self.pipelines if few else 0,
         )
@@ -165,7 +165,7 @@ class NodePool:
         bound, and in turn by a bound that charges more for each group: memory makes deep pipelines dearer
         than the bound knows."""
         seen: set[tuple[tuple[int, int], ...]] = set()
-        prices = list(PRICES[self.rules.steady])
+        prices = list(dict.fromkeys((float(self._fill), *PRICES)))
         if self.thorough and self.rules.deep:
             prices.append(self._price(time))
         rankings = [self._ranked(self._priced(time, price)) for price in prices]
@@ -208,7 +208,7 @@ class NodePool:
         if not lost.any():
             return
         for ahead in HEADS_AHEAD:
-            added = self._priced(time * ahead, 0.0 if self.rules.steady else 1.0)
+            added = self._priced(time * ahead, self._fill)
             for own in self._of_kind:
                 gains = added.copy()
                 gains[own.start : own.stop] -= lost[own.start : own.stop]
@@ -219,9 +219,9 @@ class NodePool:
         the middle of one, charged for the way through it."""
         rules, inverse = self.rules, self._inverse
         depth = self._groups(np.add.reduceat(np.maximum(inverse * time - 1, 0.0), self._starts))
-        turns = rules.most if rules.steady else max(1, rules.most - self.pipelines + depth)
+        turns = max(1, rules.most + self._fill * (depth - self.pipelines))
         cap = time * rules.layers * self.pipelines / turns
-        price = 0.0 if rules.steady else rules.layers * self.pipelines / turns
+        price = self._fill * rules.layers * self.pipelines / turns
         layers = np.minimum(np.floor(cap * inverse * (1 + EQUAL)), self._middle)
         return np.asarray(np.add.reduceat(np.maximum(layers - price, 0.0), self._starts), dtype=np.float64)
 
@@ -300,7 +300,7 @@ class NodePool:
         """The same by the bound that ranks combinations."""
         gains = self._gains(limit / self.rules.layers)
         total = sum(float(gains[index]) * count for index, count in row)
-        return math.floor((total if self.rules.steady else total + self.pipelines) * (1 + EQUAL))
+        return math.floor((total + self._fill * self.pipelines) * (1 + EQUAL))
 
     def most(self, limit: float, budget: int) -> tuple[int, int]:
         """The most micro-batches within `limit`, and the combination that does them (-1: none). `budget`: new

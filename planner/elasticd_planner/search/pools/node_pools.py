@@ -198,15 +198,14 @@ class NodePools:
             for copy in range(copies)
             for chain in chains[key]
         ]
-        steady = self.task.steady
         lines = [chain.line for _, _, chain in listed]
-        given = split_by_lines(lines, self.task.micro_batches, steady=steady)
+        given = split_by_lines(lines, self.task.micro_batches)
         if given is None:
             return None
-        seconds = max(line.seconds(m, steady=steady) for line, m in zip(lines, given, strict=True))
+        seconds = max(line.seconds(m) for line, m in zip(lines, given, strict=True))
         named = self._named(listed)
         pipelines = tuple(
-            Chained(groups=tuple(groups[i] for i in chain.order(m, steady=steady)), micro_batches=m)
+            Chained(groups=tuple(groups[i] for i in chain.order(m)), micro_batches=m)
             for (_, _, chain), groups, m in zip(listed, named, given, strict=True)
         )
         return Found(pipelines=pipelines, seconds=seconds)

@@ -97,7 +97,7 @@ class PipelineCandidates:
         self._starts = np.cumsum([0, *(caps.shape[1] for caps, _ in lines)])
         caps = np.concatenate([caps for caps, _ in lines], axis=1)
         sums = np.concatenate([sums for _, sums in lines], axis=1)
-        self.caps, self.sums, self.tried = _useful(caps, sums, 1 if rules.steady else LINES)
+        self.caps, self.sums, self.tried = _useful(caps, sums, LINES if rules.timing.fill else 1)
 
     def _ordered(self, pipelines: int, known: Floats) -> tuple[Floats, Floats]:
         """(o, S) with stages in the orders in which memory holds the most, under caps that are
@@ -108,7 +108,8 @@ class PipelineCandidates:
         rows, which = np.nonzero(holds & (caps < known[:, None] * NEAR))
         sums = np.full(holds.shape, np.inf)
         sums[rows, which] = self._ordering.sums(self.rows[rows], which)
-        return np.where(np.isfinite(sums), caps, np.inf), sums
+        caps = np.where(np.isfinite(sums), caps, np.inf)
+        return caps, self.rules.timing.first(caps, sums)
 
     def order(self, row: int, line: int) -> Order:
         """The columns of the stages of one line, from the first to the last."""
@@ -146,8 +147,9 @@ class PipelineCandidates:
             total += room
             possible &= room >= have[index][:, None]
         possible &= total >= rules.layers
-        if rules.steady:  # how the layers are filled does not matter
-            return np.where(possible, caps, np.inf), np.where(possible, 0.0, np.inf)
+        caps = np.where(possible, caps, np.inf)
+        if not rules.timing.fill:  # how the layers are filled does not matter
+            return caps, caps
         left = np.broadcast_to((rules.layers - depth)[:, None], caps.shape).astype(np.float64)
         sums = self._fixed(have, order)[:, None] + np.zeros_like(caps)
         for index in sorted(range(len(self.columns)), key=lambda i: self.columns[i].block):
@@ -155,7 +157,7 @@ class PipelineCandidates:
             more = np.minimum(np.maximum(limits[index] - base, 0), left)
             left = left - more
             sums += (more + base) * self.columns[index].block
-        return np.where(possible, caps, np.inf), np.where(possible, sums, np.inf)
+        return caps, np.where(possible, sums, np.inf)
 
     def _candidates(self, have: Ints, order: Order, above: Floats | None = None) -> Floats:
         """Caps to try: stages gain a layer there; coarser ones far above, where memory binds. None is below the
@@ -260,10 +262,7 @@ class PipelineCandidates:
         it does not do the least that it must."""
         rules = self.rules
         with np.errstate(invalid="ignore"):
-            if rules.steady:
-                done = np.floor(limit * (1 + EQUAL) / self.caps)
-            else:
-                done = np.floor((limit * (1 + EQUAL) - self.sums) / self.caps) + 1
+            done = np.floor((limit * (1 + EQUAL) - self.sums) / self.caps) + 1
         best = np.nan_to_num(done, nan=NEVER, neginf=NEVER).max(axis=1, initial=NEVER)
         least = self.depth[self.rows] if rules.deep else 1
         found = np.full(self.grid.shape[1], NEVER, dtype=np.int64)
@@ -275,9 +274,6 @@ class PipelineCandidates:
 def _useful(caps: Floats, sums: Floats, most: int) -> tuple[Floats, Floats, Ints]:
     """Of each row the lines that are best for some number of micro-batches: a larger cap must pay by a
     smaller sum. At most `most`, those of the smallest caps; and which of those given they are."""
-    if most == 1:
-        best = caps.argmin(axis=1)[:, None]
-        return np.take_along_axis(caps, best, axis=1), np.take_along_axis(sums, best, axis=1), best
     order = np.argsort(caps, axis=1, kind="stable")
     caps, sums = np.take_along_axis(caps, order, axis=1), np.take_along_axis(sums, order, axis=1)
     before = np.minimum.accumulate(sums, axis=1)
