@@ -4,16 +4,41 @@ whether the devices can run it."""
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import msgspec
 
-from elasticd_planner.problem import Problem, SearchSpace
+from elasticd_planner.problem import Answer, Problem, SearchSpace
 from elasticd_planner.readable import readable
 from elasticd_planner.search.recompute import flagged
 from elasticd_planner.search.sequence_parallel import sliced
 from elasticd_planner.spec.cluster import Cluster, rate_of
 from elasticd_planner.spec.plan import Plan
 from elasticd_planner.spec.plan_summary import some
+
+
+def answer(
+    problem: Problem, as_given: Callable[[Plan], Plan | str], search: Callable[[Problem], Answer]
+) -> Answer:
+    """The answer where a job gives a plan: that plan, or one near to it where devices cannot run it.
+
+    Args:
+        problem: with the given plan.
+        as_given: that plan with its prediction and reason, or why it cannot be.
+        search: answers the problem without it.
+    """
+    assert problem.given is not None
+    given = under(problem.given, problem.search_space)
+    made = missing(given, problem) or as_given(given)
+    if isinstance(made, Plan):
+        return Answer(plan=made, candidates=1)
+    wrong = f"the plan that the job gives cannot be: {made}"
+    if problem.only_given:
+        return Answer(plan=None, refusal=wrong, candidates=1)
+    found = search(msgspec.structs.replace(problem, given=None, current=problem.current or given))
+    if found.plan is None:
+        return found
+    return msgspec.structs.replace(found, plan=found.plan.replace(reason=f"{found.plan.reason}; {wrong}"))
 
 
 def under(plan: Plan, space: SearchSpace) -> Plan:

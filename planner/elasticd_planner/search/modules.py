@@ -93,7 +93,11 @@ def answer(problem: Problem, search: Search, regular: Regular, number: int, tole
     if isinstance(problem, UnitProblem):
         return Answer(plan=None, refusal="modules of items need seconds: give the problem model.times")
     planner = ModulePlanner(problem=problem, search=search, regular=regular, number=number, tolerance=tolerance)
-    return planner.answer() if problem.given is None else planner.as_given(problem.given)
+    if problem.given is None:
+        return planner.answer()
+    return given_plan.answer(
+        problem, planner.as_given, lambda searched: answer(searched, search, regular, number, tolerance)
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -170,32 +174,18 @@ class ModulePlanner:
         options += [near for plan in sorted(options, key=_seconds)[:NEARBY] for near in self._near(plan)]
         return [*options, *self._pairs(min(options, key=_seconds))]
 
-    def as_given(self, given: Plan) -> Answer:
-        """The answer where the job gives a plan: that plan, or one near to it where devices cannot run it."""
-        given = given_plan.under(given, self.problem.search_space)
+    def as_given(self, given: Plan) -> Plan | str:
+        """A plan from elsewhere as it is, with a prediction and reason; or why it cannot be."""
         names = sorted(module.module for module in given.modules)
         if names != sorted([self.problem.module, *self.costs.modules]):
-            wrong = f"its modules are {', '.join(names)}, and those of the job are others"
-        else:
-            wrong = given_plan.missing(given, self.problem)
-        if not wrong:
-            given = self._carried(given.replace(idle=(), carriers=(), binding={}))
-            plan = self._predicted(self.costs.timed(given))
-            assert plan.prediction is not None
-            wrong = given_plan.lacking(plan.prediction.memory, self.problem.cluster)
-            if not wrong:
-                finished = self._finished(plan)
-                return Answer(
-                    plan=finished.replace(reason=f"given by the job: {finished.reason}"), candidates=1
-                )
-        if self.problem.only_given:
-            return Answer(plan=None, refusal=f"the plan that the job gives cannot be: {wrong}", candidates=1)
-        searched = msgspec.structs.replace(self.problem, given=None, current=self.problem.current or given)
-        found = answer(searched, self.search, self.regular, self.number, self.tolerance)
-        if found.plan is None:
-            return found
-        reason = f"{found.plan.reason}; the plan that the job gives cannot be: {wrong}"
-        return msgspec.structs.replace(found, plan=found.plan.replace(reason=reason))
+            return f"its modules are {', '.join(names)}, and those of the job are others"
+        given = self._carried(given.replace(idle=(), carriers=(), binding={}))
+        plan = self._predicted(self.costs.timed(given))
+        assert plan.prediction is not None
+        if wrong := given_plan.lacking(plan.prediction.memory, self.problem.cluster):
+            return wrong
+        finished = self._finished(plan)
+        return finished.replace(reason=f"given by the job: {finished.reason}")
 
     # Candidates.
 

@@ -73,20 +73,12 @@ def answer(problem: Problem, search: Search, regular: Regular, number: int, tole
     )
     if problem.given is None:
         return planning.answer(tolerance)
-    given = given_plan.under(problem.given, problem.search_space)
-    wrong = given_plan.missing(given, problem) or planning.lacking(given)
-    if not wrong:
-        made = planning.packed_plan(given.pipelines)
-        assert made is not None
-        return Answer(plan=planning.told(made, "given by the job: "), candidates=1)
-    if problem.only_given:
-        return Answer(plan=None, refusal=f"the plan that the job gives cannot be: {wrong}", candidates=1)
-    searched = msgspec.structs.replace(problem, given=None, current=problem.current)
-    found = answer(searched, search, regular, number, tolerance)
-    if found.plan is None:
-        return found
-    reason = f"{found.plan.reason}; the plan that the job gives cannot be: {wrong}"
-    return msgspec.structs.replace(found, plan=found.plan.replace(reason=reason))
+
+    def searched(other: Problem) -> Answer:
+        own = msgspec.structs.replace(other, current=problem.current)
+        return answer(own, search, regular, number, tolerance)
+
+    return given_plan.answer(problem, planning.as_given, searched)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -543,9 +535,10 @@ class _PackedSearch:
                 tokens.append((more - few) / _FEW)
         return min(states, default=0.0), min(tokens, default=0.0)
 
-    def lacking(self, plan: Plan) -> str:
-        """Why a plan does not hold the rows, in words; an empty string if it does."""
-        return "" if self.packed_plan(plan.pipelines) is not None else self._too_long()
+    def as_given(self, given: Plan) -> Plan | str:
+        """A plan from elsewhere with packed lanes; or why it does not hold the rows."""
+        made = self.packed_plan(given.pipelines)
+        return self._too_long() if made is None else self.told(made, "given by the job: ")
 
     def _refusal(self, refusals: Iterable[str]) -> str:
         said = list(refusals)

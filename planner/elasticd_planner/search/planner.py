@@ -135,7 +135,12 @@ def _unplaced(
 
         return packed.answer(problem, dense, _regular, number, tolerance)
     if problem.given is not None:
-        return _given(problem, problem.given, number, tolerance)
+
+        def as_given(given: Plan) -> Plan | str:
+            alone = setting_of(given, problem).problem(problem)
+            return Planner(problem=alone, number=number, tolerance=tolerance).as_given(given)
+
+        return given_plan.answer(problem, as_given, lambda searched: plan(searched, number, tolerance))
     apart = lanes.apart_problem(problem)
     plain = interleave.plain_problem(apart)
     found = [_plain(plain, number, tolerance, like=like, brief=brief, watch=watch)]
@@ -157,27 +162,6 @@ def _regular(problem: Problem) -> list[Plan]:
             refiners={None: settings.refiner(setting)},
         ).regular_plans
     ]
-
-
-def _given(problem: Problem, given: Plan, number: int, tolerance: float) -> Answer:
-    given = given_plan.under(given, problem.search_space)
-    wrong = given_plan.missing(given, problem)
-    if not wrong:
-        alone = setting_of(given, problem).problem(problem)
-        planning = Planner(problem=alone, number=number, tolerance=tolerance)
-        made = planning.as_given(given)
-        assert made.prediction is not None
-        wrong = given_plan.lacking(made.prediction.memory, problem.cluster)
-        if not wrong:
-            return Answer(plan=made, candidates=1)
-    if problem.only_given:
-        return Answer(plan=None, refusal=f"the plan that the job gives cannot be: {wrong}", candidates=1)
-    searched = msgspec.structs.replace(problem, given=None, current=problem.current or given)
-    answer = plan(searched, number, tolerance)
-    if answer.plan is None:
-        return answer
-    reason = f"{answer.plan.reason}; the plan that the job gives cannot be: {wrong}"
-    return msgspec.structs.replace(answer, plan=answer.plan.replace(reason=reason))
 
 
 def _plain(
@@ -572,11 +556,14 @@ class Planner:
         made = self.made(chosen.pipelines, chosen=True).replace(number=self.number)
         return self._predicted(made, describe(made, self.problem.rates), proved)
 
-    def as_given(self, given: Plan) -> Plan:
-        """A plan from elsewhere as it is, with a number, this problem's idle devices, prediction and reason."""
+    def as_given(self, given: Plan) -> Plan | str:
+        """A plan from elsewhere as it is, with a number, this problem's idle devices, prediction and reason; or
+        where memory is short for it."""
         idle = tuple(d.name for d in self.problem.cluster.devices if d.name not in set(given.members))
         made = with_carriers(given.replace(number=self.number, idle=idle, binding={}))
-        return self._predicted(made, f"given by the job: {describe(made, self.problem.rates)}")
+        made = self._predicted(made, f"given by the job: {describe(made, self.problem.rates)}")
+        assert made.prediction is not None
+        return given_plan.lacking(made.prediction.memory, self.problem.cluster) or made
 
     def _predicted(self, made: Plan, reason: str, proved: float | None = None) -> Plan:
         seconds = self.task.seconds(made)
