@@ -16,7 +16,6 @@ from elasticd_planner.spec.packed_sequences import PackedSequences
 from elasticd_planner.spec.plan import Plan, StatePolicy
 from elasticd_planner.value import StoredValue, Value, refuse
 
-
 #: What a plan is searched for: the least seconds of a step, or of its steady state, in which pipelines neither
 #: fill nor drain.
 Objective = Literal["step", "steady"]

@@ -7,8 +7,8 @@ from itertools import product
 
 import numpy as np
 import pytest
-from elasticd_planner.problem_files.convert import task_of
 from elasticd_planner.problem import Objective
+from elasticd_planner.problem_files.convert import task_of
 from elasticd_planner.problem_files.file_format import TableProblem
 from elasticd_planner.search.bounds.analytic_centre import centre
 from elasticd_planner.search.bounds.chain_bound import Budget

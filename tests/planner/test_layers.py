@@ -73,7 +73,7 @@ def test_what_is_least_and_what_is_reached_are_bounds(case: tuple[list[list[Term
     pipelines, layers, most = case
     for terms in pipelines:
         above = reached(terms, layers, most, Schedule())
-        below = curve(terms, layers, most, hidden=0.5)
+        below = curve(terms, layers, most, Schedule(hidden=0.5))
         for m in range(1, most + 1):
             exact = least(terms, layers, m)
             assert below[m - 1] <= exact * (1 + 1e-9)

@@ -4,8 +4,8 @@ import math
 import random
 
 import pytest
-from elasticd_planner.problem_files.convert import task_of
 from elasticd_planner.problem import Objective
+from elasticd_planner.problem_files.convert import task_of
 from elasticd_planner.search.bounds import table_bound
 from elasticd_planner.search.large import LargeSearch
 

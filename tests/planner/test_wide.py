@@ -4,8 +4,8 @@ import math
 import random
 
 import pytest
-from elasticd_planner.problem_files.convert import task_of
 from elasticd_planner.problem import Objective
+from elasticd_planner.problem_files.convert import task_of
 from elasticd_planner.problem_files.file_format import TableProblem
 from elasticd_planner.problem_files.solve import solve
 from elasticd_planner.search.large import LargeSearch

@@ -19,8 +19,8 @@ only some recompute, can make it up to a tenth longer: so the formula leads sear
 
 `Schedule` is exact (`schedule_timeline`); its times come from clocks. Problems whose format defines the time by
 the formula have `Formula`. `Steady` is what earlier planners minimise: m max_j s_j, as if pipelines neither
-filled nor drained. It is the formula of stages of which the slowest alone is on a micro-batch's way; the search,
-which goes by lines (cap o on the slowest stage, sum S of all), asks a timing for that way: `first`.
+filled nor drained. It is the formula where the slowest stage alone is on a micro-batch's way. The search, which
+goes by lines (o: seconds of the slowest stage, S: of all), asks the timing for that way: `first`.
 """
 
 from __future__ import annotations
@@ -78,10 +78,10 @@ class Timing(Protocol):
 
     @property
     def fill(self) -> int:
-        """Micro-batches of the slowest stage that one more stage costs while pipelines fill and drain: 1 or 0."""
+        """Micro-batches that one more stage costs a pipeline while it fills and drains: 1 or 0."""
 
     def first(self, caps: Seconds, sums: Seconds) -> Seconds:
-        """Seconds of the first micro-batch, where the slowest stage takes `caps` of them and all stages `sums`."""
+        """Seconds of the first micro-batch; the slowest stage takes `caps` of them and all stages `sums`."""
 
     def counted(self, micro_batches: int) -> int:
         """The number of micro-batches for which the formula's best layers are the best for so many."""
@@ -132,6 +132,10 @@ class Formula:
         refuse("a problem in units says what equal stages take, not interleaved ones: give it model.times")
 
 
+#: The formula; it depends on nothing.
+FORMULA = Formula()
+
+
 @dataclass(frozen=True, slots=True)
 class Schedule:
     """1F1B as it runs. `hidden`: the largest part of any stage's work that is its forward pass."""
@@ -173,7 +177,7 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True)
 class Steady:
-    """The steady state: each micro-batch takes the slowest stage's time, and pipelines neither fill nor drain."""
+    """The steady state: each micro-batch takes the slowest stage's time; pipelines neither fill nor drain."""
 
     @property
     def hidden(self) -> float:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from elasticd_planner.cost.group_bound import Paces, by_slowest, by_speed
 from elasticd_planner.cost.model import GroupCost
-from elasticd_planner.cost.pipeline_time import Formula, Timing
+from elasticd_planner.cost.pipeline_time import FORMULA, Timing
 from elasticd_planner.spec.cluster import Link
 from elasticd_planner.spec.plan import Plan, Stage
 
@@ -37,7 +37,7 @@ class TableCost:
     embedding: float
     fixed: float
     reserve: float
-    timing: Timing = Formula()  # the format defines the step by the formula
+    timing: Timing = FORMULA  # the format defines the step by the formula
 
     def beside_shares(self, stage: Stage) -> tuple[object, ...]:
         """Nothing else."""

@@ -86,7 +86,7 @@ class Combination:
 
 
 class Options:
-    """The best layers of shapes under `timing`, each made once; where it hides nothing they are the formula's."""
+    """The best layers of shapes under `timing`, each made once; where that hides nothing, the formula's."""
 
     def __init__(self, *, layers: int, timing: Timing) -> None:
         self.layers, self.timing = layers, timing

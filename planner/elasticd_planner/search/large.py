@@ -49,8 +49,8 @@ ORDERS, ORDERS_BRIEF = 4, 0
 LEEWAY, KEPT = 1.12, 8
 
 #: So many times later than the bound the groups of a plan may end that are looked at. The first is enough
-#: where that finds a plan near the bound; else, as where memory needs slow nodes, later ones are tried while
-#: they find better plans.
+#: where that finds a plan near the bound; else, as where memory needs slow nodes, the others follow while they
+#: find better plans.
 LATER = (1.0, 1.5, 2.5, 5.0)
 
 #: A step that takes so much longer than the bound is looked for later, too. Of some 60 drawn problems of 32 and
@@ -254,9 +254,8 @@ class LargeSearch:
             self._search_many()
         if self._best is None:
             self._search_plain()
-        if self.devices > SMALL:
-            self._exchange()
-            self._search_later()
+            if self.devices > SMALL:
+                self._exchange()
         return self._best
 
     def _with_equal_shares(self) -> None:
@@ -280,28 +279,24 @@ class LargeSearch:
         self._try(sorted(attempts, key=lambda entry: (abs(entry[1] - best), entry))[:NEAR], BUDGET_SMALL)
 
     def _search_many(self) -> None:
+        """All sizes; then plans whose groups end later, while they are better, where none was found or the best
+        is far from its bound."""
         for self._later in LATER:
             before = self._best
             self._search_sizes()
-            if self._best is not None and (self._later == 1.0 or self._best is before):
-                return
-
-    def _search_later(self) -> None:
-        """Looks for plans whose groups end later, while the best is far from its bound and they are better."""
-        for self._later in LATER[1:]:
-            before = self._best
-            if self._near_bound():
-                return
-            self._search_sizes()
-            if self._best is before:
+            if self._best is None:
+                continue
+            if self._later > 1.0 and self._best is before:
                 return
             self._exchange()
+            if self._later == 1.0 and self._near_bound(self._best):
+                return
 
-    def _near_bound(self) -> bool:
+    def _near_bound(self, best: Found) -> bool:
         """Returns False where the groups of the best plan may have to end later for a quicker step. Plans
         of a job are all far from its bound, which knows no boundaries between stages: they say nothing."""
-        best, timing = self._best, self.task.cost.timing
-        if best is None or not timing.fill or timing.hidden or self._brief:
+        timing = self.task.cost.timing
+        if not timing.fill or timing.hidden or self._brief:
             return True
         number = len(best.pipelines)
         least = self.bound(number, self.task.fixed_tp) + self._after(number, best.smallest)

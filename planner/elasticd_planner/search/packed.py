@@ -29,14 +29,13 @@ import numpy as np
 from elasticd_planner.cost.memory import fewest_devices
 from elasticd_planner.cost.packed_cost import PackedCost
 from elasticd_planner.cost.profile_cost import ProfileCost
-from elasticd_planner.layout.optimizer_sharding import with_carriers
 from elasticd_planner.numeric import EQUAL
 from elasticd_planner.placement.state_movement import bytes_to_move, strategy
 from elasticd_planner.problem import Answer, Problem, SearchSpace
 from elasticd_planner.search import given_plan, lanes
 from elasticd_planner.search.large import SMALL
 from elasticd_planner.search.options import Form, form, task_of
-from elasticd_planner.search.task import EXACT_DEVICES, alive
+from elasticd_planner.search.task import EXACT_DEVICES, alive, plan_of
 from elasticd_planner.spec.model import apportion
 from elasticd_planner.spec.packed_sequences import PackedSequences
 from elasticd_planner.spec.plan import PackedLane, Pipeline, Plan, Prediction
@@ -411,25 +410,14 @@ class _PackedSearch:
 
     def packed_plan(self, pipelines: Sequence[Pipeline]) -> Plan | None:
         """The packed plan of these pipelines; None where they do not hold the longest sequence."""
-        draft = self._plan(packed_lanes(pipelines, [[1] * len(p.micro_batches_by_lane) for p in pipelines]))
+        empty = packed_lanes(pipelines, [[1] * len(p.micro_batches_by_lane) for p in pipelines])
+        draft = plan_of(self.problem, empty, self.number)
         capacity = self.cost.capacity(draft)
         self._rooms.append(max(map(self.cost.longest, capacity)))
         if not self.cost.holds(capacity):
             return None
         rows, slowdown = self.cost.rows(draft, capacity), self.cost.slowdown(draft)
-        return self._plan(packed_lanes(pipelines, capacity, rows, slowdown))
-
-    def _plan(self, pipelines: Sequence[Pipeline]) -> Plan:
-        used = {name for pipeline in pipelines for stage in pipeline.stages for name in stage.devices}
-        plan = Plan(
-            number=self.number,
-            strategies=(strategy(pipelines),),
-            state=self.problem.search_space.states[0],
-            micro_batch=self.problem.micro_batch,
-            global_batch=self.problem.global_batch,
-            idle=tuple(device.name for device in self.problem.cluster.devices if device.name not in used),
-        )
-        return with_carriers(plan) if plan.state.replicas else plan
+        return plan_of(self.problem, packed_lanes(pipelines, capacity, rows, slowdown), self.number)
 
     def told(self, made: Plan, prefix: str = "") -> Plan:
         """A plan with its number, prediction and reason."""

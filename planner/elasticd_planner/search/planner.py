@@ -15,7 +15,7 @@ from elasticd_planner.cost.model import stage_times
 from elasticd_planner.cost.table_cost import TableCost
 from elasticd_planner.layout.optimizer_sharding import with_carriers
 from elasticd_planner.numeric import EQUAL, Floats
-from elasticd_planner.placement.state_movement import bytes_to_move, strategy
+from elasticd_planner.placement.state_movement import bytes_to_move
 from elasticd_planner.placement.stay_close import BETWEEN, WHOLE, nearest, rebalance_shares
 from elasticd_planner.placement.tp_rank_order import relax_shares, reorder_tp_ranks
 from elasticd_planner.problem import Answer, JobAnswer, JobProblem, MeshProblem, Problem
@@ -52,6 +52,7 @@ from elasticd_planner.search.task import (
     UnitProblem,
     alive,
     dealt,
+    plan_of,
 )
 from elasticd_planner.spec.cluster import NORMAL, node_of, rate_of
 from elasticd_planner.spec.plan import Pipeline, Plan, Prediction, Strategy
@@ -518,26 +519,13 @@ class Planner:
         """A plan of these pipelines. Where the setting is to recompute, all their stages do if none does,
         unless that was `chosen`; likewise with sequence parallelism."""
         job = self.problem
-        pipelines = reorder_tp_ranks(pipelines, job)
-        used = {name for pipeline in pipelines for stage in pipeline.stages for name in stage.devices}
-        if (
-            self.problem.search_space.recompute
-            and not chosen
-            and not any(s.recompute for p in pipelines for s in p.stages)
-        ):
+        pipelines, space = reorder_tp_ranks(pipelines, job), job.search_space
+        if space.recompute and not chosen and not any(s.recompute for p in pipelines for s in p.stages):
             pipelines = flagged(pipelines, on=True)
-        space, has = job.search_space, any(s.sequence_parallel for p in pipelines for s in p.stages)
+        has = any(s.sequence_parallel for p in pipelines for s in p.stages)
         if space.sequence_parallel == "always" or (space.sequence_parallel and not chosen and not has):
             pipelines = sliced(pipelines, on=True)
-        plan = Plan(
-            number=self.number,
-            strategies=(strategy(pipelines),),
-            state=self.problem.search_space.states[0],
-            micro_batch=self.problem.micro_batch,
-            global_batch=self.problem.global_batch,
-            idle=tuple(d.name for d in self.problem.cluster.devices if d.name not in used),
-        )
-        return with_carriers(plan) if plan.state.replicas else plan
+        return plan_of(job, pipelines, self.number)
 
     def fits(self, plan: Plan) -> bool:
         """Whether every member's memory suffices."""

@@ -34,8 +34,8 @@ POLISHED, DEALT = 8, 3
 
 @dataclass(frozen=True, kw_only=True)
 class Ordered:
-    """Groups in the order of stages, with the terms and lines that follow; by line the layers of each stage, and
-    seconds of all."""
+    """Groups in the order of stages, with the terms and lines that follow. given, sums: layers of each stage
+    and seconds of all stages, by line."""
 
     order: tuple[int, ...]
     terms: tuple[Terms, ...]

@@ -17,6 +17,8 @@ import msgspec
 
 from elasticd_planner.cost.model import CostModel, step_seconds
 from elasticd_planner.cost.table_cost import TableCost
+from elasticd_planner.layout.optimizer_sharding import with_carriers
+from elasticd_planner.placement.state_movement import strategy
 from elasticd_planner.problem import Problem
 from elasticd_planner.spec.cluster import Cluster, Device, Place, Rates, node_of, rate_of
 from elasticd_planner.spec.plan import Pipeline, Plan, Stage
@@ -79,6 +81,21 @@ class Task:
 def alive(given: Problem | Task) -> tuple[Device, ...]:
     """The devices that can be used: those with a finite rate."""
     return tuple(d for d in given.cluster.devices if math.isfinite(rate_of(given.rates, d.name)))
+
+
+def plan_of(problem: Problem, pipelines: Sequence[Pipeline], number: int) -> Plan:
+    """The plan of these pipelines under the first state policy of a problem. Other devices are idle, or carry
+    replicas."""
+    used = {name for pipeline in pipelines for stage in pipeline.stages for name in stage.devices}
+    plan = Plan(
+        number=number,
+        strategies=(strategy(pipelines),),
+        state=problem.search_space.states[0],
+        micro_batch=problem.micro_batch,
+        global_batch=problem.global_batch,
+        idle=tuple(device.name for device in problem.cluster.devices if device.name not in used),
+    )
+    return with_carriers(plan) if plan.state.replicas else plan
 
 
 def dealt(pipelines: Sequence[Pipeline], counts: Sequence[int]) -> tuple[Pipeline, ...]:

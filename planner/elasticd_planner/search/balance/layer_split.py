@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from elasticd_planner.cost.model import GroupCost
-from elasticd_planner.cost.pipeline_time import FORWARD, Formula, Times, Timing
+from elasticd_planner.cost.pipeline_time import FORMULA, FORWARD, Times, Timing
 from elasticd_planner.numeric import EQUAL, Floats, Ints
 
 #: The most layer splits that are listed: of one pipeline, and of all pipelines in one array.
@@ -32,8 +32,6 @@ LISTED, AT_ONCE = 4096, 65536
 
 #: The most single-layer moves of the local search.
 MOVES = 40
-
-FORMULA = Formula()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

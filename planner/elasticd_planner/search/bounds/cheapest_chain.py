@@ -54,8 +54,8 @@ class Pieces:
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """layers: of the model. fill: of the timing; 0: the slowest stage alone counts. deep: whether a pipeline has
-    as many micro-batches as stages at least. groups: in all nodes at most. most: micro-batches of a
+    """layers: of the model. fill: of the timing, 0: the slowest stage alone counts. deep: whether a pipeline
+    has as many micro-batches as stages at least. groups: in all nodes at most. most: micro-batches of a
     pipeline."""
 
     layers: int
@@ -375,9 +375,9 @@ class Cheapest:
             if bool(cases.priced[case]):
                 other = np.where(slow | (not wanted), held[before, place + state.priced] + costs, np.inf)
                 value = np.minimum(value, other) if wanted else other
-            value[
-                (n > np.minimum(cases.most[which, case], rooms)) | ((n > left) & bool(cases.limits.fill))
-            ] = np.inf
+            value[(n > np.minimum(cases.most[which, case], rooms)) | ((n > left) & bool(cases.limits.fill))] = (
+                np.inf
+            )
             best = int(value.argmin())
             if wanted and slow[best] and value[best] == other[best]:
                 wanted = False

@@ -1,8 +1,8 @@
 """A lower bound of table problems that counts whole layers, memory by position and every division of a node.
 
 Theory of operation. A stage of a pipeline of m micro-batches has at most phi_j(m) layers: what memory holds,
-and what T allows, n whole with m n c + (L - n) c_min <= T (in the steady state m n c <= T). A pipeline's stages have L
-layers. With a weight a + m for a pipeline, over D pipelines that share M micro-batches,
+and what T allows, n whole with m n c + (L - n) c_min <= T (in the steady state m n c <= T). A pipeline's stages
+have L layers. With a weight a + m for a pipeline, over D pipelines that share M micro-batches,
 
     (a D + M) L  <=  sum over all groups of max over the pipelines' m of (a + m) phi_j(m).
 
