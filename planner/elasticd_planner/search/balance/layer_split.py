@@ -99,9 +99,9 @@ def curve(terms: Sequence[Terms], layers: int, micro_batches: int, timing: Timin
             break
         caps, given = fill(terms, layers, stop, charged=not hidden)
         if len(caps):
-            sums = timing.first(caps, given @ block + fixed)
+            sums = timing.fill * (given @ block + fixed)
             count = np.arange(start, last + 1)
-            again = (count - 1) - hidden * np.minimum(count - 1, depth - 1)
+            again = (count - timing.fill) - hidden * np.minimum(count - 1, depth - 1)
             seconds[start - 1 : last] = (sums[:, None] + caps[:, None] * again).min(axis=0)
         start = last + 1
     return seconds
