@@ -30,7 +30,7 @@ from elasticd.runtime.data.options import DataOptions
 from elasticd.runtime.data.packing import Packing
 from elasticd.runtime.engine.engine import Engine, first_state
 from elasticd.runtime.engine.recipe import Recipe
-from elasticd.runtime.telemetry.emulation import Pacer
+from elasticd.runtime.telemetry.emulation import SpeedEmulator
 from elasticd.wire.worker import EmulatedSpeed
 
 CONFIG = DecoderConfig(vocabulary=64, width=16, layers=2, heads=2, kv_heads=1, hidden=128)
@@ -163,7 +163,7 @@ def ran(
         made = recipe(data, texts if texts is not None else files(), plan.global_batch)
         layouts = Layouts(made.model.spec, plan)
         speed = EmulatedSpeed(forward=FORWARD, backward=BACKWARD, attention_tokens=attention_tokens())
-        pacer = Pacer(speed)
+        pacer = SpeedEmulator(speed)
         engine = Engine(made, layouts, cast(PlanGroups, memory), pacer)
         engine.adopt(first_state(made.model, layouts, memory.me, SEED))
         seconds, batches = [], []

@@ -19,7 +19,7 @@ from _results import Row, row
 from elasticd_planner.batching.row_balance import pipeline_time
 
 from elasticd.simulator.devices.packed_rows import dealt, normal, row_times
-from elasticd.simulator.scenarios.corpora import Draw, Lengths, long_tail, wikipedia
+from elasticd.simulator.scenarios.corpus import Draw, Lengths, long_tail, wikipedia
 
 
 class Scheme(NamedTuple):

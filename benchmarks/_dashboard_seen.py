@@ -17,7 +17,7 @@ import msgspec
 from _results import Row, row
 
 from elasticd.chaos.client import Chaos
-from elasticd.client import Api
+from elasticd.client import ApiClient
 
 FACTOR, DEVICE = 6.0, "alpha/1"
 #: Seconds for detection on a busy machine.
@@ -93,11 +93,11 @@ def _recover(chaos: Chaos) -> None:
     chaos.recover(DEVICE)
 
 
-def _newest(api: Api) -> int:
+def _newest(api: ApiClient) -> int:
     return max(event.id for event in api.events())
 
 
-def _told(api: Api, after: int) -> float:
+def _told(api: ApiClient, after: int) -> float:
     """When the leader told that the device is slow."""
     ends = time.monotonic() + PATIENCE
     while time.monotonic() < ends:

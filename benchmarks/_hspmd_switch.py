@@ -19,7 +19,7 @@ from elasticd_migration.reshard import bytes_lacking, reshard
 from elasticd_planner.layout.holdings import Holdings
 from elasticd_planner.layout.layouts import Layouts
 from elasticd_planner.layout.resolve import demands
-from elasticd_planner.layout.surviving_layouts import Remains
+from elasticd_planner.layout.surviving_layouts import SurvivingLayouts
 from elasticd_planner.spec.cluster import node_of
 from elasticd_planner.spec.model import ModelSpec
 from elasticd_planner.spec.plan import Plan
@@ -45,7 +45,7 @@ _Choose = Callable[[Sequence[str], str, int, int], str]
 
 def ours(spec: ModelSpec, old: Plan, new: Plan, gone: Sequence[str]) -> tuple[Load, int]:
     """elasticd's load, and the least bytes that can move."""
-    before, after = Remains(Layouts(spec, old), gone=gone), Layouts(spec, new)
+    before, after = SurvivingLayouts(Layouts(spec, old), gone=gone), Layouts(spec, new)
     sizes = {item: STATE if item.role == "state" else VALUE for item in after.items}
     transfers = (
         (t.source, t.destination, t.box.size * sum(sizes[item] for item in t.items))
@@ -56,7 +56,7 @@ def ours(spec: ModelSpec, old: Plan, new: Plan, gone: Sequence[str]) -> tuple[Lo
 
 def theirs(spec: ModelSpec, old: Plan, new: Plan, gone: Sequence[str]) -> Mapping[str, Load]:
     """The load of each of HSPMD's choices."""
-    before, after = Remains(Layouts(spec, old), gone=gone), Layouts(spec, new)
+    before, after = SurvivingLayouts(Layouts(spec, old), gone=gone), Layouts(spec, new)
     choices: dict[str, Callable[[], _Choose]] = {"first": _First, "turns": _Turns, "greedy": _Greedy}
     return {name: _load(_served(before, after, make())) for name, make in choices.items()}
 

@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 from _undisturbed import UNDISTURBED
 
-from elasticd.client import Api
+from elasticd.client import ApiClient
 from elasticd.coordinator.events.event_log import EventRecord
 from elasticd.records import Keys
 from elasticd.testing.network_namespaces import Namespaces, namespaces
@@ -90,12 +90,12 @@ class Trained:
     def launch(self, node: str) -> None:
         self.fleet.run(node, 1, str(len(self.nodes)), FOREVER, **self._options)
 
-    def binding(self, api: Api) -> dict[str, str]:
+    def binding(self, api: ApiClient) -> dict[str, str]:
         job = job_by(api)
         plan = job.get("plan")
         return dict(plan["binding"]) if plan and job["phase"] == "running" and not job["proposal"] else {}
 
-    def whole(self, api: Api, before: Mapping[str, str] | None = None, came: Iterable[str] = ()) -> None:
+    def whole(self, api: ApiClient, before: Mapping[str, str] | None = None, came: Iterable[str] = ()) -> None:
         """Waits until every device is in the plan, those that `came` as other incarnations than before."""
 
         others = {device: (before or {}).get(device) for device in came}
@@ -197,7 +197,7 @@ class Trained:
 
     def _one(
         self,
-        api: Api,
+        api: ApiClient,
         node: str,
         kill: Callable[[str], float],
         knows: Callable[[EventRecord, str], bool],
@@ -228,7 +228,7 @@ class Trained:
         seen.reasons.append(str((job_by(api).get("plan") or {}).get("reason", "")))
         return left
 
-    def _rejoined(self, api: Api, mark: int, since: float, seen: Seen) -> None:
+    def _rejoined(self, api: ApiClient, mark: int, since: float, seen: Seen) -> None:
         """The last plan recorded since: some may have come before it, where two came back one by one."""
         events = api.events(mark)
         for event in events:
@@ -273,12 +273,12 @@ def bytes_moved(events: Iterable[EventRecord], number: int) -> int:
     return sum(int(data.get("bytes_lacking", 0)) for data in swaps)
 
 
-def last_id(api: Api) -> int:
+def last_id(api: ApiClient) -> int:
     events = api.events()
     return events[-1].id if events else 0
 
 
-def wait_event(api: Api, after: int, wanted: Callable[[EventRecord], bool], fleet: Fleet) -> EventRecord:
+def wait_event(api: ApiClient, after: int, wanted: Callable[[EventRecord], bool], fleet: Fleet) -> EventRecord:
     """The first such event behind one."""
     return until(  # type: ignore[return-value]
         lambda: next((e for e in api.events(after) if wanted(e)), None), fleet.said, pause=SELDOM

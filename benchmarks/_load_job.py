@@ -12,7 +12,7 @@ from elasticd_planner.spec.measurement import Measurement
 from elasticd_planner.spec.plan import ModulePlan, Pipeline, Plan, Stage, Strategy
 
 from elasticd.codec.message import Message, encode
-from elasticd.coordinator.store_transactions import Ledger
+from elasticd.coordinator.store_transactions import StoreTransactions
 from elasticd.machines.job.state.events import Write
 from elasticd.records import HistoryRecord, JobSpec, Keys, NodeRecord, PlanRecord
 from elasticd.simulator.scenarios.model_shapes import PRESETS, model_spec
@@ -141,7 +141,7 @@ class Job:
 
 def write(store: Store, keys: Keys, asked: Write) -> None:
     """Has the store hold what a leader would have written."""
-    for ops in Ledger(keys, store.limits).transactions(asked):
+    for ops in StoreTransactions(keys, store.limits).transactions(asked):
         store.transact((), ops)
 
 

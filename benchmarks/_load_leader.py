@@ -29,7 +29,7 @@ from elasticd.config.tree import ClusterSection, Config, CoordinatorSection
 from elasticd.coordinator.connections import Connection
 from elasticd.coordinator.daemon import Coordinator
 from elasticd.coordinator.garbage_collector import collecting
-from elasticd.coordinator.leader import Leading
+from elasticd.coordinator.leader import Leader
 from elasticd.machines.job.state.job_state import JobSettings
 from elasticd.records import Keys
 from elasticd.store.etcd import EtcdStore
@@ -65,7 +65,7 @@ class Figures(msgspec.Struct, kw_only=True):
 class Watch:
     """Looks on while the coordinator works."""
 
-    leading: Leading
+    leading: Leader
     since: float = field(default_factory=time.monotonic)
     used: float = 0.0
     handled: list[float] = field(default_factory=list)

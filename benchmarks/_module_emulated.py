@@ -33,7 +33,7 @@ from elasticd.runtime.comm.groups import PlanGroups
 from elasticd.runtime.comm.in_memory import MemoryPlanGroups, run_threads
 from elasticd.runtime.engine.engine import Engine, first_state
 from elasticd.runtime.engine.recipe import Recipe
-from elasticd.runtime.telemetry.emulation import Pacer
+from elasticd.runtime.telemetry.emulation import SpeedEmulator
 from elasticd.wire.worker import EmulatedSpeed
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -219,7 +219,7 @@ class Run(NamedTuple):
             layouts = Layouts(recipe.model.specs, made)
             factor = (slow or {}).get(memory.me, 1.0)
             speed = EmulatedSpeed(forward=FORWARD * seconds, backward=BACKWARD * seconds, factor=factor)
-            pacer = Pacer(speed)
+            pacer = SpeedEmulator(speed)
             engine = Engine(recipe, layouts, cast(PlanGroups, memory), pacer)
             engine.adopt(first_state(recipe.model, layouts, memory.me, SEED))
             took = []

@@ -20,7 +20,7 @@ from elasticd_planner.cost.schedule_timeline import played_seconds
 from elasticd_planner.spec.plan import Pipeline, Plan
 
 from elasticd.models import DecoderConfig
-from elasticd.runtime.telemetry.emulation import Pacer
+from elasticd.runtime.telemetry.emulation import SpeedEmulator
 from elasticd.wire.worker import EmulatedSpeed
 
 CONFIG = DecoderConfig(vocabulary=64, width=32, layers=6, heads=8, kv_heads=8, hidden=48)
@@ -60,7 +60,7 @@ def _pipeline(pipeline: Pipeline) -> float:
 
 def main(folder: Path, rank: int, address: str, steps: int, plan: Plan) -> dict[str, object]:
     torch.set_num_threads(1)
-    pacer = Pacer(
+    pacer = SpeedEmulator(
         EmulatedSpeed(
             forward=FORWARD / TOKENS, backward=BACKWARD / TOKENS, factor=FACTORS.get(plan.members[rank], 1.0)
         )

@@ -22,9 +22,9 @@ import torch
 from _trained import engine_of, plan_of, sampler, stage
 
 from elasticd.models import DecoderConfig
-from elasticd.runtime.data.prefetch import Dataset, SampleReader
-from elasticd.runtime.data.step_samples import Mapped
-from elasticd.runtime.telemetry.emulation import Pacer
+from elasticd.runtime.data.prefetch import Dataset, SamplePrefetcher
+from elasticd.runtime.data.step_samples import MapStyleSamples
+from elasticd.runtime.telemetry.emulation import SpeedEmulator
 from elasticd.wire.worker import EmulatedSpeed
 
 CONFIG = DecoderConfig(vocabulary=256, width=16, layers=2, heads=1, kv_heads=1, hidden=24)
@@ -89,8 +89,8 @@ def main(folder: Path, rank: int, address: str, side: str, steps: int) -> dict[s
     torch.set_num_threads(1)
     data: Whole | Windows = Whole() if side == "files" else Windows()
     dataset: Dataset = data
-    pacer = Pacer(EmulatedSpeed(forward=FORWARD, backward=BACKWARD))
-    feed = Mapped(sampler(PLAN, dataset), SampleReader(dataset), data.lengths.__getitem__, LINEAR)
+    pacer = SpeedEmulator(EmulatedSpeed(forward=FORWARD, backward=BACKWARD))
+    feed = MapStyleSamples(sampler(PLAN, dataset), SamplePrefetcher(dataset), data.lengths.__getitem__, LINEAR)
     engine = engine_of(folder, rank, address, PLAN, CONFIG, dataset, pacer, feed)
     seconds, tokens = [], []
     for index in range(WARM + steps):

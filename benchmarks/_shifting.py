@@ -11,7 +11,7 @@ from typing import Any
 from _results import Row, row
 from elasticd_planner.spec.plan import Plan
 
-from elasticd.client import Api
+from elasticd.client import ApiClient
 from elasticd.coordinator.api_types import JobStatus
 from elasticd.testing.waiting import until
 from tests.integration import train_shifting
@@ -36,7 +36,7 @@ class Run:
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
-        self.api = Api(cluster.coordinator.url)
+        self.api = ApiClient(cluster.coordinator.url)
 
     @property
     def job(self) -> JobStatus:

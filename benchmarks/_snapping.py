@@ -22,7 +22,7 @@ from elasticd_planner.layout.layouts import Layouts
 
 import elasticd
 from elasticd.models import Decoder, DecoderConfig, next_token_loss
-from elasticd.runtime.snapshot.snapshotter import Snapper
+from elasticd.runtime.snapshot.snapshotter import Snapshotter
 
 CONFIG = DecoderConfig(vocabulary=256, width=512, layers=16, heads=8, kv_heads=4, hidden=1344)
 #: Steps of a block; its first is not counted: what the block before has under way may reach into it.
@@ -44,7 +44,7 @@ def wanted(step: int) -> bool:
     return (step - 1) // BLOCK % 2 == 1
 
 
-class Watched(Snapper):
+class Watched(Snapshotter):
     """Snapshots as they are, in their blocks alone; tells which were made."""
 
     def __init__(self, *given: Any) -> None:
@@ -86,7 +86,7 @@ class Plainly:
 def main(folder: str, steps: int) -> None:
     import elasticd.runtime.api.job as runtime
 
-    runtime.Snapper = Watched  # type: ignore[misc]
+    runtime.Snapshotter = Watched  # type: ignore[misc]
     with torch.device("meta"):
         model = Decoder(CONFIG).describe()
     job = elasticd.Job(

@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 import msgspec
 from _load_job import MODEL, TOKENS
 from _results import Row, row
-from elasticd_agent.store_watch import Records
+from elasticd_agent.store_watch import StoreWatch
 from elasticd_planner.spec.cluster import Device
 
 from elasticd.config.tree import ClusterSection, Config, CoordinatorSection
@@ -141,7 +141,7 @@ class Reader:
 
     def __init__(self, store: EtcdStore) -> None:
         self.events: list[Event] = []
-        self._records = Records(
+        self._records = StoreWatch(
             *(store, KEYS, self.events.append),
             follow=lambda url: None,
             node_read=lambda node, record: None,

@@ -49,7 +49,7 @@ from elasticd.simulator.results.packed_baselines import (
     static_in_order,
     without_stragglers,
 )
-from elasticd.simulator.scenarios.corpora import CORPORA, Lengths
+from elasticd.simulator.scenarios.corpus import CORPORA, Lengths
 
 SEED = 23_110_000
 #: The commit before packed batches: what a step of samples of one length takes now is compared with it.

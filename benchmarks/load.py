@@ -41,7 +41,7 @@ from elasticd_planner.profiling.fit import STEPS, fit
 from elasticd_planner.spec.cluster import Cluster
 from elasticd_planner.spec.step_measurements import NONE_REPORTED
 
-from elasticd.coordinator.leader import Leading
+from elasticd.coordinator.leader import Leader
 from elasticd.coordinator.store_writer import stored
 from elasticd.machines.coordinator.machine import takeover
 from elasticd.machines.job.state.events import CoordinatorTick
@@ -200,7 +200,7 @@ def an_hour(agents: int = HOUR_AGENTS, devices: int = DEVICES, minutes: int = HO
     settings = JobSettings(policy=PolicySettings(paused=True))
     state = takeover(1, stored(keys, store.snapshot(keys.jobs).items), settings, 0.0)
     failed: list[Exception] = []
-    leading = Leading(state, chaos=False, failed=failed.append, clock=lambda: virtual[0])
+    leading = Leader(state, chaos=False, failed=failed.append, clock=lambda: virtual[0])
     asyncio.run(_reported(leading, job, minutes * 60, virtual, taken := []))
     if failed:
         raise SystemExit(f"the machine failed: {failed[0]!r}")
@@ -222,7 +222,7 @@ def an_hour(agents: int = HOUR_AGENTS, devices: int = DEVICES, minutes: int = HO
     )
 
 
-async def _reported(leading: Leading, job: Job, seconds: int, virtual: list[float], taken: list[int]) -> None:
+async def _reported(leading: Leader, job: Job, seconds: int, virtual: list[float], taken: list[int]) -> None:
     connections, reports = [], []
     for node in job.nodes:
         hello, *greetings = map(to_leader, job.greetings(node))

@@ -14,7 +14,7 @@ from urllib.parse import quote, urlsplit
 import httpx2
 import msgspec
 
-from elasticd.codec.decoding import MessageReader, decoded_as
+from elasticd.codec.decoding import MessageDecoder, decoded_as
 from elasticd.codec.safe_text import for_terminal, json_for_terminal
 from elasticd.config.credentials import Credentials, credentials
 from elasticd.config.security import SecuritySection
@@ -45,7 +45,7 @@ PATIENCE = 10.0
 #: Seconds without a word on the live feed, which has one each second, after which its leader is gone.
 SILENCE = 5.0
 T = TypeVar("T")
-_news = MessageReader[AnyNews](AnyNews, "the leader")
+_news = MessageDecoder[AnyNews](AnyNews, "the leader")
 
 
 class CannotReach(Exception):
@@ -56,7 +56,7 @@ class StoreAway(CannotReach):
     """etcd does not answer, which knows who leads."""
 
 
-class Api:
+class ApiClient:
     """The coordinator's REST as typed calls. All raise `CannotReach`. `known` is what we show it: by default
     `$ELASTICD_TOKEN`, where that is set. terminal: texts are made safe for a terminal."""
 
@@ -82,7 +82,7 @@ class Api:
             verify=known.verifying(),
         )
 
-    def __enter__(self) -> Api:
+    def __enter__(self) -> ApiClient:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -281,13 +281,13 @@ def _said(answer: httpx2.Response) -> str:
 
 
 @contextmanager
-def reach(config: str | None, coordinator: str | None) -> Iterator[Api]:
+def reach(config: str | None, coordinator: str | None) -> Iterator[ApiClient]:
     """The coordinator at this URL, else the one that leads by the configured etcd, else that of the one
     `elasticd up` on this machine. Raises `CannotReach` and ConfigError."""
     settings = settings_of(config) if coordinator is None else load(config)
     known = credentials(settings.security)  # what is wrong with them is said before anybody is asked
     url = leader_url(settings) if coordinator is None else checked_url(coordinator)
-    with Api(url, known) as api:
+    with ApiClient(url, known) as api:
         yield api
 
 

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from tests import house_names
+
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = {
     "elasticd_planner": ROOT / "planner/elasticd_planner",
@@ -193,6 +195,7 @@ def main() -> int:
     """Print every breach in the tree; 1 where there is one."""
     sources = {name: path.read_text() for name, path in modules().items()}
     found = without_docstring(ROOT) + defined_twice(sources)
+    found += house_names.misnamed(sources)
     for name, source in sources.items():
         found += violations(name, source)
     print("\n".join(found) or "House rules: kept.")

@@ -25,7 +25,7 @@ from elasticd.codec.decoding import decoded, decoded_as
 from elasticd.codec.message import encode
 from elasticd.coordinator.http.api import ConfigRequest, DrainRequest
 from elasticd.coordinator.http.chaos import ChaosRequest
-from elasticd.store.leader import Leader
+from elasticd.store.leader import ElectedLeader
 from elasticd.store.protocol import KeyValue
 from elasticd.wire import unix_socket
 from elasticd.wire.coordinator import (
@@ -69,9 +69,11 @@ VALID: tuple[msgspec.Struct, ...] = (
 )
 
 
-def leader(data: bytes) -> Leader:
+def leader(data: bytes) -> ElectedLeader:
     try:
-        return Leader.of(KeyValue(key="k", value=data, create_revision=1, mod_revision=1, version=1, lease=0))
+        return ElectedLeader.of(
+            KeyValue(key="k", value=data, create_revision=1, mod_revision=1, version=1, lease=0)
+        )
     except ValueError as error:
         raise msgspec.DecodeError(str(error)) from error
 

@@ -16,7 +16,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from elasticd.extras import EXTRAS
-from tests import house
+from tests import house, house_names
 from tests.house import (
     CONTRACTS,
     PACKAGES,
@@ -304,6 +304,21 @@ def test_public_class_name_of_two_files_of_one_package_is_found() -> None:
     assert defined_twice(sources) == [
         "elasticd.config.tree:1: class Line is also in elasticd.store.memory:3",
         "elasticd.store.memory:3: class Line is also in elasticd.config.tree:1",
+    ]
+
+
+def test_main_class_that_shares_no_word_with_its_file_is_found() -> None:
+    body = "\n    x: int = 0" * 40
+    sources = {
+        "elasticd.store.lease": f"class Vault:{body}",
+        "elasticd.store.session": f"class StoreVault:{body}\nclass Other:{body}",
+        "elasticd.agent.registration": f"class Registrar:{body}",
+        "elasticd.agent.heartbeat": f"class Heartbeats:{body}\nclass Small: ...",
+        "elasticd.config.tree": "\n".join(f"class Part{number}:{body}" for number in range(5)),
+        "elasticd.names": "class Short: ...\nclass _Vault:" + body,
+    }
+    assert list(house_names.misnamed(sources)) == [
+        "elasticd.store.lease:1: class Vault: name it as its file, or the file as its class"
     ]
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from elasticd.config.tree import ConfigError, parse
-from elasticd.coordinator.leader import Leading
+from elasticd.coordinator.leader import Leader
 from elasticd.machines.coordinator.machine import CoordinatorState
 from elasticd.machines.job.state.events import CoordinatorNote
 from elasticd.system.logs import JsonLines, LogSection
@@ -71,7 +71,7 @@ def test_an_exception_is_in_its_line(kept: Kept) -> None:
 
 
 def test_an_event_of_the_leader_is_a_line_with_its_plan_and_device(kept: Kept) -> None:
-    leading = Leading(CoordinatorState(epoch=1), chaos=False, failed=lambda error: None)
+    leading = Leader(CoordinatorState(epoch=1), chaos=False, failed=lambda error: None)
     leading.tell(
         CoordinatorNote(kind="slow", job="j", text="it is slow", data={"device": "beta/0", "step": 12})
     )

@@ -23,7 +23,7 @@ from click.testing import CliRunner
 from elasticd_agent.command import command as agent_command
 
 from elasticd.cli.app import elasticd
-from elasticd.system.sd_notify import Supervisor
+from elasticd.system.sd_notify import SdNotifier
 from tests.etcds import SharedEtcd
 
 UNITS = Path(__file__).resolve().parent.parent / "systemd"
@@ -66,7 +66,7 @@ def manager(tmp_path: Path) -> Iterator[Manager]:
 
 
 def test_what_is_told_is_the_protocol_of_sd_notify(manager: Manager, tmp_path: Path) -> None:
-    supervisor = Supervisor({"NOTIFY_SOCKET": str(tmp_path / "notify")})
+    supervisor = SdNotifier({"NOTIFY_SOCKET": str(tmp_path / "notify")})
     supervisor.ready("leading\nas n0")
     supervisor.reloading()
     supervisor.stopping()
@@ -80,7 +80,7 @@ def test_a_socket_in_the_abstract_namespace_is_reached() -> None:
     name = f"@elasticd-test-{secrets.token_hex(8)}"
     manager = Manager(name)
     try:
-        Supervisor({"NOTIFY_SOCKET": name}).status("here")
+        SdNotifier({"NOTIFY_SOCKET": name}).status("here")
         manager.hear()
         assert manager.heard == ["STATUS=here"]
     finally:
@@ -93,7 +93,7 @@ def test_the_watchdog_is_fed_by_the_process_that_it_is_for(manager: Manager, tmp
     environment = {"NOTIFY_SOCKET": str(tmp_path / "notify"), "WATCHDOG_USEC": "20000", **pids[pid]}
 
     async def watch() -> None:
-        task = asyncio.create_task(Supervisor(environment, pid=41).watch())
+        task = asyncio.create_task(SdNotifier(environment, pid=41).watch())
         if pid == "other":
             await task
             return
@@ -106,9 +106,9 @@ def test_the_watchdog_is_fed_by_the_process_that_it_is_for(manager: Manager, tmp
 
 
 def test_without_a_manager_and_with_one_that_is_gone_nothing_happens(tmp_path: Path) -> None:
-    asyncio.run(Supervisor({}).watch())
-    Supervisor({}).ready("alone")
-    Supervisor({"NOTIFY_SOCKET": str(tmp_path / "gone")}).ready("alone")
+    asyncio.run(SdNotifier({}).watch())
+    SdNotifier({}).ready("alone")
+    SdNotifier({"NOTIFY_SOCKET": str(tmp_path / "gone")}).ready("alone")
 
 
 @pytest.mark.parametrize("daemon", ["agent", "coordinator"])

@@ -25,7 +25,7 @@ from elasticd.store.protocol import Store, StoreError, StoreReplaced
 from elasticd.store.state_file import StateError, StateFile
 from elasticd.system import network_addresses
 from elasticd.system.logs import set_up
-from elasticd.system.sd_notify import Supervisor
+from elasticd.system.sd_notify import SdNotifier
 from elasticd.version import __version__
 from elasticd.wire.unix_socket import PacketError, SocketTaken
 from elasticd_agent.daemon import Agent, AgentError, check_store
@@ -122,7 +122,7 @@ async def run(read: Callable[[], Config]) -> None:
     credentials(config.security)  # what is wrong with them is said before etcd is asked
     store = EtcdStore(etcd_options(config), known=memory.identity)
     try:
-        supervisor = Supervisor()
+        supervisor = SdNotifier()
         loop = asyncio.get_running_loop()
         running, ending = asyncio.current_task(), False
 

@@ -47,7 +47,7 @@ from elasticd.records import Keys, NodeRecord, encode, schema_refusal
 from elasticd.store.protocol import Store, StoreError, StoreReplaced
 from elasticd.store.state_file import NOTE_SECONDS, StateFile
 from elasticd.system import network_addresses
-from elasticd.system.sd_notify import Supervisor
+from elasticd.system.sd_notify import SdNotifier
 from elasticd.version import __version__
 from elasticd.wire.coordinator import End, Harm, ToLeader, TryReach
 from elasticd.wire.launch import Happened, ReadOutput
@@ -55,26 +55,26 @@ from elasticd.wire.main_thread import Whereabouts
 from elasticd.wire.snapshots import SnapshotSetComplete
 from elasticd.wire.unix_socket import own_path
 from elasticd.wire.worker import EmulatedSpeed, Ping
-from elasticd_agent.chaos.cut_store import Severable
-from elasticd_agent.chaos.injector import Harms
+from elasticd_agent.chaos.cut_store import CuttableStore
+from elasticd_agent.chaos.injector import FaultInjector
 from elasticd_agent.coordinator_link import Link
 from elasticd_agent.hangs import stack_dump
-from elasticd_agent.hangs.heartbeat import BEAT, Pulses, look
-from elasticd_agent.hangs.main_thread_watch import Halt, Standing, told_of
+from elasticd_agent.hangs.heartbeat import BEAT, Heartbeats, look
+from elasticd_agent.hangs.main_thread_watch import Halt, MainThreadWatch, told_of
 from elasticd_agent.hardware import devices
 from elasticd_agent.hardware.nvml import NvidiaReader
 from elasticd_agent.hardware.processes import WorkerProcesses
 from elasticd_agent.hardware.sensors import Sensors
 from elasticd_agent.internal_errors import outlived
 from elasticd_agent.launches import Launches
-from elasticd_agent.link_probe import Crossings
-from elasticd_agent.orphans import Torchruns, WorkerChildren
-from elasticd_agent.peer_reachability import Reaching
+from elasticd_agent.link_probe import LinkProbe
+from elasticd_agent.orphans import TorchrunOrphans, WorkerOrphans
+from elasticd_agent.peer_reachability import PeerReachability
 from elasticd_agent.registration import Registrar
-from elasticd_agent.restart_rendezvous import Rounds
-from elasticd_agent.snapshots.service import Keeper
-from elasticd_agent.store_watch import Records
-from elasticd_agent.worker_socket import Ears, Workers
+from elasticd_agent.restart_rendezvous import RestartRendezvous
+from elasticd_agent.snapshots.service import SnapshotService
+from elasticd_agent.store_watch import StoreWatch
+from elasticd_agent.worker_socket import WorkerHandlers, Workers
 
 #: Seconds for which the store keeps a silent agent's keys.
 LEASE_SECONDS = 3
@@ -101,20 +101,20 @@ class Agent:
         *,
         lease_seconds: int = LEASE_SECONDS,
         memory: StateFile | None = None,
-        supervisor: Supervisor | None = None,
+        supervisor: SdNotifier | None = None,
     ) -> None:
         self._config = config
         self._security = config.security
         credentials(self._security)  # what is wrong with them is said now, not at the first connection
         self._memory = memory
-        self._supervisor = supervisor or Supervisor({})
-        self._store = Severable(store)
+        self._supervisor = supervisor or SdNotifier({})
+        self._store = CuttableStore(store)
         self._keys = Keys(cluster=config.cluster.name)
         self._lease_seconds = lease_seconds
         self._path = config.agent.socket or own_path()
         self._events: deque[Event] = deque()
-        self._pulses = Pulses(look)
-        self._standing = Standing()
+        self._pulses = Heartbeats(look)
+        self._standing = MainThreadWatch()
         emulate = config.emulate
         pace = None
         if emulate.enabled:
@@ -131,7 +131,7 @@ class Agent:
         )
         self._end: asyncio.Future[str | None] | None = None
         self._stopped = False
-        self._harms: Harms | None = None
+        self._harms: FaultInjector | None = None
         self._terminated: set[str] = set()
 
     @property
@@ -165,7 +165,7 @@ class Agent:
         def failed(reason: str) -> None:
             loop.call_soon_threadsafe(self._finish, reason)
 
-        self._torchruns, self._children = Torchruns(self._path), WorkerChildren()
+        self._torchruns, self._children = TorchrunOrphans(self._path), WorkerOrphans()
         self._workers = Workers(self._path, self.record.node, self._config.agent.group)
         self._launches = Launches(
             lambda: self.record,
@@ -206,7 +206,7 @@ class Agent:
     async def _serve(self, end: asyncio.Future[str | None]) -> None:
         """Starts the agent's parts, and ends them once `end` is set."""
         self._registrar.start()
-        harms = self._harms = Harms(
+        harms = self._harms = FaultInjector(
             *(self.record.node, self._config.chaos.enabled, self._store, self._pidfd),
             lambda url: self._link.follow(url),
             known=lambda: credentials(self._security),
@@ -221,7 +221,7 @@ class Agent:
             ReadOutput: self._launches.read,
         }
         self._link = Link(self._emit, orders, lambda: credentials(self._security))
-        records = Records(
+        records = StoreWatch(
             *(self._store, self._keys, self._emit, harms.follow, self._read_node),
             refuse=self._finish,
             memory=self._memory,
@@ -233,7 +233,7 @@ class Agent:
             await records.start()
             self._torchruns.start()
             self._workers.start(
-                Ears(
+                WorkerHandlers(
                     events=self._emit,
                     snapshots=self._keeper.hear,
                     pongs=self._answered,
@@ -264,8 +264,8 @@ class Agent:
         if reason is not None:
             raise AgentError(reason)
 
-    def _make_rounds(self) -> Rounds:
-        return Rounds(
+    def _make_rounds(self) -> RestartRendezvous:
+        return RestartRendezvous(
             self._store,
             self._keys,
             self._registrar,
@@ -286,7 +286,7 @@ class Agent:
     def _lasting_parts(self, link: Link) -> tuple[Callable[[], Coroutine[Any, Any, None]], ...]:
         """What goes on beside the sockets, for as long as the agent serves."""
         keeper, every = self._keeper, self._config.agent.probe_seconds
-        crossings = Crossings(every, keeper.sender.cross, keeper.ring, lambda: self._state, link.send)
+        crossings = LinkProbe(every, keeper.sender.cross, keeper.ring, lambda: self._state, link.send)
         lasting = self._supervisor.watch, crossings.run
         return (self._tick, self._beat, self._remember, self._sense, *lasting)
 
@@ -435,11 +435,11 @@ class Agent:
     def _tell(self, message: ToLeader) -> None:
         self._link.send(message)
 
-    def _make_keeper(self) -> Keeper:
+    def _make_keeper(self) -> SnapshotService:
         """And publish where it takes other nodes' snapshots."""
         agent = self._config.agent
         try:
-            keeper = Keeper(
+            keeper = SnapshotService(
                 agent, self.record.agent, state=lambda: self._state, send=self._workers.send, tell=self._tell
             )
         except OSError as error:
@@ -451,9 +451,9 @@ class Agent:
         self._state = replace(self._state, record=record)
         return keeper
 
-    def _make_reaching(self) -> Reaching:
+    def _make_reaching(self) -> PeerReachability:
         """And publish where other nodes may try whether they reach this one."""
-        reaching = Reaching(self._config.agent.listens, self._tell)
+        reaching = PeerReachability(self._config.agent.listens, self._tell)
         record = structs.replace(self.record, reach=reaching.address)
         self._state = replace(self._state, record=record)
         return reaching

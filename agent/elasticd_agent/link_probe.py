@@ -24,9 +24,9 @@ SIZE = 4 << 20
 _log = logging.getLogger(__name__)
 
 
-class Crossings:
+class LinkProbe:
     """On one event loop. Every `seconds` (0: never) a probe to one of `ring`, told by `tell`; `state` is what
-    the agent knows. `cross` probes, as `Sender.cross`; it blocks, and is called on a thread."""
+    the agent knows. `cross` probes, as `SnapshotSender.cross`; it blocks, and is called on a thread."""
 
     def __init__(
         self,

@@ -28,7 +28,7 @@ _AGAIN_SECONDS = 1.0
 _log = logging.getLogger(__name__)
 
 
-class Torchruns:
+class TorchrunOrphans:
     """The torchruns in live mode on this agent's socket; what one that is killed leaves behind is ended. One
     that took its leave has ended its workers itself. On the running loop."""
 
@@ -105,7 +105,7 @@ class Torchruns:
         task.add_done_callback(self._tasks.discard)
 
 
-class WorkerChildren:
+class WorkerOrphans:
     """The processes that this agent's workers start: those of one that dies, or drains, are ended after it. One
     that ends its script in good order has settled its affairs. On the running loop."""
 

@@ -19,7 +19,7 @@ TRY_SECONDS = 2.0
 MOST_AT_ONCE = 256
 
 
-class Reaching:
+class PeerReachability:
     """On one event loop. `tell` takes the answers to the leader's orders."""
 
     def __init__(self, listens: str, tell: Callable[[Unreached], None]) -> None:

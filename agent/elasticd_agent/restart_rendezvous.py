@@ -111,7 +111,7 @@ class _Job:
         return found
 
 
-class Rounds:
+class RestartRendezvous:
     """`take` hears the socket first, on the running loop; `send` and `dismiss` answer. `state` gives that of
     the agent's machine, which `emit` tells of the devices that torchruns hold."""
 

@@ -44,7 +44,7 @@ from elasticd.records import (
     read_schema,
     schema_apart,
 )
-from elasticd.store.leader import Leader
+from elasticd.store.leader import ElectedLeader
 from elasticd.store.protocol import KeyValue, Sink, Store, StoreReplaced, Watch, WatchEvent, WatchItem
 from elasticd.store.state_file import StateFile
 from elasticd_agent.internal_errors import outlived
@@ -57,7 +57,7 @@ _MOST_WHY = 500
 _log = logging.getLogger(__name__)
 
 
-class Records:
+class StoreWatch:
     """Turns the store's keys into events, on the running loop, in the order of each prefix' revisions.
 
     `follow` is called with the leader's url, or None when there is no leader, `node_read` with each node's
@@ -204,4 +204,4 @@ class Records:
 
 
 def _leader_url(item: KeyValue) -> str:
-    return Leader.of(item).value
+    return ElectedLeader.of(item).value

@@ -152,7 +152,7 @@ def _number(group: str) -> int:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Ears:
+class WorkerHandlers:
     """The parts of the agent that hear clients, on the running loop."""
 
     #: what the agent's machine is to know
@@ -175,7 +175,7 @@ class Ears:
 class Workers:
     """Serves the socket at `path`, from `start` on."""
 
-    _ears: Ears
+    _ears: WorkerHandlers
 
     def __init__(self, path: str, node: str, group: str | None = None) -> None:
         self._admission = Admission(group)
@@ -187,7 +187,7 @@ class Workers:
         self._full, self._strange = Seldom(_log), Seldom(_log)
         self._resting: asyncio.TimerHandle | None = None
 
-    def start(self, ears: Ears) -> None:
+    def start(self, ears: WorkerHandlers) -> None:
         """Let in who connects; whoever came earlier has waited in the kernel's queue."""
         self._ears = ears
         self._loop.add_reader(self._listener, self._accept)
@@ -296,7 +296,7 @@ class _Connection:
         pidfd: int | None,
         sock: socket.socket,
         loop: asyncio.AbstractEventLoop,
-        ears: Ears,
+        ears: WorkerHandlers,
         forget: Callable[[str], None],
     ) -> None:
         self._name, self.pid, self._sock = name, pid, sock

@@ -13,14 +13,14 @@ from contextlib import contextmanager
 
 from elasticd_planner.value import refuse
 
-from elasticd.client import Api, reach
+from elasticd.client import ApiClient, reach
 
 
 class Chaos:
     """Each verb returns when the agent has heard of it, which carries it out at once. All raise `CannotReach`
     where the configuration does not allow chaos, the place is not there, or the agent did not confirm."""
 
-    def __init__(self, api: Api) -> None:
+    def __init__(self, api: ApiClient) -> None:
         self._api = api
 
     def slow(self, device: str, factor: float) -> tuple[str, ...]:

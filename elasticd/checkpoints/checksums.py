@@ -36,7 +36,7 @@ def block_sum(data: bytes | bytearray | memoryview) -> str:
     return hashlib.sha256(data).hexdigest()[:16]
 
 
-class SummedStream:
+class ChecksumWriter:
     """Writes through to a stream in whole blocks, and sums them. `head` keeps the first bytes since `mark`.
 
     `check` is called before each block goes to disk; what it raises ends the writing.
@@ -96,7 +96,7 @@ class SummedStream:
         self._stream.write(block)
 
 
-class SummedFile:
+class ChecksumReader:
     """Reads ranges of a file, testing every block that it touches. `bytes_read` counts what came from disk.
 
     Raises `Damaged` when it is opened, where the file is not there or has another length, and when it is

@@ -15,7 +15,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
-from elasticd.checkpoints.checksums import Damaged, SummedFile
+from elasticd.checkpoints.checksums import ChecksumReader, Damaged
 from elasticd.checkpoints.disk import Disk
 from elasticd.checkpoints.manifest import MANIFEST, Manifest, unseal
 
@@ -69,7 +69,7 @@ def look(path: Path) -> Found:
     try:
         manifest = unseal(path / MANIFEST, Manifest)
         for file in manifest.files:
-            SummedFile(path, file).close()
+            ChecksumReader(path, file).close()
     except Damaged as damage:
         return Found(path=path, step=step, plan=plan, manifest=manifest, damage=str(damage))
     return Found(path=path, step=step, plan=plan, manifest=manifest)
@@ -84,7 +84,7 @@ def damages(path: Path) -> tuple[str, ...]:
     wrong = []
     for sums in manifest.files:
         try:
-            with closing(SummedFile(path, sums)) as file:
+            with closing(ChecksumReader(path, sums)) as file:
                 file.test()
         except Damaged as damage:
             wrong.append(str(damage))

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from elasticd_planner.layout.layouts import Item
 from elasticd_planner.spec.box import Box
 
-from elasticd.checkpoints.checksums import BLOCK, Damaged, SummedFile
+from elasticd.checkpoints.checksums import BLOCK, ChecksumReader, Damaged
 from elasticd.checkpoints.manifest import MANIFEST, Chunk, Manifest, TensorEntry
 
 #: Bytes that are read at once, at most.
@@ -69,7 +69,7 @@ class CheckpointReader:
         for name, group in groupby(pieces, key=lambda piece: piece.file):
             if name not in self._sums:
                 raise Damaged(f"{self._path / MANIFEST}: names the file {name} without its checksums")
-            with closing(SummedFile(self._path, self._sums[name])) as file:
+            with closing(ChecksumReader(self._path, self._sums[name])) as file:
                 for piece in group:
                     _copy(file, piece.chunk, piece.box, piece.into)
                 self.bytes_read += file.bytes_read
@@ -118,7 +118,7 @@ def _span(held: Box, box: Box) -> tuple[int, int]:
     return first, last + 1
 
 
-def _copy(file: SummedFile, chunk: Chunk, box: Box, into: npt.NDArray[Any]) -> None:
+def _copy(file: ChecksumReader, chunk: Chunk, box: Box, into: npt.NDArray[Any]) -> None:
     """A box whose rows lie far apart is halved until what lies between them is not worth skipping."""
     item = into.dtype.itemsize
     first, last = _span(chunk.box, box)

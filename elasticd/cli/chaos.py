@@ -7,7 +7,7 @@ import click
 from elasticd.chaos.client import Chaos, slowdown
 from elasticd.chaos.client import chaos as at
 from elasticd.cli.options import asking, cluster_options
-from elasticd.client import Api
+from elasticd.client import ApiClient
 
 
 @click.group()
@@ -23,7 +23,7 @@ def chaos() -> None:
 @asking
 @click.argument("device")
 @click.argument("factor", type=float, callback=lambda context, argument, factor: slowdown(factor))
-def slow(api: Api, device: str, factor: float) -> None:
+def slow(api: ApiClient, device: str, factor: float) -> None:
     """Slow DEVICE (as alpha/1) down: FACTOR times the time for the same work."""
     pending = Chaos(api).slow(device, factor)
     _echo(f"{device} now takes {factor:g} times as long for the same work", pending)
@@ -32,7 +32,7 @@ def slow(api: Api, device: str, factor: float) -> None:
 @chaos.command()
 @asking
 @click.argument("device")
-def recover(api: Api, device: str) -> None:
+def recover(api: ApiClient, device: str) -> None:
     """Let DEVICE (as alpha/1) run at its normal speed again."""
     pending = Chaos(api).recover(device)
     _echo(f"{device} runs at its normal speed again", pending)
@@ -41,7 +41,7 @@ def recover(api: Api, device: str) -> None:
 @chaos.command()
 @asking
 @click.argument("device")
-def kill(api: Api, device: str) -> None:
+def kill(api: ApiClient, device: str) -> None:
     """Kill the worker of DEVICE (as alpha/1), by SIGKILL."""
     Chaos(api).kill(device)
     click.echo(f"the worker of {device} is to be killed by its agent")
@@ -50,7 +50,7 @@ def kill(api: Api, device: str) -> None:
 @chaos.command()
 @asking
 @click.argument("device")
-def freeze(api: Api, device: str) -> None:
+def freeze(api: ApiClient, device: str) -> None:
     """Let the worker of DEVICE (as alpha/1) stand still, by SIGSTOP."""
     Chaos(api).freeze(device)
     click.echo(f"the worker of {device} is to be frozen by its agent; elasticd chaos thaw {device} ends that")
@@ -59,7 +59,7 @@ def freeze(api: Api, device: str) -> None:
 @chaos.command()
 @asking
 @click.argument("device")
-def thaw(api: Api, device: str) -> None:
+def thaw(api: ApiClient, device: str) -> None:
     """Let the frozen worker of DEVICE (as alpha/1) go on."""
     Chaos(api).thaw(device)
     click.echo(f"the worker of {device} is to go on")
@@ -105,7 +105,7 @@ def cut(
 @asking
 @click.option("--data", metavar="OTHER", help="Heal the data network between NODE and this node instead.")
 @click.argument("node")
-def heal(api: Api, data: str | None, node: str) -> None:
+def heal(api: ApiClient, data: str | None, node: str) -> None:
     """Let the agent of NODE (as alpha) reach leader and etcd again."""
     if data is not None:
         Chaos(api).heal_data(node, data)

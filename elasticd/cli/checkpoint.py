@@ -19,7 +19,7 @@ from elasticd.checkpoints.manifest import MANIFEST
 from elasticd.cli.console import command_console
 from elasticd.cli.job_argument import job_with_plans
 from elasticd.cli.options import asking, json_option, plain_table, write_json
-from elasticd.client import Api, CannotReach, asker
+from elasticd.client import ApiClient, CannotReach, asker
 from elasticd.codec.safe_text import in_one_line
 from elasticd.extras import need
 
@@ -44,7 +44,7 @@ def checkpoint() -> None:
     help="Longest time until it is whole on disk; 0: do not wait.",
 )
 @click.argument("job", required=False)
-def now(api: Api, wait: float, job: str | None) -> None:
+def now(api: ApiClient, wait: float, job: str | None) -> None:
     """Have JOB make a checkpoint now, and wait until it is whole.
 
     Without JOB it is the one that runs. Training goes on while it is written. Where one is being written
@@ -59,7 +59,7 @@ def now(api: Api, wait: float, job: str | None) -> None:
     click.echo(waited(api, job, last, step, wait) if wait else f"job {job} was asked for a checkpoint")
 
 
-def waited(api: Api, job: str, last: int, step: int, seconds: float) -> str:
+def waited(api: ApiClient, job: str, last: int, step: int, seconds: float) -> str:
     """Waits for a checkpoint that a job was asked for; what its event says.
 
     Args:
@@ -90,7 +90,7 @@ def waited(api: Api, job: str, last: int, step: int, seconds: float) -> str:
         time.sleep(_POLL)
 
 
-def _made(api: Api, job: str, after: int, step: int) -> str | None:
+def _made(api: ApiClient, job: str, after: int, step: int) -> str | None:
     """The text of the first event after this one that tells of a checkpoint of the job, of this step or later.
     Raises `ClickException` where it tells that one could not be made."""
     for event in api.events(after):

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from elasticd.cli.console import command_console
 from elasticd.cli.options import asking, json_option, write_json
-from elasticd.client import Api, CannotReach, asker
+from elasticd.client import ApiClient, CannotReach, asker
 from elasticd.coordinator.live_config import key_now
 
 PAUSED = "policy.paused"
@@ -24,7 +24,7 @@ def config() -> None:
 @asking
 @json_option("The value, or all by their keys.")
 @click.argument("key", required=False)
-def get(api: Api, as_json: bool, key: str | None) -> None:
+def get(api: ApiClient, as_json: bool, key: str | None) -> None:
     """Show the value of KEY, or all."""
     found = api.settings()
     key = key and key_now(key)
@@ -46,7 +46,7 @@ def get(api: Api, as_json: bool, key: str | None) -> None:
 @asking
 @click.argument("key")
 @click.argument("value")
-def set_(api: Api, key: str, value: str) -> None:
+def set_(api: ApiClient, key: str, value: str) -> None:
     """Change KEY, as policy.horizon_steps, to VALUE, at once and for every later leader."""
     api.change({key: value}, by=asker())
     click.echo(f"{key} = {value}")
@@ -55,7 +55,7 @@ def set_(api: Api, key: str, value: str) -> None:
 @config.command()
 @asking
 @click.argument("key")
-def unset(api: Api, key: str) -> None:
+def unset(api: ApiClient, key: str) -> None:
     """Let KEY be as in the coordinator's file again."""
     api.change({key: None}, by=asker())
     click.echo(f"{key} is as in the file again")
@@ -64,7 +64,7 @@ def unset(api: Api, key: str) -> None:
 @config.command()
 @asking
 @json_option("All changes, the oldest first.")
-def history(api: Api, as_json: bool) -> None:
+def history(api: ApiClient, as_json: bool) -> None:
     """Show every change: when, by whom, and what differed from the file from then on."""
     found = api.settings()
     if as_json:
@@ -78,7 +78,7 @@ def history(api: Api, as_json: bool) -> None:
 
 @click.command()
 @asking
-def pause(api: Api) -> None:
+def pause(api: ApiClient) -> None:
     """Let running plans stay as they are, until `elasticd resume`; faults and drains are still answered."""
     api.change({PAUSED: True}, by=asker())
     click.echo("replanning is paused; 'elasticd resume' ends that")
@@ -86,7 +86,7 @@ def pause(api: Api) -> None:
 
 @click.command()
 @asking
-def resume(api: Api) -> None:
+def resume(api: ApiClient) -> None:
     """Let plans be replaced by better ones again."""
     api.change({PAUSED: None}, by=asker())
     click.echo("replanning goes on")

@@ -28,7 +28,7 @@ from rich.text import Text
 from elasticd import extras
 from elasticd.cli.console import command_console
 from elasticd.cli.options import config_option, json_option, write_json
-from elasticd.client import Api, CannotReach, leader_url
+from elasticd.client import ApiClient, CannotReach, leader_url
 from elasticd.config.credentials import credentials
 from elasticd.config.tree import CONFIG_VARIABLE, Config, ConfigError
 from elasticd.local_cluster import running, settings, taken
@@ -209,7 +209,7 @@ def _coordinator(config: Config) -> str:
     except CannotReach as error:
         raise Flaw("missing", str(error), "start one: elasticd coordinator") from error
     try:
-        with Api(url, credentials(config.security)) as api:
+        with ApiClient(url, credentials(config.security)) as api:
             status = api.status()
     except CannotReach as error:
         raise Flaw("missing", str(error)) from error

@@ -7,7 +7,7 @@ import time
 import click
 
 from elasticd.cli.options import asking
-from elasticd.client import Api, CannotReach
+from elasticd.client import ApiClient, CannotReach
 
 _POLL = 0.5
 
@@ -24,7 +24,7 @@ _POLL = 0.5
     help="How long to wait until no plan uses the node; 0: not at all.",
 )
 @click.argument("node")
-def drain(api: Api, undo: bool, wait: float, node: str) -> None:
+def drain(api: ApiClient, undo: bool, wait: float, node: str) -> None:
     """Let all jobs leave NODE, and wait until they have.
 
     Nothing stalls: the next plans are made without its devices, and its state moves in the midst of training.
@@ -49,12 +49,12 @@ def drain(api: Api, undo: bool, wait: float, node: str) -> None:
     click.echo(f"node {node} is being drained" if left else f"no job uses node {node}: it can be stopped")
 
 
-def _unheard(api: Api, node: str) -> bool:
+def _unheard(api: ApiClient, node: str) -> bool:
     """Returns True until the node's agent confirms the drain."""
     return any(each.node == node and each.drain_pending for each in api.status().nodes)
 
 
-def _left(api: Api, node: str) -> int:
+def _left(api: ApiClient, node: str) -> int:
     """How many of its devices plans use; all, until its agent has taken note."""
     for found in api.status().nodes:
         if found.node == node:

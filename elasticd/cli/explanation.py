@@ -23,7 +23,7 @@ from elasticd_planner.layout.explained_plan import (
 )
 from elasticd_planner.layout.layouts import Layouts
 from elasticd_planner.layout.link_traffic import Level, levels_of
-from elasticd_planner.layout.surviving_layouts import Remains
+from elasticd_planner.layout.surviving_layouts import SurvivingLayouts
 from elasticd_planner.problem_files.convert import cluster_of
 from elasticd_planner.problem_files.file_format import TableProblem
 from elasticd_planner.problem_files.shapes import Shapes, shapes_of, sizes_of
@@ -142,7 +142,7 @@ def explained(
     alive = {device.name for device in cluster.devices if problem.rates.get(device.name, 1.0) is not None}
     try:
         gone = [name for name in current.members if name not in alive]
-        before = Remains(Layouts(layouts.specs, current), gone=gone)
+        before = SurvivingLayouts(Layouts(layouts.specs, current), gone=gone)
         switch = explain_switch(before, layouts, sizes_of(shapes, layouts), cluster)
     except Lost as error:
         return msgspec.structs.replace(found, lost=str(error))

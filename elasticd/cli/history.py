@@ -13,7 +13,7 @@ from rich.table import Table
 from elasticd.cli.console import command_console
 from elasticd.cli.job_argument import job_with_plans
 from elasticd.cli.options import asking, json_option, plain_table, write_json
-from elasticd.client import Api
+from elasticd.client import ApiClient
 from elasticd.coordinator.events.event_log import EventRecord
 from elasticd.dashboard.why import prediction_of
 from elasticd.records import AnyHistoryRecord
@@ -24,7 +24,7 @@ from elasticd.records import AnyHistoryRecord
 @json_option("The whole records, each with the problem that it answers and what a step is predicted to take.")
 @click.option("--last", type=click.IntRange(min=1), default=20, show_default=True, help="How many plans.")
 @click.argument("job", required=False)
-def history(api: Api, as_json: bool, last: int, job: str | None) -> None:
+def history(api: ApiClient, as_json: bool, last: int, job: str | None) -> None:
     """Show the plans of JOB (default: the one that runs), the newest last.
 
     What a step takes is as the newest profile of the model predicts it. One with a "?" is a guess by the

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from elasticd.cli.console import command_console
 from elasticd.cli.options import asking, json_option, plain_table, write_json
-from elasticd.client import Api, CannotReach, asker
+from elasticd.client import ApiClient, CannotReach, asker
 from elasticd.codec.safe_text import in_one_line
 from elasticd.coordinator.api_types import ClusterStatus, JobStatus, RestartStatus
 
@@ -23,7 +23,7 @@ _POLL = 0.5
 @click.command()
 @asking
 @json_option("The status of each job.")
-def jobs(api: Api, as_json: bool) -> None:
+def jobs(api: ApiClient, as_json: bool) -> None:
     """Show each job in a line: its phase, step, loss, speed and plan; those that are over last."""
     found = api.status()
     if as_json:
@@ -77,7 +77,7 @@ def _row(job: JobStatus) -> tuple[str, ...]:
     help="Longest time for the last checkpoint; the job ends then in any case.",
 )
 @click.argument("job")
-def stop(api: Api, now: bool, wait: float, job: str) -> None:
+def stop(api: ApiClient, now: bool, wait: float, job: str) -> None:
     """End JOB, and wait until it has ended.
 
     Its workers get SIGTERM from their agents. They make a last checkpoint, if the job has a folder for it, and
@@ -98,7 +98,7 @@ def stop(api: Api, now: bool, wait: float, job: str) -> None:
 @click.command()
 @asking
 @click.argument("job")
-def adopt(api: Api, job: str) -> None:
+def adopt(api: ApiClient, job: str) -> None:
     """Take up JOB, whose workers run a plan that etcd lacks.
 
     That is so after etcd was lost and set up anew. Workers train on meanwhile, and nothing is decided for them.
@@ -112,7 +112,7 @@ def adopt(api: Api, job: str) -> None:
 @asking
 @click.option("--node", metavar="NAME", help="A node that is away and will not come back, in place of JOB.")
 @click.argument("job", required=False)
-def forget(api: Api, node: str | None, job: str | None) -> None:
+def forget(api: ApiClient, node: str | None, job: str | None) -> None:
     """Delete all that the cluster keeps of JOB, which is over, or show a node no more.
 
     That is its plans and their history, and its snapshots in the agents' memory. Checkpoints on disk stay. The
@@ -140,7 +140,7 @@ def _unheard(nodes: Mapping[str, str], job: str, seconds: float) -> str:
     )
 
 
-def _ended(api: Api, job: str, seconds: float) -> JobStatus | RestartStatus:
+def _ended(api: ApiClient, job: str, seconds: float) -> JobStatus | RestartStatus:
     """The job once it is over, `seconds` from now and a margin at most. Says what it waits for; a leader that
     has not heard of the wish, since it just came, is asked as well. Raises `CannotReach` where it takes too
     long."""

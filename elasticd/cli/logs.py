@@ -14,7 +14,7 @@ from elasticd.backoff import Backoff
 from elasticd.cli.job_argument import named_job, running_jobs
 from elasticd.cli.options import cluster_options, json_option
 from elasticd.cli.worker_output import show_output
-from elasticd.client import Api, CannotReach, reach
+from elasticd.client import ApiClient, CannotReach, reach
 from elasticd.coordinator.api_types import ClusterStatus
 from elasticd.coordinator.events.event_log import EVENTS_OF_A_TERM, EventRecord, line
 from elasticd.machines.job.state.events import EventKind
@@ -98,7 +98,7 @@ def _jobs_meant(status: ClusterStatus, job: str | None, *, as_json: bool) -> tup
     return ("", *running)
 
 
-def following(connect: Callable[[], AbstractContextManager[Api]], after: int) -> Iterator[EventRecord]:
+def following(connect: Callable[[], AbstractContextManager[ApiClient]], after: int) -> Iterator[EventRecord]:
     """Events as they come, without end, from one leader after the other. Where none answers, standard error
     says so once, and the next one is waited for."""
     pause = Backoff(*_AWAY)

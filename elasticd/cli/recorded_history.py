@@ -19,7 +19,7 @@ from elasticd_planner.spec.measurement import Measurement
 
 from elasticd.coordinator import live_types as live
 from elasticd.coordinator.api_types import LeaderStatus, Settings
-from elasticd.coordinator.events.event_log import Journal
+from elasticd.coordinator.events.event_log import EventLog
 from elasticd.coordinator.events.switch_gain import StepRecord
 from elasticd.coordinator.live_feed import FeedSource, hello, measurements
 from elasticd.dashboard.history import HistoryWriter, Sample
@@ -47,7 +47,7 @@ class RecordedRun:
 
     def __init__(self, writer: HistoryWriter) -> None:
         self._writer = writer
-        self._journal = Journal(events=MOST, steps=MOST)
+        self._journal = EventLog(events=MOST, steps=MOST)
         self._rates: dict[str, float] = {}
         self._measured: dict[str, dict[str, Measurement]] = {}  # the newest, by job and device
         self._sampled: dict[str, float] = {}  # when slowdowns were written last, by job

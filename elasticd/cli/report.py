@@ -12,7 +12,7 @@ import msgspec
 
 from elasticd.cli.job_argument import job_with_plans
 from elasticd.cli.options import cluster_options
-from elasticd.client import Api, CannotReach, reach
+from elasticd.client import ApiClient, CannotReach, reach
 from elasticd.local_cluster import settings as settings_of
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def _of_cluster(
 
     settings = settings_of(config)
 
-    def connect() -> AbstractContextManager[Api]:
+    def connect() -> AbstractContextManager[ApiClient]:
         return reach(config, coordinator)
 
     return of_history(history or history_path(settings), connect, settings.dashboard), connect
@@ -126,6 +126,6 @@ def _of_recording(file: Path) -> Callable[[Path], Board]:
 
 
 @contextmanager
-def _nobody() -> Iterator[Api]:
+def _nobody() -> Iterator[ApiClient]:
     raise CannotReach("a recording has no leader")
     yield

@@ -19,7 +19,7 @@ from elasticd.cli.console import command_console
 from elasticd.cli.job_argument import named_job
 from elasticd.cli.options import asking, json_option, plain_table, write_json
 from elasticd.cli.picture import picture
-from elasticd.client import Api, CannotReach
+from elasticd.client import ApiClient, CannotReach
 from elasticd.codec.safe_text import in_one_line
 from elasticd.coordinator.api_types import (
     CheckpointStatus,
@@ -54,7 +54,7 @@ _GLYPHS, _GONE = "▁▃▅▇█", "×"
 @click.option("--follow", "-f", is_flag=True, help="With --json: what changes too, until Ctrl-C.")
 @json_option("The coordinator's own answer; with --follow a line for each thing, and for each change of it.")
 @click.argument("job", required=False)
-def status(api: Api, as_json: bool, everything: bool, follow: bool, job: str | None) -> None:
+def status(api: ApiClient, as_json: bool, everything: bool, follow: bool, job: str | None) -> None:
     """Show the leader, the devices, and each job that runs with its plan and why it has it.
 
     Jobs that are over follow, each in a line. With JOB: that job alone, in full, and its devices. In a large
@@ -111,7 +111,7 @@ def jobs_in_full(jobs: Sequence[JobStatus]) -> list[JobStatus]:
     return [job for job in jobs if not job.over][:MOST_JOBS]
 
 
-def why(api: Api, job: JobStatus) -> str:
+def why(api: ApiClient, job: JobStatus) -> str:
     """Why the job's plan was chosen, from its history; nothing where there is no plan."""
     if job.plan is None:
         return ""

@@ -26,7 +26,7 @@ from elasticd.cli.status import (
     rates_of,
     restart_mode_job,
 )
-from elasticd.client import Api, CannotReach, reach
+from elasticd.client import ApiClient, CannotReach, reach
 from elasticd.coordinator.api_types import (
     ClusterStatus,
     JobStatus,
@@ -81,7 +81,7 @@ def top(config: str | None, coordinator: str | None, every: float, once: bool, a
 Steps = dict[str, tuple[StepRecord, ...]]
 
 
-def _asked(api: Api) -> tuple[ClusterStatus, Steps, Sequence[EventRecord]]:
+def _asked(api: ApiClient) -> tuple[ClusterStatus, Steps, Sequence[EventRecord]]:
     """What a screen is drawn from: the status, the last steps of each job, the last events."""
     status = api.status()
     steps = {job.job: api.steps(job.job, max(-1, job.step - 60)).steps for job in status.jobs if not job.over}

@@ -12,7 +12,7 @@ from pathlib import Path
 import click
 
 from elasticd.cli.options import config_option
-from elasticd.client import Api, CannotReach, leader_url
+from elasticd.client import ApiClient, CannotReach, leader_url
 from elasticd.config.credentials import credentials
 from elasticd.config.tree import (
     CONFIG_VARIABLE,
@@ -171,7 +171,7 @@ def _devices(processes: Processes, settings: Config, children: list[Child]) -> i
 
     def seen() -> int | None:
         try:
-            with Api(leader_url(settings), credentials(settings.security)) as api:
+            with ApiClient(leader_url(settings), credentials(settings.security)) as api:
                 return sum(len(node.devices) for node in api.status().nodes) or None
         except (CannotReach, ConfigError):
             return None

@@ -15,7 +15,7 @@ from elasticd.cli.job_argument import in_restart_mode, job_with_plans, named_job
 from elasticd.cli.options import asking, json_option, write_json
 from elasticd.cli.picture import picture
 from elasticd.cli.status import exception, expert_share, item_share
-from elasticd.client import Api, CannotReach
+from elasticd.client import ApiClient, CannotReach
 from elasticd.coordinator.api_types import ClusterStatus, DeviceStatus, JobStatus, NodeStatus
 from elasticd.coordinator.events.event_log import EventRecord
 from elasticd.coordinator.events.switch_gain import StepRecord
@@ -40,7 +40,7 @@ from elasticd.records import AnyHistoryRecord
 @json_option("The plan or the device, what was measured, and the events about it.")
 @click.option("--job", "option", metavar="JOB", hidden=True)  # release 0.1's way to say it
 @click.argument("words", nargs=-1, metavar="[JOB] [PLAN|DEVICE]")
-def why(api: Api, as_json: bool, option: str | None, words: tuple[str, ...]) -> None:
+def why(api: ApiClient, as_json: bool, option: str | None, words: tuple[str, ...]) -> None:
     """Explain a plan by its number, a device by its name, or, without either, the plan in force.
 
     Without JOB it is about the job that runs; of several, about the one that uses the device.

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 import click
 
 from elasticd.backoff import Backoff
-from elasticd.client import Api, CannotReach
+from elasticd.client import ApiClient, CannotReach
 from elasticd.codec.safe_text import for_terminal
 
 #: Bytes of all that is kept of a worker, or more.
@@ -41,7 +41,7 @@ class OutputLines:
 
 
 def show_output(
-    connect: Callable[[], AbstractContextManager[Api]], device: str, job: str, last: int, *, follow: bool
+    connect: Callable[[], AbstractContextManager[ApiClient]], device: str, job: str, last: int, *, follow: bool
 ) -> None:
     """Prints the `last` lines of a worker's output that are kept; follow: and those that come, until Ctrl-C.
     Raises CannotReach."""
@@ -62,7 +62,11 @@ def show_output(
 
 
 def _follow(
-    connect: Callable[[], AbstractContextManager[Api]], device: str, job: str, after: int, lines: OutputLines
+    connect: Callable[[], AbstractContextManager[ApiClient]],
+    device: str,
+    job: str,
+    after: int,
+    lines: OutputLines,
 ) -> None:
     pause, away = Backoff(*_AWAY), False
     while True:

@@ -3,9 +3,9 @@
 Six things may be wrong with the bytes, and every receiver does the same about each:
 
     no JSON object with a tag            `msgspec.DecodeError`, whatever the bytes are; it refuses them
-    a tag that this release lacks        `MessageReader` gives None: the receiver skips it; one log line a tag
+    a tag that this release lacks        `MessageDecoder` gives None: the receiver skips it; one log line a tag
     a known tag with other content       the same, but the first message of a connection is refused, and whoever
-                                         waits for an answer to it may be told (`MessageReader`: `instead`)
+                                         waits for an answer to it may be told (`MessageDecoder`: `instead`)
     a field that this release lacks      the field is skipped; one log line for each tag and field
     a version that is too far away       `DecodeError` that names both versions and the remedy; so, too, that of
                                          a stored value within a message: it is content that cannot be decoded
@@ -232,7 +232,7 @@ def _parts(data: bytes, most: int) -> list[bytes]:
     return [part for part in map(bytes, msgspec.structs.astuple(array)) if part]
 
 
-class MessageReader(Generic[T]):
+class MessageDecoder(Generic[T]):
     """Decodes the messages that a receiver may get: `kind` is their union; `sender` names who sends them, for
     the log. instead: what the receiver gets in the place of a message that is skipped (None: nothing), from its
     bytes and why it cannot be decoded."""

@@ -61,7 +61,7 @@ def needed(kind: str, method: str, path: str) -> tuple[Role, ...]:
     return (Role.OPERATOR,)
 
 
-class Access:
+class Authorizer:
     """The tokens of each role, as digests, and the serial numbers of certificates that are `revoked`."""
 
     def __init__(
@@ -72,7 +72,7 @@ class Access:
         self.asks = asks
 
     @classmethod
-    def read(cls, section: SecuritySection) -> Access:
+    def read(cls, section: SecuritySection) -> Authorizer:
         """From the files as they are now. Raises ConfigError."""
         found: dict[bytes, Caller] = {}
         for role in Role:

@@ -23,18 +23,18 @@ from elasticd.config.tree import Config, ConfigError, reloaded
 from elasticd.coordinator import election
 from elasticd.coordinator import live_config as changed
 from elasticd.coordinator.api_types import ClusterStatus, LeaderStatus
-from elasticd.coordinator.auth import Access, CallerProof
+from elasticd.coordinator.auth import Authorizer, CallerProof
 from elasticd.coordinator.election import CannotLead, Deposed, Term
 from elasticd.coordinator.events.event_pages import Pages
 from elasticd.coordinator.garbage_collector import collecting
 from elasticd.coordinator.http.app import application
 from elasticd.coordinator.http.response_encoder import Viewers
 from elasticd.coordinator.http.server import CLOSE_IT, OPEN_TO_ALL, bind, serving, url_of
-from elasticd.coordinator.leader import Leading
+from elasticd.coordinator.leader import Leader
 from elasticd.coordinator.live_feed import FeedSource
 from elasticd.coordinator.planner_process import COMMAND
 from elasticd.coordinator.status import status
-from elasticd.coordinator.store_transactions import Ledger
+from elasticd.coordinator.store_transactions import StoreTransactions
 from elasticd.coordinator.store_writer import (
     WriteConflict,
     Writer,
@@ -49,15 +49,15 @@ from elasticd.coordinator.store_writer import (
 from elasticd.machines.coordinator.machine import takeover
 from elasticd.machines.job.state.job_state import JobSettings
 from elasticd.records import LASTING, AnyHistoryRecord, Keys, decode_history, numbered, read_at
-from elasticd.store.leader import Leader, LeadershipLost
+from elasticd.store.leader import ElectedLeader, LeadershipLost
 from elasticd.store.lease import LeaseKeeper
 from elasticd.store.protocol import Store, StoreError, StoreRefused, StoreReplaced
 from elasticd.store.session import host_of
 from elasticd.store.state_file import NOTE_SECONDS, StateError, StateFile
 from elasticd.system.certificates import renewal_due
-from elasticd.system.http_connections import Server
+from elasticd.system.http_connections import BoundedHttpServer
 from elasticd.system.network_addresses import is_loopback, own_names
-from elasticd.system.sd_notify import Supervisor
+from elasticd.system.sd_notify import SdNotifier
 from elasticd.version import __version__
 
 _log = logging.getLogger(__name__)
@@ -76,14 +76,14 @@ class Coordinator:
         settings: JobSettings | None = None,
         planner: tuple[str, ...] = COMMAND,
         memory: StateFile | None = None,
-        standing_by: Callable[[Leader], None] | None = None,
+        standing_by: Callable[[ElectedLeader], None] | None = None,
     ) -> None:
         self.config = config
         self.keys = Keys(cluster=config.cluster.name)
         self.url = ""
-        self.leading: Leading
+        self.leading: Leader
         self._keeper: LeaseKeeper
-        self.access = Access.read(config.security)
+        self.access = Authorizer.read(config.security)
         self._context = server_context(config.security)
         self._store = store
         self._settings = settings or settings_of(config)
@@ -94,7 +94,7 @@ class Coordinator:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="store")
         self._end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._exits = contextlib.AsyncExitStack()
-        self._server: Server | None = None  # once it serves
+        self._server: BoundedHttpServer | None = None  # once it serves
 
     async def start(self) -> None:
         """Leads when it returns. Raises `CannotLead`."""
@@ -147,7 +147,7 @@ class Coordinator:
     def _renew(self) -> None:
         """Tokens and certificate as they are in their files now; ones that are wrong change nothing."""
         try:
-            access = Access.read(self.config.security)
+            access = Authorizer.read(self.config.security)
             if self._context is not None:
                 load_pair(self._context, self.config.security)
         except ConfigError as error:
@@ -159,7 +159,7 @@ class Coordinator:
             _log.info("tokens and certificate are as in their files now")
         self._warn_of_expiry()
 
-    def _end_revoked(self, before: Access) -> None:
+    def _end_revoked(self, before: Authorizer) -> None:
         """Ends connections whose token is gone, or is now of another role or name, or whose certificate was
         revoked: links, live feeds."""
         door = self._server.door if self._server is not None else None
@@ -224,7 +224,7 @@ class Coordinator:
         self._exits.push_async_callback(election.resign, self._executor, keeper)
         return term
 
-    def _log_leader(self, leader: Leader) -> None:
+    def _log_leader(self, leader: ElectedLeader) -> None:
         _log.info("standing by: %s leads %s at %s", leader.name, self.config.cluster.name, leader.value)
 
     def _lead(self, term: Term) -> None:
@@ -242,7 +242,7 @@ class Coordinator:
             restarted = ranks(self.keys, term.jobs.items)
             ended = restart_ends(self.keys, term.jobs.items)
             drained = drains(self.keys, term.drains.items)
-            ledger = Ledger(self.keys, self._store.limits, known)
+            ledger = StoreTransactions(self.keys, self._store.limits, known)
         except msgspec.DecodeError as error:
             raise CannotLead(f"the records under {self.keys.root} cannot be read: {error}") from error
         try:
@@ -252,7 +252,7 @@ class Coordinator:
         state = takeover(
             term.leadership.term, aged(jobs, times), self._settings, time.monotonic(), drains=drained
         )
-        leading = Leading(
+        leading = Leader(
             state,
             chaos=self.config.chaos.enabled,
             cluster=self.config.cluster.name,
@@ -324,7 +324,7 @@ class Coordinator:
             await asyncio.sleep(0.005)
         self._server = server
 
-    async def _close(self, server: Server, task: asyncio.Task[None]) -> None:
+    async def _close(self, server: BoundedHttpServer, task: asyncio.Task[None]) -> None:
         self._server = None
         self.leading.connections.close()
         self.leading.recorders.close()
@@ -332,7 +332,7 @@ class Coordinator:
         server.should_exit = True
         await task
 
-    async def _flush(self, leading: Leading) -> None:
+    async def _flush(self, leading: Leader) -> None:
         """What was decided is written, if the store takes it soon; else the next leader decides again."""
         writer = leading.writer
         if writer is None or writer.away or (self._end.done() and self._end.exception() is not None):
@@ -439,7 +439,7 @@ async def run(
     signals = (signal.SIGINT, signal.SIGTERM)
     for number in signals:
         loop.add_signal_handler(number, ending.set)
-    supervisor = Supervisor()
+    supervisor = SdNotifier()
     watch = asyncio.create_task(supervisor.watch())
     garbage = asyncio.create_task(collecting())
     told = _teller(config, supervisor)
@@ -472,7 +472,7 @@ async def run(
             await asyncio.to_thread(opened.close)
 
 
-async def _term(coordinator: Coordinator, ending: asyncio.Event, supervisor: Supervisor) -> None:
+async def _term(coordinator: Coordinator, ending: asyncio.Event, supervisor: SdNotifier) -> None:
     """Stands by, leads once, and gives everything back; returns when `ending` is set."""
     config = coordinator.config
     asked = asyncio.create_task(ending.wait())
@@ -496,8 +496,8 @@ async def _term(coordinator: Coordinator, ending: asyncio.Event, supervisor: Sup
         await asyncio.gather(asked, ended, return_exceptions=True)
 
 
-def _teller(config: Config, supervisor: Supervisor) -> Callable[[Leader], None]:
-    def tell(leader: Leader) -> None:
+def _teller(config: Config, supervisor: SdNotifier) -> Callable[[ElectedLeader], None]:
+    def tell(leader: ElectedLeader) -> None:
         text = f"standing by as {config.coordinator.name}: {leader.name} leads {config.cluster.name}"
         print(f"{text} at {leader.value}", flush=True)
         supervisor.ready(text)

@@ -21,7 +21,7 @@ from elasticd.store.configured import etcd_options
 from elasticd.store.etcd import EtcdStore
 from elasticd.store.leader import (
     AlreadyLed,
-    Leader,
+    ElectedLeader,
     Leadership,
     LeadershipLost,
     await_vacancy,
@@ -108,7 +108,7 @@ def elect(
     name: str,
     url: str,
     *,
-    told: Callable[[Leader], None],
+    told: Callable[[ElectedLeader], None],
     ready: Callable[[], None],
     stopped: threading.Event,
 ) -> Term | None:

@@ -22,7 +22,7 @@ SLICE = 0.01
 T = TypeVar("T")
 
 
-class Turns:
+class FairQueue:
     """One line of work, done in the order in which it came. Of one event loop."""
 
     def __init__(self, seconds: float = SLICE, clock: Callable[[], float] = time.perf_counter) -> None:

@@ -18,17 +18,17 @@ from elasticd.coordinator import status
 from elasticd.coordinator.api_types import CHAOS_OFF, ApiError, LeaderStatus, Settings, unknown
 from elasticd.coordinator.bootstrap_store import BootstrapRoom, BootstrapStore
 from elasticd.coordinator.connections import Connection, Connections
-from elasticd.coordinator.events.event_log import Journal, Lines
+from elasticd.coordinator.events.event_log import EventLog, Lines
 from elasticd.coordinator.events.event_pages import MOST_EVENTS, MOST_STEPS, Paged, Pages
 from elasticd.coordinator.events.trusted_time import ReadTimes
-from elasticd.coordinator.fair_queue import Turns
-from elasticd.coordinator.live_config import Changes, Scalar
+from elasticd.coordinator.fair_queue import FairQueue
+from elasticd.coordinator.live_config import ConfigChanges, Scalar
 from elasticd.coordinator.live_feed import FeedSource, LiveFeed
 from elasticd.coordinator.metrics import LeaderMetrics, LeaderReading
 from elasticd.coordinator.pages_shown import PagesShown
 from elasticd.coordinator.planner_process import COMMAND, Planning
 from elasticd.coordinator.recorders import Recorders
-from elasticd.coordinator.store_transactions import Asked, LeadershipProbe, NodeDrain, Rank, Rounds
+from elasticd.coordinator.store_transactions import Asked, LeadershipProbe, NodeDrain, Rank, RendezvousSweep
 from elasticd.coordinator.store_writer import NotWritten, Writer
 from elasticd.coordinator.worker_output import WorkerOutputs
 from elasticd.machines.coordinator import absent_nodes, finished_jobs, machine, message_checks, restart_jobs
@@ -128,7 +128,7 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class Leading:
+class Leader:
     """One leader's soft state and its hands. Everything runs on one event loop; nothing here blocks it."""
 
     def __init__(
@@ -145,12 +145,12 @@ class Leading:
     ) -> None:
         """times: those by which it takes over; None: its clock, and no leader led before."""
         self.state = state
-        self.journal = Journal(term=state.epoch)
+        self.journal = EventLog(term=state.epoch)
         self.metrics = LeaderMetrics(cluster)
         self.connections = Connections()
         self.outputs = WorkerOutputs(self.connections)
         self.pages_shown = PagesShown()
-        self.turns = Turns()
+        self.turns = FairQueue()
         self.decoding = ThreadPoolExecutor(1, thread_name_prefix="decode")  # of large frames of agents
         self._changing = asyncio.Lock()
         #: Whether the store does not answer, as the keeper of the lease finds out while nothing is written.
@@ -174,7 +174,7 @@ class Leading:
         self._allowances: dict[str, Allowance] = {}
         self._causes: dict[str, str] = {}  # by job: the node that said the last word of it
         self._writes: dict[str, Allowance] = {}  # by node
-        self.changes = Changes(detect=state.settings.detect, policy=state.settings.policy)
+        self.changes = ConfigChanges(detect=state.settings.detect, policy=state.settings.policy)
         self._settings_of, self._settings = self.changes, self.changes.shown()
 
     def apply(self, event: Event) -> None:
@@ -395,7 +395,7 @@ class Leading:
 
     def _forget_rounds(self, job: str) -> None:
         self.restarts.pop(job, None)
-        self._put(Rounds(job=job))
+        self._put(RendezvousSweep(job=job))
 
     def _keep_drains(self, before: Mapping[str, bool]) -> None:
         """Has the wishes to drain nodes written that are not as before."""
@@ -605,7 +605,7 @@ class Leading:
             self._changes_by(asked, by)  # what cannot be is refused before anything is written
             await self.decide(lambda: self._changed(asked, by), audit)
 
-    def _changes_by(self, asked: Mapping[str, Any], by: str) -> Changes:
+    def _changes_by(self, asked: Mapping[str, Any], by: str) -> ConfigChanges:
         """The configuration with this change. Raises `ApiError`."""
         assert self.writer is not None
         try:
@@ -668,7 +668,7 @@ class Leading:
             why = self.writer.full or f"etcd does not answer for {WRITE_SECONDS:g} s"
             raise ApiError("unavailable", f"{why}: {otherwise}") from None
 
-    def follow(self, changes: Changes, words: str) -> None:
+    def follow(self, changes: ConfigChanges, words: str) -> None:
         """Goes by these from now on."""
         self.changes = changes
         self.apply(changes.event(words))

@@ -37,7 +37,7 @@ _KEYS = {
 _STORED = {key: stored for stored, key in _KEYS.items()}
 
 
-class Changes(Value, frozen=True, kw_only=True):
+class ConfigChanges(Value, frozen=True, kw_only=True):
     """Detection and policy: the file's values, and what was changed while running."""
 
     detect: DetectSettings  # as in the file
@@ -54,7 +54,7 @@ class Changes(Value, frozen=True, kw_only=True):
         the release that wrote it. Raises ConfigError for a value that this release does not take."""
         return _over(self.detect, self.policy, _known(self.values))
 
-    def changed(self, asked: Mapping[str, Any], at: float, by: str) -> Changes:
+    def changed(self, asked: Mapping[str, Any], at: float, by: str) -> ConfigChanges:
         """With `asked` on top: None takes the file's value again. Raises ConfigError with what would be right,
         and where nothing would change."""
         values = self.values
@@ -94,7 +94,7 @@ class Changes(Value, frozen=True, kw_only=True):
         return Settings(values=values, changed=self.values, history=tuple(history))
 
 
-def of(config: Config, keys: Keys, items: Iterable[KeyValue]) -> Changes:
+def of(config: Config, keys: Keys, items: Iterable[KeyValue]) -> ConfigChanges:
     """What the file and the store say. Raises ConfigError for a record that this program cannot read."""
     folder = f"{keys.config}-history/"
     found = sorted(
@@ -103,7 +103,7 @@ def of(config: Config, keys: Keys, items: Iterable[KeyValue]) -> Changes:
     )
     try:
         history = tuple(decode_at(item.key, item.value, ConfigRecord) for item in found)
-        changes = Changes(detect=config.detect, policy=config.policy, history=history)
+        changes = ConfigChanges(detect=config.detect, policy=config.policy, history=history)
         changes.effective()
     except (msgspec.DecodeError, ConfigError) as error:
         raise ConfigError(

@@ -100,7 +100,7 @@ class LeadershipProbe(Value, frozen=True, kw_only=True):
     again, as it is."""
 
 
-class Rounds(Value, frozen=True, kw_only=True):
+class RendezvousSweep(Value, frozen=True, kw_only=True):
     """What torchruns in restart mode keep of a job is to be deleted, if none of them is there any more."""
 
     job: str  # the job's name
@@ -113,10 +113,10 @@ class NodeDrain(Value, frozen=True, kw_only=True):
     on: bool | None  # its devices are to be left (None: the wish is forgotten)
 
 
-Asked = Write | Rank | ConfigRecord | NodeDrain | Sweep | Rounds | Paged | LeadershipProbe
+Asked = Write | Rank | ConfigRecord | NodeDrain | Sweep | RendezvousSweep | Paged | LeadershipProbe
 
 
-class Ledger:
+class StoreTransactions:
     """The leader's keys as they are in the store: the revision of each, and the parts that records need.
 
     Begins with what the store held when this leader took over. `transactions` says what is to be done for a
@@ -141,7 +141,7 @@ class Ledger:
             return [operations(self._keys, asked)]
         if isinstance(asked, LeadershipProbe):
             return [(Put(self._keys.schema, encode(SchemaRecord(release=__version__))),)]
-        if isinstance(asked, Rounds):
+        if isinstance(asked, RendezvousSweep):
             return [(DeletePrefix(self._keys.rendezvous(asked.job)),)]
         if isinstance(asked, Sweep):
             return list(_together([Delete(key) for key in self._unneeded(asked.job)]))

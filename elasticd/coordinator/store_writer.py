@@ -27,10 +27,10 @@ from elasticd.coordinator.store_transactions import (
     MOST_TOGETHER,
     Asked,
     LeadershipProbe,
-    Ledger,
     Ops,
     Rank,
-    Rounds,
+    RendezvousSweep,
+    StoreTransactions,
     Sweep,
     operations,
     rank_put,
@@ -104,7 +104,7 @@ class Writer:
         executor: Executor,
         leadership: Leadership,
         keys: Keys,
-        ledger: Ledger,
+        ledger: StoreTransactions,
         *,
         told: Callable[[CoordinatorNote], None],
         refused: Callable[[Asked, Exception], None],
@@ -234,7 +234,7 @@ class Writer:
         """One try, on the store's thread, where encoding holds nobody up; False while the store is away. Of
         several transactions the next try makes those that this one did not."""
         try:
-            if isinstance(taken[0], Rounds):
+            if isinstance(taken[0], RendezvousSweep):
                 self._clear(taken[0])
             elif isinstance(taken[0], LeadershipProbe):
                 (ops,) = self._ledger.transactions(taken[0])
@@ -252,7 +252,7 @@ class Writer:
         self.away, self.full = False, ""
         return True
 
-    def _clear(self, asked: Rounds) -> None:
+    def _clear(self, asked: RendezvousSweep) -> None:
         """Deletes what agents write, too: not while a torchrun is there, nor where anything has changed since
         this looked."""
         prefix = self._keys.rendezvous(asked.job)

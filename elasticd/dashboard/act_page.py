@@ -17,7 +17,7 @@ from elasticd_planner.value import Value
 
 from elasticd.coordinator.api_types import CHAOS_OFF, Settings
 from elasticd.dashboard import views
-from elasticd.dashboard.known import Knowledge
+from elasticd.dashboard.known import KnownCluster
 
 #: Seconds for a last checkpoint where none are given, as on the command line.
 STOP_SECONDS = 600.0
@@ -279,7 +279,7 @@ ACTS: Mapping[str, _Act] = {
 _OPTIONAL = ("value", "seconds", "factor", "other")
 
 
-def act_list(known: Knowledge, viewer: views.Viewer) -> views.ActList:
+def act_list(known: KnownCluster, viewer: views.Viewer) -> views.ActList:
     """What can be asked now, by this viewer."""
     cluster = known.cluster
     live = tuple(sorted(name for name, job in cluster.jobs.items() if not job.over))
@@ -307,7 +307,7 @@ def act_list(known: Knowledge, viewer: views.Viewer) -> views.ActList:
     return views.ActList(viewer=viewer, acts=tuple(acts))
 
 
-def refusal(known: Knowledge, viewer: views.Viewer, name: str) -> str:
+def refusal(known: KnownCluster, viewer: views.Viewer, name: str) -> str:
     """Why an act cannot be asked for now, or nothing."""
     act = ACTS[name]
     if viewer.role != "operator":

@@ -133,7 +133,7 @@ def _within(folder: Traversable, before: str = "") -> list[tuple[str, bytes]]:
 # -- the application -----------------------------------------------------------------------------------------
 
 
-class Answers:
+class DashboardRoutes:
     """What is answered to whom."""
 
     def __init__(self, served: ServedDashboard, assets: Assets) -> None:
@@ -613,7 +613,7 @@ def _response(value: Any) -> Response:
 # -- what stands before every request --------------------------------------------------------------------------
 
 
-class PageGate:
+class PageMiddleware:
     """ASGI middleware: every answer gets `HEADERS`; a request under a strange name, or for a change from
     another site's page, is refused."""
 
@@ -686,11 +686,11 @@ def application(served: ServedDashboard, assets: Assets | None = None) -> Starle
         HTTPException: http_error,
         Exception: broken,
     }
-    pages = Answers(served, assets or Assets())
+    pages = DashboardRoutes(served, assets or Assets())
     made = Starlette(
         routes=pages.routes(),
         exception_handlers=handlers,
-        middleware=[Middleware(PageGate, served=served)],
+        middleware=[Middleware(PageMiddleware, served=served)],
     )
     made.router.redirect_slashes = False
     return made

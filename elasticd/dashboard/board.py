@@ -34,7 +34,7 @@ from elasticd.dashboard.cluster_page import (
 )
 from elasticd.dashboard.history import StepRow
 from elasticd.dashboard.job_page import live_step
-from elasticd.dashboard.known import Knowledge
+from elasticd.dashboard.known import KnownCluster
 from elasticd.dashboard.stream import Streams
 from elasticd.dashboard.subscription import Told
 from elasticd.dashboard.switch_page import KINDS, switch_view
@@ -61,7 +61,7 @@ class Board:
     """All of it runs on one loop."""
 
     def __init__(self, streams: Streams) -> None:
-        self.known = Knowledge()
+        self.known = KnownCluster()
         self.streams = streams
         self.rows: dict[str, views.NodeRow] = {}  # of the heat map, as browsers were told
         self._steps: dict[str, StepRow] = {}

@@ -15,7 +15,7 @@ from elasticd.coordinator.events.training_speed import tokens_per_second
 from elasticd.coordinator.live_types import JobNews, RestartingJob
 from elasticd.dashboard import views
 from elasticd.dashboard.history import about
-from elasticd.dashboard.known import ClusterNow, Knowledge
+from elasticd.dashboard.known import ClusterNow, KnownCluster
 from elasticd.wire.node_health import causes
 
 #: What a phase means, in a sentence's beginning.
@@ -56,7 +56,7 @@ def event_row(event: EventRecord) -> views.EventRow:
     )
 
 
-def leader_view(known: Knowledge) -> views.LeaderView:
+def leader_view(known: KnownCluster) -> views.LeaderView:
     """Who leads."""
     leader = known.cluster.leader
     return views.LeaderView(
@@ -69,7 +69,7 @@ def leader_view(known: Knowledge) -> views.LeaderView:
     )
 
 
-def etcd_view(known: Knowledge) -> views.EtcdView:
+def etcd_view(known: KnownCluster) -> views.EtcdView:
     """The state of etcd: it answers or not, and has what is shown or lags behind."""
     cluster = known.cluster
     return views.EtcdView(
@@ -79,7 +79,7 @@ def etcd_view(known: Knowledge) -> views.EtcdView:
     )
 
 
-def live_leader(known: Knowledge, now: float) -> views.LiveLeader:
+def live_leader(known: KnownCluster, now: float) -> views.LiveLeader:
     """The pulse of the page."""
     return views.LiveLeader(
         leader=leader_view(known),
@@ -91,7 +91,7 @@ def live_leader(known: Knowledge, now: float) -> views.LiveLeader:
     )
 
 
-def state_of(known: Knowledge, node: NodeStatus, device: str) -> views.DeviceState:
+def state_of(known: KnownCluster, node: NodeStatus, device: str) -> views.DeviceState:
     """A device's state in a word."""
     use = known.uses.get(device)
     if not node.connected:
@@ -115,7 +115,7 @@ def hung(cluster: ClusterNow, job: str, device: str) -> bool:
     return halted is not None and not halted.waits
 
 
-def cell(known: Knowledge, node: NodeStatus, device: str, pace: float) -> views.DeviceCell:
+def cell(known: KnownCluster, node: NodeStatus, device: str, pace: float) -> views.DeviceCell:
     """A device of the heat map."""
     use = known.uses.get(device)
     place = use.place if use is not None else None
@@ -129,7 +129,7 @@ def cell(known: Knowledge, node: NodeStatus, device: str, pace: float) -> views.
     )
 
 
-def node_row(known: Knowledge, node: NodeStatus) -> views.NodeRow:
+def node_row(known: KnownCluster, node: NodeStatus) -> views.NodeRow:
     """A row of the heat map."""
     return views.NodeRow(
         node=node.node,
@@ -148,7 +148,7 @@ def counted(rows: Iterable[views.NodeRow]) -> dict[str, int]:
     return {state: found[state] for state in views.DEVICE_STATES if found[state]}
 
 
-def abnormal(known: Knowledge, rows: Iterable[views.NodeRow]) -> tuple[views.Abnormal, ...]:
+def abnormal(known: KnownCluster, rows: Iterable[views.NodeRow]) -> tuple[views.Abnormal, ...]:
     """All that is not normal, the worst first."""
     found = [*_failures(known), *_jobs(known), *_nodes(known, rows), *_links(known)]
 
@@ -159,7 +159,7 @@ def abnormal(known: Knowledge, rows: Iterable[views.NodeRow]) -> tuple[views.Abn
     return tuple(sorted(found, key=key))
 
 
-def _nodes(known: Knowledge, rows: Iterable[views.NodeRow]) -> Iterator[views.Abnormal]:
+def _nodes(known: KnownCluster, rows: Iterable[views.NodeRow]) -> Iterator[views.Abnormal]:
     for row in rows:
         whole = "unreachable" if not row.connected else "" if not row.draining else "drained"
         if whole == "drained" and row.members:
@@ -213,7 +213,7 @@ def _row(
     )
 
 
-def _links(known: Knowledge) -> Iterator[views.Abnormal]:
+def _links(known: KnownCluster) -> Iterator[views.Abnormal]:
     for link in slow_links(known.cluster):
         yield views.Abnormal(
             what="link",
@@ -225,7 +225,7 @@ def _links(known: Knowledge) -> Iterator[views.Abnormal]:
         )
 
 
-def _failures(known: Knowledge) -> Iterator[views.Abnormal]:
+def _failures(known: KnownCluster) -> Iterator[views.Abnormal]:
     """Jobs that failed a short time ago. One that ended otherwise is over, as somebody wanted it."""
     jobs = {name: sentence(news) for name, news in known.cluster.jobs.items() if news.job.word == "failed"}
     jobs |= {job.job: job.sentence for job in known.cluster.restarts if job.phase == "failed"}
@@ -237,7 +237,7 @@ def _failures(known: Knowledge) -> Iterator[views.Abnormal]:
             )
 
 
-def _jobs(known: Knowledge) -> Iterator[views.Abnormal]:
+def _jobs(known: KnownCluster) -> Iterator[views.Abnormal]:
     for name, news in known.cluster.jobs.items():
         job = news.job
         if news.over:
@@ -276,7 +276,7 @@ def sentence(news: JobNews) -> str:
     return f"{text}: {job.reason}" if job.reason else text
 
 
-def job_row(known: Knowledge, name: str, now: float) -> views.JobRow:
+def job_row(known: KnownCluster, name: str, now: float) -> views.JobRow:
     """A row of the table of jobs. Raises KeyError."""
     cluster = known.cluster
     news = cluster.jobs[name]
@@ -317,7 +317,7 @@ def speeds(cluster: ClusterNow, name: str) -> tuple[float | None, float | None, 
     )
 
 
-def restart_row(known: Knowledge, job: RestartingJob, now: float) -> views.JobRow:
+def restart_row(known: KnownCluster, job: RestartingJob, now: float) -> views.JobRow:
     """A job in restart mode in the table of jobs."""
     last = known.last_events.get(job.job)
     over = {"finished": "done", "failed": "failed", "stopped": "stopped"}.get(job.phase)
@@ -345,7 +345,7 @@ def restart_row(known: Knowledge, job: RestartingJob, now: float) -> views.JobRo
     )
 
 
-def job_rows(known: Knowledge, now: float) -> tuple[views.JobRow, ...]:
+def job_rows(known: KnownCluster, now: float) -> tuple[views.JobRow, ...]:
     """All jobs, those that live first."""
     restarts = [job for job in known.cluster.restarts if restarting(known.cluster, job.job) is not None]
     jobs = known.cluster.jobs.keys() - {job.job for job in restarts}
@@ -365,7 +365,7 @@ def restarting(cluster: ClusterNow, name: str) -> RestartingJob | None:
 
 
 def cluster_view(
-    known: Knowledge, rows: Mapping[str, views.NodeRow], viewer: views.Viewer, now: float | None = None
+    known: KnownCluster, rows: Mapping[str, views.NodeRow], viewer: views.Viewer, now: float | None = None
 ) -> views.ClusterView:
     """The whole page; `rows` are those of the heat map, by node."""
     now = time.time() if now is None else now

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 import msgspec
 import uvicorn
 
-from elasticd.client import Api, CannotReach, checked_url, leader_url
+from elasticd.client import ApiClient, CannotReach, checked_url, leader_url
 from elasticd.config.credentials import Credentials, credentials, of_another, server_context
 from elasticd.config.tree import Config, ConfigError
 from elasticd.coordinator import live_types as live
@@ -36,9 +36,9 @@ from elasticd.dashboard.subscription import Subscription, Told
 from elasticd.dashboard.viewer_requests import CANNOT_CHECK, ViewerRequests
 from elasticd.records import JobSpec
 from elasticd.store.state_file import StateError, default_folder
-from elasticd.system.http_connections import Server, limited_http
+from elasticd.system.http_connections import BoundedHttpServer, limited_http
 from elasticd.system.network_addresses import is_loopback, own_names
-from elasticd.system.sd_notify import Supervisor
+from elasticd.system.sd_notify import SdNotifier
 from elasticd.version import __version__
 
 #: Seconds between two times that the view of the cluster is kept for a restart.
@@ -189,7 +189,7 @@ class Dashboard:
             timeout_keep_alive=KEPT_SECONDS,
             ssl_context_factory=(lambda config, default: context) if context is not None else None,
         )
-        server = Server(config, most_connections=most_connections(), refused=drops)
+        server = BoundedHttpServer(config, most_connections=most_connections(), refused=drops)
         task = asyncio.create_task(server.serve(sockets=[listener]), name="server")
 
         async def close() -> None:
@@ -240,17 +240,17 @@ class Dashboard:
     # -- the subscription ------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def _connect(self) -> Iterator[Api]:
+    def _connect(self) -> Iterator[ApiClient]:
         """Whoever leads. Raises CannotReach and ConfigError."""
         known = credentials(self.config.security)
         url = self._coordinator or leader_url(self.config)
-        with Api(url, known, terminal=False) as api:
+        with ApiClient(url, known, terminal=False) as api:
             if self._asks is None or url != self._reached:
                 self._learn(api, url)
             self._reached = url
             yield api
 
-    def _learn(self, api: Api, url: str) -> None:
+    def _learn(self, api: ApiClient, url: str) -> None:
         """Whether the coordinator asks for tokens: it says so to whoever asks who he is. A leader that asks for
         none after one that did opens nothing: only a restart of the dashboard does."""
         asks = api.caller().asks
@@ -390,7 +390,7 @@ async def run(config: Config, coordinator: str | None = None) -> None:
     loop, ending = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, ending.set)
-    supervisor = Supervisor()
+    supervisor = SdNotifier()
     watch = asyncio.create_task(supervisor.watch())
     dashboard = Dashboard(config, coordinator)
     try:

@@ -13,7 +13,7 @@ from elasticd.dashboard import views, why
 from elasticd.dashboard.cluster_page import cell, event_row
 from elasticd.dashboard.history import Sample
 from elasticd.dashboard.job_page import parts_of
-from elasticd.dashboard.known import Knowledge
+from elasticd.dashboard.known import KnownCluster
 from elasticd.dashboard.subscription import HEALTH_SECONDS, JUST_AFTER
 from elasticd.machines.job.state.events import SLOWDOWN_KINDS
 from elasticd.records import AnyHistoryRecord
@@ -38,7 +38,7 @@ _NODE: Mapping[str, str] = {"stolen": "part", "memory_available": "bytes"}
 
 
 def device_view(
-    known: Knowledge,
+    known: KnownCluster,
     name: str,
     samples: Sequence[Sample],
     health: Sequence[tuple[float, Health]],
@@ -83,7 +83,7 @@ def device_view(
     )
 
 
-def _thresholds(known: Knowledge) -> views.Thresholds:
+def _thresholds(known: KnownCluster) -> views.Thresholds:
     detect = known.cluster.detect
     return views.Thresholds(
         slow=detect.slow,
@@ -94,7 +94,7 @@ def _thresholds(known: Knowledge) -> views.Thresholds:
     )
 
 
-def _measured_now(known: Knowledge, job: str, name: str) -> Iterator[Sample]:
+def _measured_now(known: KnownCluster, job: str, name: str) -> Iterator[Sample]:
     """What is measured of a device at this moment: a line goes on to it."""
     plan, table = known.cluster.plans.get(job), known.cluster.measured.get(job)
     if plan is None or table is None or table.plan != plan.number or name not in plan.binding:
@@ -145,7 +145,7 @@ def _episodes(told: Sequence[EventRecord], *, now: bool) -> tuple[views.SlowTime
     return tuple(found)
 
 
-def _parts(known: Knowledge, job: str, name: str) -> dict[str, float]:
+def _parts(known: KnownCluster, job: str, name: str) -> dict[str, float]:
     plan, table = known.cluster.plans.get(job), known.cluster.measured.get(job)
     if plan is None or table is None or table.plan != plan.number or name not in plan.binding:
         return {}
@@ -184,7 +184,7 @@ def _number(seen: DeviceHealth | Health | None, key: str) -> float | None:
     return float(value) if value is not None else None
 
 
-def _hang(known: Knowledge, job: str, name: str, told: Sequence[EventRecord]) -> views.Hang | None:
+def _hang(known: KnownCluster, job: str, name: str, told: Sequence[EventRecord]) -> views.Hang | None:
     """Where its worker stands still, or stood still last."""
     halted = known.cluster.halts.get(job, {}).get(name)
     if halted is not None and (halted.stack or not halted.waits):

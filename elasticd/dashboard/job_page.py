@@ -19,7 +19,7 @@ from elasticd.coordinator.live_types import JobNews, RestartingJob
 from elasticd.dashboard import views
 from elasticd.dashboard.cluster_page import event_row, hung, job_row, restart_row, restarting
 from elasticd.dashboard.history import StepRow
-from elasticd.dashboard.known import Knowledge, Table
+from elasticd.dashboard.known import KnownCluster, Table
 from elasticd.machines.job.state.events import SLOWDOWN_KINDS
 
 #: By part of a step the columns that are summed.
@@ -145,7 +145,7 @@ def lost(news: JobNews, now: float) -> tuple[views.LostTime, ...]:
     return tuple(sorted(found, key=lambda each: -each.seconds))
 
 
-def lengths(known: Knowledge, job: str) -> views.LengthsView | None:
+def lengths(known: KnownCluster, job: str) -> views.LengthsView | None:
     """Sequence lengths of the newest step."""
     table = known.cluster.measured.get(job)
     if table is None or table.lengths is None:
@@ -187,7 +187,7 @@ def batch(plan: JobPlan | None, job: JobStatus) -> views.BatchView | None:
     )
 
 
-def lanes(known: Knowledge, job: str) -> tuple[views.LaneRow, ...]:
+def lanes(known: KnownCluster, job: str) -> tuple[views.LaneRow, ...]:
     """The lanes of pipelines with several, and of a mesh, each as slow as its slowest device."""
     plan = known.cluster.plans.get(job)
     if plan is None:
@@ -218,7 +218,7 @@ def lanes(known: Knowledge, job: str) -> tuple[views.LaneRow, ...]:
     )
 
 
-def members(known: Knowledge, job: str) -> tuple[views.MemberRow, ...]:
+def members(known: KnownCluster, job: str) -> tuple[views.MemberRow, ...]:
     """The workers of a job, by rank."""
     plan = known.cluster.plans.get(job)
     ranks = {device: rank for rank, device in enumerate(plan.members)} if plan is not None else {}
@@ -259,7 +259,7 @@ def kept(told: Sequence[EventRecord]) -> tuple[views.Kept, ...]:
     return tuple(found[:32])
 
 
-def job_view(known: Knowledge, name: str, told: Sequence[EventRecord], now: float) -> views.JobView:
+def job_view(known: KnownCluster, name: str, told: Sequence[EventRecord], now: float) -> views.JobView:
     """The page; `told` are the job's newest snapshots and checkpoints. Raises KeyError."""
     if (in_restart_mode := restarting(known.cluster, name)) is not None:
         row = restart_row(known, in_restart_mode, now)
@@ -433,7 +433,7 @@ def mark(event: EventRecord) -> views.TimeMark:
 
 
 def live_step(
-    known: Knowledge, job: str, row: StepRow, before: StepRow | None, told: int | None, now: float
+    known: KnownCluster, job: str, row: StepRow, before: StepRow | None, told: int | None, now: float
 ) -> views.LiveStep | None:
     """The newest step for the stream; `before`: the one that was sent before it, `told`: the measured step
     whose stages were sent last."""

@@ -1,10 +1,11 @@
 """What the dashboard knows of the cluster now: built from the leader's live feed, message by message.
 
 All times that pages show are of the leader's clock, by which steps and events have their times: this machine's
-may be another (`Knowledge.time`).
+may be another (`KnownCluster.time`).
 
-`Knowledge` lives on the dashboard's event loop. A hello and all that follows it, up to `Whole`, is put together
-apart, so that pages never show half a cluster; until then, and while nobody leads, what was known before stays.
+`KnownCluster` lives on the dashboard's event loop. A hello and all that follows it, up to `Whole`, is put
+together apart, so that pages never show half a cluster; until then, and while nobody leads, what was known
+before stays.
 """
 
 from __future__ import annotations
@@ -107,7 +108,7 @@ class ClusterNow:
     newest: dict[str, StepRow] = field(default_factory=dict)  # step of each job, as its chart has it
 
 
-class Knowledge:
+class KnownCluster:
     """The cluster, who tells of it, and since when."""
 
     def __init__(self) -> None:

@@ -21,7 +21,7 @@ from urllib.parse import quote
 import httpx2
 import msgspec
 
-from elasticd.client import Api, CannotReach
+from elasticd.client import ApiClient, CannotReach
 from elasticd.config.credentials import Credentials
 from elasticd.config.tree import ConfigError, DashboardSection
 from elasticd.dashboard.app import Assets, application
@@ -40,7 +40,7 @@ MOST_PLANS, MOST_EVENTS = 64, 1000
 
 T = TypeVar("T")
 #: Finds whoever leads. Raises CannotReach or ConfigError.
-Connect = Callable[[], AbstractContextManager[Api]]
+Connect = Callable[[], AbstractContextManager[ApiClient]]
 
 
 class NoReport(Exception):
@@ -53,7 +53,7 @@ class _Kept:
     cookie, secure, hosts, leader, asks = "", False, frozenset({"report"}), "", False
 
     def __init__(
-        self, board: Board, reader: HistoryReader, connect: Callable[[], AbstractContextManager[Api]]
+        self, board: Board, reader: HistoryReader, connect: Callable[[], AbstractContextManager[ApiClient]]
     ) -> None:
         self.board, self.sessions = board, Sessions()
         self._reader, self._connect = reader, connect

@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 
 from elasticd.backoff import Backoff
-from elasticd.client import Api, CannotReach, StoreAway
+from elasticd.client import ApiClient, CannotReach, StoreAway
 from elasticd.config.tree import ConfigError, DashboardSection
 from elasticd.coordinator import live_types as live
 from elasticd.coordinator.events.switch_gain import StepRecord
@@ -85,7 +85,7 @@ class Subscription:
 
     def __init__(
         self,
-        connect: Callable[[], AbstractContextManager[Api]],
+        connect: Callable[[], AbstractContextManager[ApiClient]],
         writer: HistoryWriter,
         section: DashboardSection,
         tell: Callable[[Told], None],
@@ -96,7 +96,7 @@ class Subscription:
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="subscription", daemon=True)
         self._fetches = ThreadPoolExecutor(1, thread_name_prefix="fetches")
-        self._api: Api | None = None
+        self._api: ApiClient | None = None
         self._bounds = ThreadPoolExecutor(1, thread_name_prefix="bounds")
         self._events = self._told = writer.newest_event()  # the newest one that is written, and told to pages
         self._ahead = 0.0  # seconds by which the leader's clock is ahead of this machine's
@@ -164,7 +164,7 @@ class Subscription:
             self._tell(Told(at=time.time(), lost=why, store_away=away))
             self._stopped.wait(pause.next())
 
-    def _heard(self, api: Api, news: live.AnyNews) -> None:
+    def _heard(self, api: ApiClient, news: live.AnyNews) -> None:
         now = time.time()
         if isinstance(news, live.LiveHello | live.LeaderPulse):
             self._ahead = news.at - now
@@ -190,7 +190,7 @@ class Subscription:
             with suppress(RuntimeError):  # it is being stopped
                 self._bounds.submit(self._bound)
 
-    def _is_new(self, api: Api, news: live.AnyNews, now: float) -> bool:
+    def _is_new(self, api: ApiClient, news: live.AnyNews, now: float) -> bool:
         """Writes a message. Whether it is to be handed on: events and steps that are known are not."""
         new = True
         if isinstance(news, live.EventNews):
@@ -227,7 +227,7 @@ class Subscription:
                 error,
             )
 
-    def _catch_up(self, api: Api, number: str, now: float) -> None:
+    def _catch_up(self, api: ApiClient, number: str, now: float) -> None:
         """Writes what could not be written, as far as the leader still has it."""
         self._try_at = now + TRY_SECONDS
         hello = self._hello
@@ -270,7 +270,7 @@ class Subscription:
             if hello.store:
                 self._writer.put_meta("store", hello.store.encode())
 
-    def _fetch_events(self, api: Api, number: str) -> None:
+    def _fetch_events(self, api: ApiClient, number: str) -> None:
         """What happened since the last event that is written."""
         found = api.events(self._events)
 
@@ -288,7 +288,7 @@ class Subscription:
                 self._told = event.id
                 self._tell(Told(at=time.time(), news=live.EventNews(id=number, event=event)))
 
-    def _put(self, api: Api, news: live.AnyNews, now: float) -> bool:
+    def _put(self, api: ApiClient, news: live.AnyNews, now: float) -> bool:
         """Whether a message is new."""
         if isinstance(news, live.EventNews):
             new = self._writer.put_event(news.event)
@@ -321,7 +321,7 @@ class Subscription:
             self._sample(news, now)
         return True
 
-    def _put_job(self, api: Api, news: live.JobNews) -> None:
+    def _put_job(self, api: ApiClient, news: live.JobNews) -> None:
         job = news.job.job
         if job not in self._plans:
             if 0 < news.plan < self._writer.trained_plan(job):
@@ -339,7 +339,7 @@ class Subscription:
         row = step_row(self._cluster, job, step)
         return self._writer.put_step(job, step, row.predicted, row.bound)
 
-    def _fetch_steps(self, api: Api, job: str, number: str) -> None:
+    def _fetch_steps(self, api: ApiClient, job: str, number: str) -> None:
         """Steps that were made since the last one that is known, and those that were made again; the newest of
         them is told."""
         newest = self._writer.newest_step(job)

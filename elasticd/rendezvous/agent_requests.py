@@ -27,7 +27,7 @@ _RETRY = (0.1, 1.0)
 Question = Present | ReadRound | WriteRound
 
 
-class Asking:
+class AgentRequests:
     """Questions to the agent at `path`. `patience`: seconds for which a question is asked again while there is
     no agent, or the store behind it rests; at least once. `slots`: the devices that
     `elasticd run` chose for the workers. Thread-safe."""

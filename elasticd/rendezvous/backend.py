@@ -11,8 +11,8 @@ from collections.abc import Callable
 
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend, Token
 
-from elasticd.rendezvous.agent_requests import Asking
-from elasticd.rendezvous.torch_state import Roster
+from elasticd.rendezvous.agent_requests import AgentRequests
+from elasticd.rendezvous.torch_state import TorchRendezvousState
 from elasticd.wire.rendezvous import RoundAnswer, Torchrun
 
 
@@ -24,7 +24,7 @@ class Backend(RendezvousBackend):
 
     def __init__(
         self,
-        asking: Asking,
+        asking: AgentRequests,
         *,
         least: int,
         grace: float,
@@ -91,7 +91,7 @@ class Backend(RendezvousBackend):
         self.torchruns = answer.torchruns
         if not answer.token:
             return None
-        roster = Roster(answer.value)
+        roster = TorchRendezvousState(answer.value)
         self.closed = roster.closed
         now = self._clock()
         absent = roster.known - answer.torchruns.keys()
@@ -103,7 +103,7 @@ class Backend(RendezvousBackend):
             roster.settle()
         return roster.encode(), answer.token
 
-    def _is_whole(self, roster: Roster, now: float) -> bool:
+    def _is_whole(self, roster: TorchRendezvousState, now: float) -> bool:
         """Whether all that live have joined a round that may begin, and no other came for a while."""
         here = {name for name, torchrun in self.torchruns.items() if torchrun.status == "here"}
         if roster.complete or len(roster.participants) < self._least or not here <= roster.participants:

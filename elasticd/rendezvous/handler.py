@@ -9,7 +9,7 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousPa
 from elasticd.names import name_refusal
 from elasticd.rendezvous import failure_message
 from elasticd.rendezvous.errors import RendezvousRefusal
-from elasticd.rendezvous.live_mode import Handler
+from elasticd.rendezvous.live_mode import LiveHandler
 from elasticd.rendezvous.workers_end import listen_to_notices
 from elasticd.system import process_mark
 
@@ -39,7 +39,7 @@ def create_handler(parameters: RendezvousParameters) -> RendezvousHandler:
 
         grace, settle = _number(parameters, "agent_grace", 5.0), _number(parameters, "settle", 1.0)
         return restart_handler(parameters, seconds, grace=grace, settle=settle)
-    return Handler(parameters, seconds, switches=mode == "auto")
+    return LiveHandler(parameters, seconds, switches=mode == "auto")
 
 
 def _number(parameters: RendezvousParameters, key: str, default: float) -> float:

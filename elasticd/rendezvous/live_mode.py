@@ -61,7 +61,7 @@ _STORE_SECONDS = 60.0
 _INFO_SECONDS = 10.0
 
 
-class Handler(RendezvousHandler):
+class LiveHandler(RendezvousHandler):
     """One torchrun's part in a job. switches: a script without a Job is not refused, but ends this torchrun by
     `ModeSwitch`."""
 

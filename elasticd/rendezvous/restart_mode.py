@@ -33,7 +33,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     RendezvousTimeout,
 )
 
-from elasticd.rendezvous.agent_requests import Asking
+from elasticd.rendezvous.agent_requests import AgentRequests
 from elasticd.rendezvous.backend import Backend
 from elasticd.rendezvous.device_slots import launched_slots, slots_of
 from elasticd.rendezvous.errors import RendezvousOver, RendezvousRefusal
@@ -67,8 +67,8 @@ class JobClosed(RendezvousRefusal, RendezvousClosedError):
 def restart_handler(
     parameters: RendezvousParameters, agent_seconds: float, *, grace: float, settle: float
 ) -> RestartHandler:
-    """The handler for torchrun's options; seconds are those of `Asking` and `Backend`. Raises RendezvousRefusal
-    for options that cannot work, or without an agent."""
+    """The handler for torchrun's options; seconds are those of `AgentRequests` and `Backend`. Raises
+    RendezvousRefusal for options that cannot work, or without an agent."""
     try:
         timeout = RendezvousTimeout(
             *(_seconds(parameters, f"{name}_timeout") for name in ("join", "last_call", "close", "heartbeat"))
@@ -79,7 +79,7 @@ def restart_handler(
     # The workers, which torchrun starts from this process, are to find the same agent.
     os.environ[unix_socket.SOCKET_VARIABLE] = path
     name_methods_quickly()
-    asking = Asking(path, parameters.run_id, agent_seconds, launched_slots(os.environ))
+    asking = AgentRequests(path, parameters.run_id, agent_seconds, launched_slots(os.environ))
     backend = Backend(asking, least=parameters.min_nodes, grace=grace, settle=settle)
     handler: RestartHandler = RestartHandler.from_backend(
         parameters.run_id,
@@ -99,10 +99,10 @@ class RestartHandler(DynamicRendezvousHandler):
 
     #: No leader hears of each worker: a script that fails the same way twice ends here.
     ends_repeated = True
-    _asking: Asking
+    _asking: AgentRequests
     _backend: Backend
 
-    def equip(self, asking: Asking, backend: Backend) -> None:
+    def equip(self, asking: AgentRequests, backend: Backend) -> None:
         """Adds what torch's `from_backend` cannot pass to a constructor. Call it once, before the first round.
         It sets an environment variable that the workers inherit."""
         self._asking, self._backend = asking, backend

@@ -44,7 +44,7 @@ class _Unpickler(pickle.Unpickler):
             raise pickle.UnpicklingError(f"{module}.{name} is no part of a rendezvous' state") from None
 
 
-class Roster:
+class TorchRendezvousState:
     """The state of one round, as its bytes say. Names are torch's: address, process and a number."""
 
     def __init__(self, data: bytes) -> None:

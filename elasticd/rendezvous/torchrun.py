@@ -44,17 +44,17 @@ USEFUL_SECONDS = 3600.0
 _SHORT_SECONDS = 3
 
 
-class Agent(LocalElasticAgent):
+class TorchrunAgent(LocalElasticAgent):
     """torch's agent. `failure`: of the last worker that failed; `final`: it would fail again."""
 
     failure: WorkerFailure | None = None
     final = False
     #: The agent of this process, once torch has made it.
-    made: Agent | None = None
+    made: TorchrunAgent | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        Agent.made = self
+        TorchrunAgent.made = self
         self._began = time.monotonic()
         self._starts = 0
 
@@ -143,7 +143,7 @@ def main(arguments: list[str] | None = None) -> int:
         redirects=Std.from_str(options.redirects),
         tee=Std.from_str(options.tee),
     )
-    api.LocalElasticAgent = Agent  # type: ignore[attr-defined]  # torch has no other place for it
+    api.LocalElasticAgent = TorchrunAgent  # type: ignore[attr-defined]  # torch has no other place for it
     outcome, code = TorchrunOutcome(), 0
     for number in NOTICES:
         if signal.getsignal(number) is not signal.SIG_IGN:
@@ -161,7 +161,7 @@ def main(arguments: list[str] | None = None) -> int:
     except SignalException as ended:
         code = 128 + ended.sigval
     output.finish()
-    agent = Agent.made
+    agent = TorchrunAgent.made
     if code and agent is not None and agent.failure is not None and not outcome.restart_mode:
         failure = agent.failure
         final = agent.final or outcome.final

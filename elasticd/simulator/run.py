@@ -9,8 +9,8 @@ from elasticd_planner.spec.cluster import Node as NodeShape
 from elasticd.machines.job.state.events import SLOWDOWN_KINDS, CoordinatorNote
 from elasticd.machines.job.state.job_state import OVER, JobPhase, JobSettings
 from elasticd.records import Keys
-from elasticd.simulator.cluster.fault_events import Script
-from elasticd.simulator.cluster.launcher import Operator
+from elasticd.simulator.cluster.fault_events import FaultScript
+from elasticd.simulator.cluster.launcher import Launcher
 from elasticd.simulator.cluster.leader import SimulatedLeader
 from elasticd.simulator.cluster.nodes import Node, read_for_all
 from elasticd.simulator.cluster.worker import SimulationError
@@ -104,8 +104,8 @@ class Simulation:
             levels=scenario.cluster.levels,
         )
         self.leader = self._elected()
-        self.operator = Operator(scenario, self.worker_group, self.nodes, self.trained, self._happened)
-        self.script = Script(
+        self.operator = Launcher(scenario, self.worker_group, self.nodes, self.trained, self._happened)
+        self.script = FaultScript(
             scenario,
             self.worker_group,
             self._node,

@@ -43,7 +43,7 @@ class LeaderRecord(StoredValue, frozen=True, kw_only=True, tag="leader"):
     version: int = RECORD_VERSION
 
 
-class Leader(msgspec.Struct, frozen=True, kw_only=True):
+class ElectedLeader(msgspec.Struct, frozen=True, kw_only=True):
     """A leader as others see it; `term` is its key's create revision."""
 
     name: str
@@ -51,7 +51,7 @@ class Leader(msgspec.Struct, frozen=True, kw_only=True):
     term: int
 
     @classmethod
-    def of(cls, item: KeyValue) -> Leader:
+    def of(cls, item: KeyValue) -> ElectedLeader:
         """From the key as read or watched. Raises ValueError when it is not a leader's record."""
         try:
             record = decode_stored(item.value, LeaderRecord)
@@ -65,7 +65,7 @@ class Leader(msgspec.Struct, frozen=True, kw_only=True):
 class AlreadyLed(StoreError):
     """Somebody else leads and lives; `leader` says who."""
 
-    def __init__(self, key: str, leader: Leader) -> None:
+    def __init__(self, key: str, leader: ElectedLeader) -> None:
         super().__init__(
             f"{leader.name!r} at {leader.value} leads already (key {key}, term {leader.term}); "
             "stop it first, or choose another cluster name"
@@ -102,22 +102,24 @@ class Leadership(msgspec.Struct, frozen=True, kw_only=True):
         store.revoke(self.lease)
 
 
-def read_leader(store: Store, key: str) -> Leader | None:
+def read_leader(store: Store, key: str) -> ElectedLeader | None:
     """Who leads now, or None."""
     item = store.get(key)
-    return Leader.of(item) if item is not None else None
+    return ElectedLeader.of(item) if item is not None else None
 
 
-def await_vacancy(store: Store, key: str, told: Callable[[Leader], None], stopped: threading.Event) -> bool:
+def await_vacancy(
+    store: Store, key: str, told: Callable[[ElectedLeader], None], stopped: threading.Event
+) -> bool:
     """Stands by while somebody leads, over every outage; `told` hears who, once for each. True when nobody
     leads, False once `stopped` is set. Raises StoreRefused."""
-    seen: Leader | None = None
+    seen: ElectedLeader | None = None
     while not stopped.is_set():
         try:
             item = store.get(key)
             if item is None:
                 return True
-            if (leader := Leader.of(item)) != seen:
+            if (leader := ElectedLeader.of(item)) != seen:
                 seen = leader
                 told(leader)
             _outwait(store, item, stopped)
@@ -153,7 +155,7 @@ def campaign(store: Store, key: str, name: str, value: str, ttl: int) -> Leaders
                 return Leadership(key=key, term=won, lease=lease, ttl=ttl)
             incumbent = store.get(key)
             if incumbent is not None:
-                raise AlreadyLed(key, Leader.of(incumbent))
+                raise AlreadyLed(key, ElectedLeader.of(incumbent))
     except BaseException:
         with contextlib.suppress(StoreError):  # else it expires by itself
             store.revoke(lease)

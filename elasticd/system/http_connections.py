@@ -68,7 +68,7 @@ def _bounded(next_event: Callable[[], Any]) -> Callable[[], Any]:
     return bounded
 
 
-class Server(uvicorn.Server):
+class BoundedHttpServer(uvicorn.Server):
     """uvicorn's server behind a front door. It leaves signals to its daemon, which ends it itself.
 
     Args:
@@ -134,7 +134,7 @@ def limited_http(
     unread_seconds: float | None = None,
     around: Callable[[ASGIApp, asyncio.Transport], ASGIApp] = lambda app, transport: app,
 ) -> type[asyncio.Protocol]:
-    """uvicorn's protocol with limits, for a `Server`.
+    """uvicorn's protocol with limits, for a `BoundedHttpServer`.
 
     Args:
         refused: counts by a word what is dropped: "silent", "unread".

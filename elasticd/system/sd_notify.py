@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping
 
 
-class Supervisor:
+class SdNotifier:
     """The service manager, as named by `NOTIFY_SOCKET`, and how often it wants to hear that we live
     (`WATCHDOG_USEC`, meant for us where `WATCHDOG_PID` is ours or not given)."""
 

@@ -10,11 +10,11 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Self, TypeVar
 
-from elasticd.client import Api, CannotReach
+from elasticd.client import ApiClient, CannotReach
 from elasticd.config.tree import load
 from elasticd.records import Keys
 from elasticd.store.etcd import EtcdStore
-from elasticd.store.leader import Leader
+from elasticd.store.leader import ElectedLeader
 from elasticd.store.protocol import WatchEvent, WatchItem
 from elasticd.store.server import EtcdServer
 from elasticd.store.session import EtcdOptions
@@ -72,7 +72,7 @@ class Cluster:
         self._starts: Counter[str] = Counter()
         self._coordinators: dict[str, Child] = {}
         self._agents: dict[str, Child] = {}
-        self._api: Api | None = None
+        self._api: ApiClient | None = None
 
     def __enter__(self) -> Self:
         with self._exits as exits:  # what was started is ended where a later part does not start
@@ -108,16 +108,16 @@ class Cluster:
         assert isinstance(item, WatchEvent), "nothing is compacted in so short a time"
         self.seen.append(item)
 
-    def api(self) -> Api:
+    def api(self) -> ApiClient:
         """The present leader's. Raises `CannotReach`."""
         key = next((event for event in reversed(self.seen) if event.key == self.keys.leader), None)
         if key is None or key.kind == "delete":
             raise CannotReach("nobody leads")
-        url = Leader.of(key.item).value
+        url = ElectedLeader.of(key.item).value
         if self._api is None or self._api.url != url:
             if self._api is not None:
                 self._api.close()
-            self._api = Api(url)
+            self._api = ApiClient(url)
         return self._api
 
     def tend(self) -> None:

@@ -22,7 +22,7 @@ from elasticd.records import Fence, JobSpec, decode
 from elasticd.system.child_processes import ProcessError
 from elasticd.testing.chaos_cluster import JOB, ChaosCluster
 from elasticd.testing.cluster import PATIENCE
-from elasticd.testing.network_cut import Severed, pair_of
+from elasticd.testing.network_cut import NetworkCut, pair_of
 from elasticd.testing.script_faults import Place, Planted, plant, taken, withdraw
 
 #: What a real cluster can be done; a partition needs its network, a shift a dataset of its own.
@@ -128,7 +128,7 @@ class FaultPlayer:
         self._pauses: list[Pause] = []
         self._struck: dict[str, float] = {}
         self._planted = 0
-        self._severed = Severed(cluster.spaces, self._pids)
+        self._severed = NetworkCut(cluster.spaces, self._pids)
 
     def play(self, script: Iterable[Fault]) -> Played:
         """All of it, by step. Raises StandsStill, and ProcessError where a launcher ended before the job."""

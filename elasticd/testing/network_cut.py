@@ -19,7 +19,7 @@ from elasticd.system.tcp_shutdown import shut
 from elasticd.testing.network_namespaces import Namespaces
 
 
-class Severed:
+class NetworkCut:
     """The pairs of nodes that are apart now. `pids`: the workers of a node that live."""
 
     def __init__(self, spaces: Namespaces | None, pids: Callable[[str], Iterable[int]]) -> None:

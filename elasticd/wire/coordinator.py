@@ -12,7 +12,7 @@ from typing import Any, Literal
 import msgspec
 from elasticd_planner.value import Value
 
-from elasticd.codec.decoding import LARGE, SMALL, MessageReader, decoded_as, tag_of
+from elasticd.codec.decoding import LARGE, SMALL, MessageDecoder, decoded_as, tag_of
 from elasticd.codec.message import WIRE_VERSION, Message
 from elasticd.records import NodeRecord
 from elasticd.wire.launch import FollowJob, Happened, OutputPart, ReadOutput
@@ -198,11 +198,11 @@ FromAgent = ToLeader | PassedReport
 FromMachine = ToClient | SnapshotSetComplete | Harm | Drain | End | TryReach
 ToAgent = AgentRejected | FromMachine | Happened | ReadOutput | ReportWindow
 
-_to_leader: MessageReader[ToLeader | Unread] = MessageReader(
+_to_leader: MessageDecoder[ToLeader | Unread] = MessageDecoder(
     ToLeader, "an agent", lambda data, why: _unread(data, why)
 )
-#: What an agent said to the leader, and the leader to an agent (`MessageReader.one`).
-to_leader, to_agent = _to_leader.one, MessageReader[ToAgent](ToAgent, "the leader").one
+#: What an agent said to the leader, and the leader to an agent (`MessageDecoder.one`).
+to_leader, to_agent = _to_leader.one, MessageDecoder[ToAgent](ToAgent, "the leader").one
 
 
 def together(texts: Sequence[bytes]) -> bytes:

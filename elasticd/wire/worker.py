@@ -14,7 +14,7 @@ from elasticd_planner.spec.measurement import Measurement
 from elasticd_planner.spec.mesh import JobPlan
 from elasticd_planner.value import Value, refuse
 
-from elasticd.codec.decoding import LARGE, MessageReader, decoder_of, tag_of
+from elasticd.codec.decoding import LARGE, MessageDecoder, decoder_of, tag_of
 from elasticd.codec.message import WIRE_VERSION, Message
 from elasticd.codec.record_parts import MOST_BYTES
 from elasticd.records import AnyJobSpec, Proposal, Vote
@@ -442,12 +442,12 @@ _Said = FromWorker | ToAgentAlone
 
 # Each of these gives None for a message that the receiver skips: its tag is unknown, or its content cannot be
 # decoded. They raise `msgspec.DecodeError` for bytes that are no message, and for the `first` message of a
-# connection if its content cannot be decoded (`MessageReader.one`).
+# connection if its content cannot be decoded (`MessageDecoder.one`).
 
 #: What a worker or torchrun said to its agent.
-from_worker = MessageReader[_Said](_Said, "a worker or torchrun").one
+from_worker = MessageDecoder[_Said](_Said, "a worker or torchrun").one
 #: What an agent said to a worker or torchrun.
-to_worker = MessageReader[ToWorker](ToWorker, "the agent").one
+to_worker = MessageDecoder[ToWorker](ToWorker, "the agent").one
 
 
 def passed_report(data: bytes) -> msgspec.Raw | None:

@@ -36,7 +36,7 @@ def explain_switch(
     """The communication of a switch.
 
     Args:
-        old: without what is gone (`Remains`).
+        old: without what is gone (`SurvivingLayouts`).
         new: of the plan to come.
         sizes: bytes of one element by item, as `reshard` takes them.
         cluster: its links; with it there are seconds.

@@ -159,9 +159,9 @@ def migrate(
 
     Every member of the transport calls it, with a leaver's or joiner's part empty. limit: bytes that a rank
     sends, and receives, in a round; besides both states a move takes at most four times as much memory.
-    Where devices' copies are gone, `old` says so (`Remains`). device: where the new state is to lie. in_place:
-    memory of the old state is given back on the way, and `state` is of no use afterwards. prepared: what
-    `prepare_move` gave for these layouts; it is used if it still holds.
+    Where devices' copies are gone, `old` says so (`SurvivingLayouts`). device: where the new state is to lie.
+    in_place: memory of the old state is given back on the way, and `state` is of no use afterwards. prepared:
+    what `prepare_move` gave for these layouts; it is used if it still holds.
     Raises, on every rank alike, `Disagreement` or `Lost`; on the rank concerned `Corrupt` or `Incomplete`.
     """
     me = transport.members[transport.rank]

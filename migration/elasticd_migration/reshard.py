@@ -21,7 +21,7 @@ from elasticd_planner.spec.box import Box, Holding, TensorLayout, lacking
 from elasticd_planner.spec.mesh import JobPlan
 from elasticd_planner.value import Value, refuse
 
-from elasticd_migration.source_choice import Dealing, Share
+from elasticd_migration.source_choice import Share, SourceChooser
 
 
 class Transfer(Value, frozen=True, kw_only=True, gc=False):
@@ -59,8 +59,8 @@ class Lost(RuntimeError):
 def reshard(old: Holdings, new: Holdings, sizes: Mapping[Item, int]) -> tuple[Transfer, ...]:
     """What has to move so that the layout `old` becomes `new`, in the model's order.
 
-    old: without what is gone (`Remains`). A device that both plans bind, but to different incarnations of its
-    worker, is gone by itself.
+    old: without what is gone (`SurvivingLayouts`). A device that both plans bind, but to different incarnations
+    of its worker, is gone by itself.
     sizes: bytes of one element by item, over all planes that it has; state that no step made yet has none.
     Sources: the receiver's node first; then such that no link is much busier than need be (`source_choice`).
 
@@ -70,7 +70,7 @@ def reshard(old: Holdings, new: Holdings, sizes: Mapping[Item, int]) -> tuple[Tr
     lost = {item: alike.lack.lost for alike in wanted if alike.lack.lost for item in alike.items}
     if lost:
         raise Lost(lost)
-    dealing = Dealing()
+    dealing = SourceChooser()
     classes = _classes(wanted, dealing)
     transfers: list[Transfer] = []
     for alike in wanted:
@@ -119,7 +119,7 @@ def span(box: Box) -> str:
     return f"[{', '.join(f'{a}:{b}' for a, b in zip(box.start, box.stop, strict=True))}]"
 
 
-def _classes(wanted: Sequence[_Alike], dealing: Dealing) -> dict[int, list[int]]:
+def _classes(wanted: Sequence[_Alike], dealing: SourceChooser) -> dict[int, list[int]]:
     """The class of every cell, by the identity of the lack that it is in: layers held alike share one."""
     classes: dict[int, list[int]] = {}
     elements: dict[int, int] = defaultdict(int)
@@ -134,7 +134,7 @@ def _classes(wanted: Sequence[_Alike], dealing: Dealing) -> dict[int, list[int]]
     return classes
 
 
-def _dealt(alike: _Alike, classes: Sequence[int], dealing: Dealing) -> Iterator[_Part]:
+def _dealt(alike: _Alike, classes: Sequence[int], dealing: SourceChooser) -> Iterator[_Part]:
     for index, cell in zip(classes, alike.lack.cells, strict=True):
         size = cell.size * alike.element
         source = dealing.source(index, size)

@@ -106,7 +106,7 @@ def schedule(
     """
     if limit < 1:
         raise ValueError(f"limit of a round must be at least one byte, not {limit}")
-    filling = Filling(limit)
+    filling = RoundPacker(limit)
     mine: dict[int, dict[Pair, list[Piece]]] = defaultdict(lambda: defaultdict(list))
     for group in _groups(transfers, planes, limit, me):
         parts = filling.place(*group.pair, group.size, group.slack)
@@ -219,7 +219,7 @@ def _rows(shape: tuple[int, ...], most: int) -> int:
     return block
 
 
-class Filling:
+class RoundPacker:
     """How full the rounds are, at each end."""
 
     def __init__(self, limit: int) -> None:

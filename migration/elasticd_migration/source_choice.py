@@ -27,7 +27,7 @@ class Share(NamedTuple):
     size: int
 
 
-class Dealing:
+class SourceChooser:
     """Chooses who sends each want: first every class is found and every want's size is added to its class, then
     `balance`, then the wants are dealt with in their order. Wants below `whole_below` bytes have one share."""
 

@@ -27,7 +27,7 @@ from elasticd.runtime.engine.set_aside import SetAside
 from elasticd.runtime.engine.warmup import warm
 from elasticd.runtime.model.local_model import local_model
 from elasticd.runtime.model.model import Model
-from elasticd.runtime.model.rng import Drawing, Dropout
+from elasticd.runtime.model.rng import Dropout, ModelRng
 from elasticd.runtime.snapshot.memory_file import MemoryFile, read, size_of
 from elasticd.runtime.telemetry.device_probe import REPEATS, product
 from tests.accelerators import vgpu
@@ -221,7 +221,7 @@ def test_host_memory_of_others_is_pinned_as_long_as_it_is_wanted() -> None:
 def test_a_dropouts_mask_is_that_of_the_cpu_and_nobody_waits_for_its_keys() -> None:
     accelerator = Accelerator("vgpu:0")
     drop, x = Dropout(0.4, "site"), torch.ones(3, 50)
-    drop.drawing = Drawing()
+    drop.drawing = ModelRng()
     drop.drawing.begin(1, 2)
     here = drop(x)
     there = accelerator.put(x)
@@ -235,7 +235,7 @@ def test_a_dropouts_mask_is_that_of_the_cpu_and_nobody_waits_for_its_keys() -> N
 def test_what_a_section_draws_on_the_device_is_keyed() -> None:
     accelerator = Accelerator("vgpu:1")
     accelerator.use()
-    drawing = Drawing()
+    drawing = ModelRng()
     drawing.begin(3, 5)
     drawing.drew = set()
     drawn = []

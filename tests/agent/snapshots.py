@@ -18,9 +18,9 @@ from elasticd.wire.snapshots import Held
 DYING = """
 import os, signal, sys
 from elasticd_agent.snapshots import transfer
-from elasticd_agent.snapshots.tls import Identity
-from elasticd_agent.snapshots.store import Vault
-identity = Identity.make("n1")
+from elasticd_agent.snapshots.tls import TlsIdentity
+from elasticd_agent.snapshots.store import SnapshotStore
+identity = TlsIdentity.make("n1")
 real = os.pwrite
 def pwrite(fd, data, at):
     if at >= 4 << 20:
@@ -28,7 +28,8 @@ def pwrite(fd, data, at):
     return real(fd, data, at)
 os.pwrite = pwrite
 trusted = sys.stdin.read()
-server = transfer.Server("127.0.0.1", identity, Vault("n1", 1 << 30), lambda: {"n0": trusted}, lambda *_: None)
+store = SnapshotStore("n1", 1 << 30)
+server = transfer.SnapshotServer("127.0.0.1", identity, store, lambda: {"n0": trusted}, lambda *_: None)
 print(server.port, flush=True)
 print(identity.certificate, flush=True)
 print("END", flush=True)

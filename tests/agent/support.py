@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from elasticd_agent.daemon import Agent
-from elasticd_agent.worker_socket import Ears
+from elasticd_agent.worker_socket import WorkerHandlers
 from elasticd_planner.spec.model import ModelSpec
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.server import Server, ServerConnection, serve
@@ -44,9 +44,9 @@ def spec(job: str) -> JobSpec:
     return JobSpec(job=job, model=model, global_batch=2, micro_batch=1, samples=10, sample_tokens=8.0, seed=0)
 
 
-def ears(heard: list[Event]) -> Ears:
+def ears(heard: list[Event]) -> WorkerHandlers:
     """Parts of an agent that hear nothing but events, which are kept."""
-    return Ears(
+    return WorkerHandlers(
         events=heard.append,
         snapshots=lambda *_: None,
         pongs=lambda _: None,

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 
 import pytest
-from elasticd_agent.link_probe import SIZE, Crossings, next_idle
+from elasticd_agent.link_probe import SIZE, LinkProbe, next_idle
 from elasticd_agent.snapshots.port import StreamFailed
 
 from elasticd.machines.agent.state import AgentState, DoneRead, PlanRead
@@ -60,7 +60,7 @@ class Sender:
 def test_a_probe_is_told_unless_the_link_had_work_meanwhile() -> None:
     state, told = [AgentState(record=RECORD)], list[Crossed]()
     sender = Sender()
-    crossings = Crossings(1.0, sender.cross, lambda: RING, lambda: state[0], told.append)
+    crossings = LinkProbe(1.0, sender.cross, lambda: RING, lambda: state[0], told.append)
     asyncio.run(crossings.probe())
     assert sender.asked == [("n1:1", "n1", SIZE)]
     assert told == [Crossed(target="n1", size=SIZE, seconds=0.5, latency=0.001)]
@@ -68,7 +68,7 @@ def test_a_probe_is_told_unless_the_link_had_work_meanwhile() -> None:
     def work() -> None:
         state[0] = run(planned("n0/0"))[0]
 
-    crossings = Crossings(1.0, Sender(work).cross, lambda: RING, lambda: state[0], told.append)
+    crossings = LinkProbe(1.0, Sender(work).cross, lambda: RING, lambda: state[0], told.append)
     asyncio.run(crossings.probe())
     assert len(told) == 1
 
@@ -78,7 +78,7 @@ def test_an_agent_that_does_not_answer_is_no_measurement() -> None:
         raise StreamFailed("gone")
 
     told, state = list[Crossed](), AgentState(record=RECORD)
-    asyncio.run(Crossings(1.0, Sender(fails).cross, lambda: RING, lambda: state, told.append).probe())
+    asyncio.run(LinkProbe(1.0, Sender(fails).cross, lambda: RING, lambda: state, told.append).probe())
     assert told == []
 
 

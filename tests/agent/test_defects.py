@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from elasticd_agent import daemon, internal_errors
 from elasticd_agent.daemon import Agent
-from elasticd_agent.snapshots.service import Keeper
+from elasticd_agent.snapshots.service import SnapshotService
 from elasticd_agent.worker_socket import Workers
 
 from elasticd.machines.agent import machine
@@ -285,14 +285,14 @@ def test_a_part_of_the_agent_that_fails_is_begun_again(
 def test_a_record_that_the_agent_fails_on_costs_none_of_the_others(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read = Keeper.read
+    read = SnapshotService.read
 
-    def failing(self: Keeper, name: str, record: NodeRecord | None) -> None:
+    def failing(self: SnapshotService, name: str, record: NodeRecord | None) -> None:
         if name == "bad":
             raise RuntimeError("a defect")
         read(self, name, record)
 
-    monkeypatch.setattr(Keeper, "read", failing)
+    monkeypatch.setattr(SnapshotService, "read", failing)
     record = NodeRecord(node="bad", devices=(), address="127.0.0.1", agent="b")
     node.store.put(KEYS.node("bad"), encode(record))
     node.store.put(KEYS.job("job", "done"), encode(DoneRecord(step=3, epoch=1, reason="it stops")))

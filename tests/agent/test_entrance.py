@@ -15,8 +15,8 @@ from elasticd_agent.snapshots import port as entrance
 from elasticd_agent.snapshots import transfer
 from elasticd_agent.snapshots.port import StreamFailed, Trust
 from elasticd_agent.snapshots.store import NoRoom
-from elasticd_agent.snapshots.tls import Identity
-from elasticd_agent.snapshots.transfer import Sender
+from elasticd_agent.snapshots.tls import TlsIdentity
+from elasticd_agent.snapshots.transfer import SnapshotSender
 
 from elasticd.codec.message import encode
 from elasticd.testing.waiting import until
@@ -140,9 +140,9 @@ def test_strangers_get_one_line_of_the_log(pair: Pair, caplog: pytest.LogCapture
 
 def test_certificates_are_read_when_the_peers_change_and_not_for_each_connection() -> None:
     made: list[str] = []
-    mine, one, two = Identity.make("x"), Identity.make("a"), Identity.make("b")
+    mine, one, two = TlsIdentity.make("x"), TlsIdentity.make("a"), TlsIdentity.make("b")
 
-    class Counted(Identity):
+    class Counted(TlsIdentity):
         def context(self, *, server: bool, peers: str) -> ssl.SSLContext:
             made.append(peers)
             return mine.context(server=server, peers=peers)
@@ -159,7 +159,7 @@ def test_certificates_are_read_when_the_peers_change_and_not_for_each_connection
     del peers["n0"]
     assert [*trust.current()[1].values()] == [{"n1"}]
     for name in range(3 * entrance.MOST_STRANGERS):  # those that are gone are let go of in the end
-        peers["n0"] = Identity.make(f"c{name}").certificate
+        peers["n0"] = TlsIdentity.make(f"c{name}").certificate
         context, nodes = trust.current()
         assert len(nodes) == 2
     assert len(context.get_ca_certs()) < 2 * entrance.MOST_STRANGERS
@@ -168,7 +168,7 @@ def test_certificates_are_read_when_the_peers_change_and_not_for_each_connection
 def test_node_that_is_gone_from_the_store_is_not_let_in_any_more(register: Callable[[Pair], Pair]) -> None:
     peers: dict[str, str] = {}
 
-    def trusted(identity: Identity) -> Mapping[str, str]:
+    def trusted(identity: TlsIdentity) -> Mapping[str, str]:
         return peers
 
     pair = register(Pair(trusted))
@@ -184,7 +184,7 @@ def test_node_that_is_gone_from_the_store_is_not_let_in_any_more(register: Calla
 
 
 def test_certificate_that_cannot_be_read_keeps_nobody_else_out(register: Callable[[Pair], Pair]) -> None:
-    def trusted(identity: Identity) -> Mapping[str, str]:
+    def trusted(identity: TlsIdentity) -> Mapping[str, str]:
         wrong = "-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n"
         return {"n3": wrong, "n4": "none", "n5": 2 * identity.certificate, "n0": identity.certificate}
 
@@ -192,7 +192,7 @@ def test_certificate_that_cannot_be_read_keeps_nobody_else_out(register: Callabl
 
 
 @contextlib.contextmanager
-def spoken_to(pair: Pair, identity: Identity) -> Iterator[ssl.SSLSocket]:
+def spoken_to(pair: Pair, identity: TlsIdentity) -> Iterator[ssl.SSLSocket]:
     """A stream of the agent with this identity, past its handshake."""
     context = identity.context(server=False, peers=pair.theirs.certificate)
     with connected(pair) as plain, context.wrap_socket(plain) as stream:
@@ -203,13 +203,13 @@ def test_streams_of_one_node_are_so_many(
     register: Callable[[Pair], Pair], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(entrance, "MOST_OF_NODE", 2)
-    other = Identity.make("c")
+    other = TlsIdentity.make("c")
     pair = register(Pair(lambda identity: {"n0": identity.certificate, "n2": other.certificate}))
     with spoken_to(pair, pair.mine), spoken_to(pair, pair.mine):
         until(lambda: sum(bool(guest.nodes) for guest in pair.server._guests) == 2)
         with pytest.raises(StreamFailed):
             pair.send(snapshot())
-        sender = Sender(other)
+        sender = SnapshotSender(other)
         one = snapshot(device="n2/0", node="n2")
         try:
             sender.send(one, threading.Event(), pair.address, pair.theirs.certificate)

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 import psutil
 import pytest
 from elasticd_agent.chaos import cut_network
-from elasticd_agent.chaos.cut_store import Severable
-from elasticd_agent.chaos.injector import Harms
+from elasticd_agent.chaos.cut_store import CuttableStore
+from elasticd_agent.chaos.injector import FaultInjector
 
 from elasticd.store.memory import MemoryServer, MemoryStore
 from elasticd.store.protocol import StoreUnavailable, WatchEvent
@@ -30,11 +30,11 @@ def process() -> Iterator[subprocess.Popen[bytes]]:
     started.wait()
 
 
-def harms(process: subprocess.Popen[bytes], allowed: bool = True) -> Harms:
+def harms(process: subprocess.Popen[bytes], allowed: bool = True) -> FaultInjector:
     def pidfd(device: str) -> int | None:
         return os.pidfd_open(process.pid) if device == "n0/0" and process.poll() is None else None
 
-    return Harms("n0", allowed, Severable(MemoryStore(MemoryServer())), pidfd, lambda url: None)
+    return FaultInjector("n0", allowed, CuttableStore(MemoryStore(MemoryServer())), pidfd, lambda url: None)
 
 
 def status(process: subprocess.Popen[bytes]) -> str:
@@ -100,8 +100,8 @@ def test_without_the_right_to_set_routes_a_data_cut_shuts_the_connections_to_tha
             assert process.stdout is not None
             assert process.stdout.readline() == b"there\n"
             (kept, _), (cut, _) = near.accept(), far.accept()
-            store = Severable(MemoryStore(MemoryServer()))
-            agent = Harms(
+            store = CuttableStore(MemoryStore(MemoryServer()))
+            agent = FaultInjector(
                 *("n0", True, store, lambda device: os.pidfd_open(process.pid), lambda url: None),
                 devices=["n0/0"],
             )
@@ -151,7 +151,7 @@ def test_no_descriptor_is_left(process: subprocess.Popen[bytes]) -> None:
 
 def test_a_store_that_is_cut_fails_and_its_watches_go_on_where_they_were_once_it_is_healed() -> None:
     server = MemoryServer()
-    other, store = MemoryStore(server), Severable(MemoryStore(server))
+    other, store = MemoryStore(server), CuttableStore(MemoryStore(server))
     seen: list[str] = []
     store.watch("/a/", 1, lambda item: seen.append(item.key) if isinstance(item, WatchEvent) else None)
     other.put("/a/1", b"")

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from elasticd_agent.snapshots import transfer
-from elasticd_agent.snapshots.store import Snapshot, Vault
+from elasticd_agent.snapshots.store import Snapshot, SnapshotStore
 from msgspec.structs import replace
 
 from elasticd.config.tree import AgentSection, ClusterSection, Config
@@ -225,16 +225,16 @@ def test_peer_that_dies_in_the_midst_is_passed_over(scene: Scene) -> None:
 def test_snapshot_that_could_not_be_read_for_want_of_a_descriptor_is_sent_later(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, refused = Vault.find, 0
+    real, refused = SnapshotStore.find, 0
 
-    def find(vault: Vault, wanted: Held) -> Snapshot | None:
+    def find(vault: SnapshotStore, wanted: Held) -> Snapshot | None:
         nonlocal refused
         refused += 1
         if refused == 1:
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         return real(vault, wanted)
 
-    monkeypatch.setattr(Vault, "find", find)
+    monkeypatch.setattr(SnapshotStore, "find", find)
     leader = scene.leader()
     scene.start("n0", "n1")
     scene.worker("n0").snap(1)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from elasticd_agent import orphans
-from elasticd_agent.orphans import Torchruns
+from elasticd_agent.orphans import TorchrunOrphans
 
 from elasticd.system import process_mark
 from elasticd.testing.waiting import until
@@ -89,7 +89,7 @@ def test_an_agent_ends_what_torchruns_left_while_there_was_none_and_that_alone(t
     ):
 
         async def agent() -> None:
-            torchruns = Torchruns(socket)
+            torchruns = TorchrunOrphans(socket)
             torchruns.start()
             await ends(orphan)
             assert worker.poll() is None, "its torchrun lives"
@@ -145,7 +145,7 @@ def test_a_mark_that_is_no_process_keeps_no_other_from_being_watched(monkeypatch
     monkeypatch.setattr(orphans, "_end", lambda entry: [])
 
     async def body() -> None:
-        torchruns = Torchruns("a.sock")
+        torchruns = TorchrunOrphans("a.sock")
         try:
             await torchruns._begin()
             assert torchruns._watched.keys() == {mine}

@@ -9,7 +9,7 @@ import sys
 import time
 
 import pytest
-from elasticd_agent.hangs.heartbeat import BEAT, BUSY, IDLE, STOPPED, Look, Pulses, look
+from elasticd_agent.hangs.heartbeat import BEAT, BUSY, IDLE, STOPPED, Heartbeats, Look, look
 
 DEADLINE = 60.0
 
@@ -26,7 +26,7 @@ class Kernel:
         return Look(stopped=self.stopped, used=self.used)
 
 
-def run(pulses: Pulses, seconds: float, start: float, *, answers: bool = False) -> tuple[float, str]:
+def run(pulses: Heartbeats, seconds: float, start: float, *, answers: bool = False) -> tuple[float, str]:
     """Beats for so many seconds, and how it was found frozen; the time after them."""
     now = start
     while now < start + seconds:
@@ -43,12 +43,12 @@ def run(pulses: Pulses, seconds: float, start: float, *, answers: bool = False) 
 def test_who_answers_is_never_frozen() -> None:
     kernel = Kernel()
     kernel.stopped = True
-    assert run(Pulses(kernel.look), 100.0, 0.0, answers=True)[1] == ""
+    assert run(Heartbeats(kernel.look), 100.0, 0.0, answers=True)[1] == ""
 
 
 def test_a_stopped_process_is_found_at_once_and_told_once() -> None:
     kernel = Kernel()
-    pulses = Pulses(kernel.look)
+    pulses = Heartbeats(kernel.look)
     now, _ = run(pulses, 2.0, 0.0, answers=True)
     kernel.stopped = True
     found, how = run(pulses, 5.0, now)
@@ -63,14 +63,14 @@ def test_a_stopped_process_is_found_at_once_and_told_once() -> None:
 def test_a_silent_process_that_is_not_stopped_has_time(grows: float, least: float) -> None:
     kernel = Kernel()
     kernel.grows = grows
-    found, how = run(Pulses(kernel.look), 2 * BUSY, 0.0)
+    found, how = run(Heartbeats(kernel.look), 2 * BUSY, 0.0)
     assert how
     assert least <= found <= least + 1.0
 
 
 def test_what_the_agent_is_late_for_is_not_held_against_a_worker() -> None:
     kernel = Kernel()
-    pulses = Pulses(kernel.look)
+    pulses = Heartbeats(kernel.look)
     assert pulses.beat({"w": 7}, 0.0) == (("w",), {})
     kernel.stopped = True
     assert pulses.beat({"w": 7}, 3.0) == ((), {}), "this agent had stood still"
@@ -78,7 +78,7 @@ def test_what_the_agent_is_late_for_is_not_held_against_a_worker() -> None:
 
 
 def test_who_is_gone_is_forgotten() -> None:
-    pulses = Pulses(Kernel().look)
+    pulses = Heartbeats(Kernel().look)
     pulses.beat({"w": 7}, 0.0)
     pulses.beat({}, BEAT)
     assert pulses.beat({"w": 7}, 2 * BEAT) == (("w",), {})
@@ -108,7 +108,7 @@ def test_the_scripts_own_code_may_keep_the_interpreter_to_itself() -> None:
     for grows in (0.0, 0.1):
         kernel = Kernel()
         kernel.grows = grows
-        pulses, now = Pulses(kernel.look), 0.0
+        pulses, now = Heartbeats(kernel.look), 0.0
         for _ in range(1000):
             _, frozen = pulses.beat({"w": 7}, now, frozenset({"w"}))
             assert not frozen

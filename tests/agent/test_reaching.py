@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from elasticd_agent import peer_reachability
-from elasticd_agent.peer_reachability import Reaching, unreached
+from elasticd_agent.peer_reachability import PeerReachability, unreached
 
 from elasticd.records import Keys, NodeRecord, decode
 from elasticd.testing.waiting import until
@@ -37,7 +37,7 @@ def test_who_answers_is_reached_and_who_refuses_or_is_silent_is_not(monkeypatch:
     told: list[Unreached] = []
 
     async def play() -> dict[str, str]:
-        there = Reaching("127.0.0.1", told.append)
+        there = PeerReachability("127.0.0.1", told.append)
         await there.start()
         silent = f"127.0.0.1:{listener.getsockname()[1]}"
         try:

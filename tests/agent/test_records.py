@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 
 import pytest
-from elasticd_agent.store_watch import Records
+from elasticd_agent.store_watch import StoreWatch
 
 from elasticd.codec import record_parts
 from elasticd.codec.record_parts import cut
@@ -28,7 +28,7 @@ class Reader:
     def __init__(self, store: MemoryStore) -> None:
         self.events: list[Event] = []
         self.followed: list[str | None] = []
-        self._records = Records(
+        self._records = StoreWatch(
             *(store, KEYS, self.events.append),
             follow=self.followed.append,
             node_read=lambda node, record: None,

@@ -15,13 +15,13 @@ import msgspec
 import pytest
 from elasticd_agent.hangs import stack_dump
 from elasticd_agent.hangs.heartbeat import BEAT
-from elasticd_agent.hangs.main_thread_watch import Halt, Standing, told_of
+from elasticd_agent.hangs.main_thread_watch import Halt, MainThreadWatch, told_of
 from elasticd_planner.spec.cluster import node_of
 
 from elasticd.machines.agent.state import LinkDown, LinkUp, Stood
 from elasticd.machines.job.faults.hangs import awaited
 from elasticd.machines.job.state.events import Received
-from elasticd.runtime.telemetry.main_thread import Shared, during_task
+from elasticd.runtime.telemetry.main_thread import SharedMainThread, during_task
 from elasticd.system.parent_death_signal import ending_with_us
 from elasticd.wire import unix_socket
 from elasticd.wire.main_thread import (
@@ -53,7 +53,7 @@ class Rank:
     """A worker's memory, and the agent's view of it, a beat at a time."""
 
     def __init__(self) -> None:
-        self.where, self.standing, self.now = Shared(), Standing(), 100.0
+        self.where, self.standing, self.now = SharedMainThread(), MainThreadWatch(), 100.0
         assert self.standing.hear("w", Whereabouts(signal=64), os.dup(self.where.fd)) == ""
 
     def step(self, seconds: float) -> None:
@@ -304,7 +304,7 @@ def test_a_wait_for_the_coordinator_is_no_standstill(rank: Rank) -> None:
 
 
 def test_every_place_has_a_name_and_one_of_a_newer_release_is_a_collective() -> None:
-    where = Shared()
+    where = SharedMainThread()
     for place in range(len(NAMES)):
         where.at(place)
         found = read(os.pread(where.fd, STACK, 0))
@@ -339,7 +339,7 @@ def test_a_worker_that_is_gone_is_forgotten_and_only_memory_files_are_read(rank:
 
 
 def test_every_word_can_be_read_back() -> None:
-    where = Shared()
+    where = SharedMainThread()
     where.begin(0, 1)
     for place, rank in ((VOTE, 0), (VOTE, (1 << 24) - 2), (LOSS, None)):
         where.at(place, rank)
@@ -352,12 +352,12 @@ def test_every_word_can_be_read_back() -> None:
 
 def test_telling_where_it_is_costs_the_main_thread_next_to_nothing() -> None:
     """A step says so some hundred times; 50 us of it are the goal."""
-    where, count = Shared(), 20_000
+    where, count = SharedMainThread(), 20_000
     best = min(_timed(where, count) for _ in range(5))
     assert best / count < 2e-6, f"{best / count * 1e9:.0f} ns"
 
 
-def _timed(where: Shared, count: int) -> float:
+def _timed(where: SharedMainThread, count: int) -> float:
     began = time.thread_time()  # of the processor: a busy machine does not count
     for _ in range(count):
         where.at(LOSS)
@@ -368,9 +368,9 @@ HANGS = """
 import re, socket, sys
 from elasticd.codec.message import encode
 from elasticd.wire import unix_socket
-from elasticd.runtime.telemetry.main_thread import Shared, during_task
+from elasticd.runtime.telemetry.main_thread import SharedMainThread, during_task
 from elasticd.wire.main_thread import LOSS, Whereabouts
-where = Shared()
+where = SharedMainThread()
 end = socket.socket(fileno=int(sys.argv[1]))
 where.begin(3, 1)
 where.at(LOSS)

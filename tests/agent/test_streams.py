@@ -11,9 +11,9 @@ from contextlib import ExitStack
 
 import pytest
 from elasticd_agent.snapshots.port import StreamFailed
-from elasticd_agent.snapshots.store import NoRoom, Snapshot, Vault
-from elasticd_agent.snapshots.tls import Identity
-from elasticd_agent.snapshots.transfer import Sender, Server
+from elasticd_agent.snapshots.store import NoRoom, Snapshot, SnapshotStore
+from elasticd_agent.snapshots.tls import TlsIdentity
+from elasticd_agent.snapshots.transfer import SnapshotSender, SnapshotServer
 
 from elasticd.testing.waiting import until
 from elasticd.wire.snapshots import Held
@@ -23,15 +23,15 @@ from tests.agent.snapshots import content, dying_agent, plan_of, snapshot
 class Pair:
     """Two agents' ends: n0 sends, n1 receives."""
 
-    def __init__(self, trusted: Callable[[Identity], Mapping[str, str]], address: str = "127.0.0.1") -> None:
-        self.mine, self.theirs = Identity.make("a"), Identity.make("b")
-        self.vault = Vault("n1", 1 << 20)
+    def __init__(self, trusted: Callable[[TlsIdentity], Mapping[str, str]], address: str = "127.0.0.1") -> None:
+        self.mine, self.theirs = TlsIdentity.make("a"), TlsIdentity.make("b")
+        self.vault = SnapshotStore("n1", 1 << 20)
         self.arrived: list[Held] = []
         self.came = threading.Event()
-        self.server = Server(
+        self.server = SnapshotServer(
             address, self.theirs, self.vault, lambda: trusted(self.mine), lambda one, gone: self._arrive(one)
         )
-        self.sender = Sender(self.mine)
+        self.sender = SnapshotSender(self.mine)
         self.address = f"{address}:{self.server.port}"
 
     def send(self, one: Snapshot, revoked: threading.Event | None = None) -> None:
@@ -51,15 +51,17 @@ class Pair:
             os.close(one.fd)
 
 
-def known(identity: Identity) -> Mapping[str, str]:
-    return {"n2": Identity.make("c").certificate, "n0": identity.certificate}
+def known(identity: TlsIdentity) -> Mapping[str, str]:
+    return {"n2": TlsIdentity.make("c").certificate, "n0": identity.certificate}
 
 
 @pytest.fixture
 def make() -> Iterator[Callable[..., Pair]]:
     with ExitStack() as stack:
 
-        def make(trusted: Callable[[Identity], Mapping[str, str]] = known, address: str = "127.0.0.1") -> Pair:
+        def make(
+            trusted: Callable[[TlsIdentity], Mapping[str, str]] = known, address: str = "127.0.0.1"
+        ) -> Pair:
             pair = Pair(trusted, address)
             stack.callback(pair.close)
             return pair
@@ -86,7 +88,7 @@ def test_address_of_the_sixth_version_is_one_too(make: Callable[..., Pair]) -> N
 
 
 def test_who_is_not_in_the_store_is_not_spoken_to(make: Callable[..., Pair]) -> None:
-    pair = make(lambda identity: {"n0": Identity.make("a").certificate})
+    pair = make(lambda identity: {"n0": TlsIdentity.make("a").certificate})
     with pytest.raises(StreamFailed, match=r"127\.0\.0\.1"):
         pair.send(snapshot())
     assert pair.arrived == []
@@ -94,7 +96,7 @@ def test_who_is_not_in_the_store_is_not_spoken_to(make: Callable[..., Pair]) -> 
 
 def test_agent_that_is_not_the_one_in_the_store_gets_nothing(make: Callable[..., Pair]) -> None:
     pair = make()
-    pair.theirs = Identity.make("b")
+    pair.theirs = TlsIdentity.make("b")
     with pytest.raises(StreamFailed, match=r"certificate verify failed"):
         pair.send(snapshot())
     assert pair.arrived == []
@@ -176,8 +178,8 @@ def test_noise_on_the_port_harms_nobody(make: Callable[..., Pair]) -> None:
 
 
 def test_agent_that_dies_in_the_midst_breaks_the_stream() -> None:
-    mine = Identity.make("a")
-    sender, one = Sender(mine), snapshot(data=bytes(16 << 20))
+    mine = TlsIdentity.make("a")
+    sender, one = SnapshotSender(mine), snapshot(data=bytes(16 << 20))
     try:
         with dying_agent(mine.certificate) as (process, record):
             with pytest.raises(StreamFailed):

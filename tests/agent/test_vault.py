@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from elasticd_agent.snapshots.store import PATIENCE, NoRoom, Snapshot, Vault
+from elasticd_agent.snapshots.store import PATIENCE, NoRoom, Snapshot, SnapshotStore
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -32,11 +32,11 @@ def drop(gone: list[Snapshot]) -> list[tuple[int, int]]:
     return [(one.held.plan, one.held.step) for one in gone]
 
 
-def versions(vault: Vault) -> list[tuple[int, int]]:
+def versions(vault: SnapshotStore) -> list[tuple[int, int]]:
     return [(one.plan, one.step) for one in vault.held("job")]
 
 
-def copied(vault: Vault, step: int, peer: str = "b", plan: int = 1) -> None:
+def copied(vault: SnapshotStore, step: int, peer: str = "b", plan: int = 1) -> None:
     """It was sent to the agent `peer`, or to nobody."""
     one = held(step, plan=plan)
     lent = vault.lend(one)
@@ -45,13 +45,13 @@ def copied(vault: Vault, step: int, peer: str = "b", plan: int = 1) -> None:
 
 
 @pytest.fixture
-def vault() -> Iterator[Vault]:
-    vault = Vault("n0", 1 << 20)
+def vault() -> Iterator[SnapshotStore]:
+    vault = SnapshotStore("n0", 1 << 20)
     yield vault
     drop(vault.forget("job"))
 
 
-def test_whole_set_outdates_older_ones_and_none_else_does(vault: Vault) -> None:
+def test_whole_set_outdates_older_ones_and_none_else_does(vault: SnapshotStore) -> None:
     for step in (1, 2, 3):
         assert drop(vault.put(snapshot(step))) == []
     assert drop(vault.whole("job", (1, 2))) == [(1, 1)]
@@ -60,13 +60,13 @@ def test_whole_set_outdates_older_ones_and_none_else_does(vault: Vault) -> None:
     assert drop(vault.put(snapshot(1))) == [(1, 1)], "what comes too late is not kept"
 
 
-def test_plan_counts_before_step(vault: Vault) -> None:
+def test_plan_counts_before_step(vault: SnapshotStore) -> None:
     drop(vault.put(snapshot(90, plan=1)))
     drop(vault.put(snapshot(50, plan=2)))  # after a recovery from step 40
     assert drop(vault.whole("job", (2, 50))) == [(1, 90)]
 
 
-def test_set_that_never_becomes_whole_is_let_go_of_in_time(vault: Vault) -> None:
+def test_set_that_never_becomes_whole_is_let_go_of_in_time(vault: SnapshotStore) -> None:
     for step in (1, 2, 3):
         drop(vault.put(snapshot(step)))
     drop(vault.whole("job", (1, 1)))
@@ -79,7 +79,7 @@ def test_set_that_never_becomes_whole_is_let_go_of_in_time(vault: Vault) -> None
     assert drop(vault.expire(time.monotonic() + LATER, alive)) == [], "the whole one stays"
 
 
-def test_newest_stays_where_none_is_whole(vault: Vault) -> None:
+def test_newest_stays_where_none_is_whole(vault: SnapshotStore) -> None:
     for step in (1, 2):
         drop(vault.put(snapshot(step)))
         copied(vault, step, peer="")
@@ -87,7 +87,7 @@ def test_newest_stays_where_none_is_whole(vault: Vault) -> None:
     assert versions(vault) == [(1, 2)]
 
 
-def test_patience_grows_with_what_the_copy_took(vault: Vault) -> None:
+def test_patience_grows_with_what_the_copy_took(vault: SnapshotStore) -> None:
     for step in (1, 2):
         one = held(step)
         drop(vault.put(snapshot(step)))
@@ -98,7 +98,7 @@ def test_patience_grows_with_what_the_copy_took(vault: Vault) -> None:
     assert drop(vault.expire(time.monotonic() + 11 * PATIENCE, alive)) == [(1, 1)]
 
 
-def test_what_is_being_sent_is_kept_until_it_was(vault: Vault) -> None:
+def test_what_is_being_sent_is_kept_until_it_was(vault: SnapshotStore) -> None:
     drop(vault.put(snapshot(1)))
     one = held(1)
     lent = vault.lend(one)
@@ -110,7 +110,7 @@ def test_what_is_being_sent_is_kept_until_it_was(vault: Vault) -> None:
     assert drop(vault.settle(one, lent, "b", 0.0)) == [(1, 1)]
 
 
-def test_what_is_forgotten_while_it_is_sent_is_revoked_at_once(vault: Vault) -> None:
+def test_what_is_forgotten_while_it_is_sent_is_revoked_at_once(vault: SnapshotStore) -> None:
     drop(vault.put(snapshot(1)))
     lent = vault.lend(held(1))
     assert lent is not None
@@ -119,7 +119,7 @@ def test_what_is_forgotten_while_it_is_sent_is_revoked_at_once(vault: Vault) -> 
     assert vault.settle(held(1), lent, "b", 0.0) == []
 
 
-def test_lost_copies_are_to_be_sent_again_the_oldest_first(vault: Vault) -> None:
+def test_lost_copies_are_to_be_sent_again_the_oldest_first(vault: SnapshotStore) -> None:
     for step in (1, 2):
         drop(vault.put(snapshot(step)))
     drop(vault.put(snapshot(1, device="n1/0", node="n1")))
@@ -131,14 +131,14 @@ def test_lost_copies_are_to_be_sent_again_the_oldest_first(vault: Vault) -> None
     assert [one.step for one in vault.unsent()] == [1]
 
 
-def test_found_snapshot_outlives_the_vaults_own(vault: Vault) -> None:
+def test_found_snapshot_outlives_the_vaults_own(vault: SnapshotStore) -> None:
     drop(vault.put(snapshot(1, data=b"first")))
     found = vault.find(held(1))
     drop(vault.forget("job"))
     assert content(found) == b"first"
 
 
-def test_limit_is_for_other_nodes_snapshots_and_counts_those_on_their_way(vault: Vault) -> None:
+def test_limit_is_for_other_nodes_snapshots_and_counts_those_on_their_way(vault: SnapshotStore) -> None:
     drop(vault.put(snapshot(data=bytes(2 << 20))))  # a worker's own memory
     fd = vault.reserve(1 << 20)
     with pytest.raises(NoRoom, match=r"raise \[agent\] snapshot_mib"):
@@ -168,7 +168,7 @@ _MOVES = st.one_of(
 def test_each_snapshot_is_let_go_of_once_and_the_whole_and_the_newest_stay(
     moves: list[tuple[str, int, int]],
 ) -> None:
-    vault = Vault("n0", 1 << 20)
+    vault = SnapshotStore("n0", 1 << 20)
     lent, put, gone, whole = {}, 0, 0, (0, 0)
     for kind, plan, step in moves:
         one = held(step, plan=plan)

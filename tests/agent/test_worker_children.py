@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from elasticd_agent.orphans import WorkerChildren
+from elasticd_agent.orphans import WorkerOrphans
 
 from elasticd.machines.agent.state import Said
 from elasticd.system import process_mark, process_sessions
@@ -65,7 +65,7 @@ async def observed(worker: Worker, *words: Goodbye | str) -> None:
 
     words: messages of the worker, and names of clients as which it connects anew.
     """
-    children, client = WorkerChildren(), "w"
+    children, client = WorkerOrphans(), "w"
     children.observe(replace(hello(0, client), pid=worker.process.pid))
     for word in words:
         if isinstance(word, str):

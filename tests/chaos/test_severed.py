@@ -12,7 +12,7 @@ from typing import cast
 import pytest
 
 from elasticd.chaos.faults import Fault
-from elasticd.testing.network_cut import Severed
+from elasticd.testing.network_cut import NetworkCut
 from elasticd.testing.network_namespaces import Namespaces
 
 #: Listens at each node's; connects to the port that it is told, and says when that connection ends.
@@ -68,7 +68,7 @@ def test_without_namespaces_the_connections_between_two_nodes_are_shut_and_no_ot
     client = worker(started, "connect", port)
     assert (said(server), said(client)) == ("connected", "connected")
     pids = {"alpha": [client.pid], "beta": [server.pid], "gamma": []}
-    severed = Severed(None, lambda node: pids[node])
+    severed = NetworkCut(None, lambda node: pids[node])
     assert not severed.cut(Fault(kind="sever", node="alpha", peer="gamma", lasts=1.0, step=1))
     assert severed.cut(Fault(kind="sever", node="alpha", peer="beta", lasts=1.0, step=1))
     assert (said(server), said(client)) == ("ended", "ended")
@@ -80,7 +80,7 @@ def test_without_namespaces_the_connections_between_two_nodes_are_shut_and_no_ot
 )
 def test_a_route_swallows_what_is_sent_until_the_time_is_over(how: str, ways: set[tuple[str, str]]) -> None:
     routes = Routes()
-    severed = Severed(cast(Namespaces, routes), lambda node: ())
+    severed = NetworkCut(cast(Namespaces, routes), lambda node: ())
     assert severed.cut(Fault(kind="sever", node="alpha", peer="beta", how=how, lasts=0.05, step=1))
     severed.heal()
     assert routes.swallowed == ways

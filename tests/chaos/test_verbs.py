@@ -13,7 +13,7 @@ from elasticd_planner.value import Invalid
 
 from elasticd.chaos.client import Chaos
 from elasticd.cli.app import elasticd
-from elasticd.client import Api, CannotReach
+from elasticd.client import ApiClient, CannotReach
 from elasticd.machines.job.state.job_state import JobSettings
 from elasticd.store.memory import MemoryStore
 from elasticd.testing.waiting import until
@@ -51,7 +51,7 @@ def connected(cluster: Cluster, node: str) -> bool:
 
 @pytest.mark.slow
 def test_signals_reach_the_worker_that_is_meant(cluster: Cluster) -> None:
-    with Api(cluster.coordinator.url) as api:
+    with ApiClient(cluster.coordinator.url) as api:
         chaos = Chaos(api)
         chaos.freeze("b/0")
         until(lambda: status(cluster, "b/0") == psutil.STATUS_STOPPED)
@@ -67,7 +67,7 @@ def test_signals_reach_the_worker_that_is_meant(cluster: Cluster) -> None:
 
 @pytest.mark.slow
 def test_who_is_frozen_is_thawed_by_an_agent_that_ends(cluster: Cluster) -> None:
-    with Api(cluster.coordinator.url) as api:
+    with ApiClient(cluster.coordinator.url) as api:
         Chaos(api).freeze("b/0")
     until(lambda: status(cluster, "b/0") == psutil.STATUS_STOPPED)
     cluster.restart_agent("b")
@@ -84,7 +84,7 @@ def test_a_cut_agent_is_away_until_it_is_healed_and_its_worker_trains_on(cluster
     until(lambda: (cluster.job()["step"] or 0) > before + 3)
     key = cluster.coordinator.keys.node("b")
     until(lambda: MemoryStore(cluster.server).get(key) is None)
-    with Api(url) as api:
+    with ApiClient(url) as api:
         with pytest.raises(CannotReach, match="is cut already"):
             Chaos(api).cut("b")
         with pytest.raises(CannotReach, match="cannot be reached"):
@@ -100,14 +100,14 @@ def test_a_cut_agent_is_away_until_it_is_healed_and_its_worker_trains_on(cluster
 
 @pytest.mark.slow
 def test_a_cut_ends_after_its_seconds(cluster: Cluster) -> None:
-    with Api(cluster.coordinator.url) as api:
+    with ApiClient(cluster.coordinator.url) as api:
         Chaos(api).cut("b", 0.5)
     until(lambda: cluster.events("node_down"))
     until(lambda: connected(cluster, "b"))
 
 
 def test_places_that_cannot_be_meant_are_refused_before_anybody_is_asked() -> None:
-    chaos = Chaos(Api("http://127.0.0.1:9"))
+    chaos = Chaos(ApiClient("http://127.0.0.1:9"))
     for wrong in ("alpha", "/0", "alpha/"):
         with pytest.raises(Invalid, match="must be a device"):
             chaos.kill(wrong)
@@ -118,7 +118,7 @@ def test_places_that_cannot_be_meant_are_refused_before_anybody_is_asked() -> No
 
 
 def test_the_data_network_of_one_machine_is_not_cut(cluster: Cluster) -> None:
-    with Api(cluster.coordinator.url) as api:
+    with ApiClient(cluster.coordinator.url) as api:
         with pytest.raises(CannotReach, match="only the network between two machines can be cut"):
             Chaos(api).cut_data("a", "b")
         with pytest.raises(CannotReach, match="there is no node 'c'"):

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elasticd.checkpoints.checksums import BLOCK, Damaged, SummedFile, SummedStream
+from elasticd.checkpoints.checksums import BLOCK, ChecksumReader, ChecksumWriter, Damaged
 from elasticd.checkpoints.disk import LocalDisk
 from elasticd.checkpoints.folder import (
     UNFINISHED,
@@ -98,16 +98,16 @@ def test_blocks_are_read_as_they_were_written(
 ) -> None:
     folder = tmp_path_factory.mktemp("sums")
     data = torch.randint(0, 256, (sum(pieces),), dtype=torch.uint8).numpy().tobytes()
-    stream = SummedStream(LocalDisk().create(folder / "f"))
+    stream = ChecksumWriter(LocalDisk().create(folder / "f"))
     at = 0
     for size in pieces:
         assert stream.mark() == at
         stream.write(data[at : at + size])
-        assert bytes(stream.head) == data[at : at + min(size, SummedStream.HEAD)]
+        assert bytes(stream.head) == data[at : at + min(size, ChecksumWriter.HEAD)]
         at += size
     sums = stream.finish("f")
     assert sums.size == len(data) == (folder / "f").stat().st_size
-    with closing(SummedFile(folder, sums)) as file:
+    with closing(ChecksumReader(folder, sums)) as file:
         for a, b in reads:
             start, stop = sorted((int(a * len(data)), int(b * len(data))))
             assert file.read(start, stop) == data[start:stop]

@@ -12,7 +12,7 @@ from elasticd_planner.spec.box import Box, subtract
 from elasticd_planner.spec.plan import Plan
 from hypothesis import given, settings
 
-from elasticd.checkpoints.checksums import BLOCK, Damaged, SummedStream
+from elasticd.checkpoints.checksums import BLOCK, ChecksumWriter, Damaged
 from elasticd.checkpoints.disk import LocalDisk
 from elasticd.checkpoints.folder import look
 from elasticd.checkpoints.manifest import Manifest
@@ -75,7 +75,7 @@ def test_only_the_blocks_that_are_needed_are_read(tmp_path: Path) -> None:
     path, found = tmp_path, manifest(save(tmp_path))
     file, entry = "big", found.tensors["value"]["embed.tokens.weight"]
     chunk = entry.planes[0].chunks[0]
-    summed = SummedStream(LocalDisk().create(path / file))
+    summed = ChecksumWriter(LocalDisk().create(path / file))
     summed.write(wide.numpy().tobytes())
     whole = Box.whole((4, 1 << 19))
     record = msgspec.structs.replace(chunk.record, file=file)

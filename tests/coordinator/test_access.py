@@ -17,7 +17,7 @@ from elasticd.codec.message import encode
 from elasticd.config.credentials import Credentials
 from elasticd.config.security import Role, SecuritySection
 from elasticd.config.tree import ConfigError
-from elasticd.coordinator.auth import Access, Caller, CallerProof, needed
+from elasticd.coordinator.auth import Authorizer, Caller, CallerProof, needed
 from elasticd.machines.job.state.events import AgentUp
 from elasticd.system.network_addresses import is_loopback
 from elasticd.wire.coordinator import AgentHello, AgentRejected, to_agent
@@ -268,24 +268,24 @@ def test_file_of_tokens_that_is_wrong_is_refused_without_showing_it(
 ) -> None:
     path = private(tmp_path / "viewers", text)
     with pytest.raises(ConfigError, match=said) as error:
-        Access.read(SecuritySection(viewers=path))
+        Authorizer.read(SecuritySection(viewers=path))
     assert "0123456789abcdef" not in str(error.value)
 
 
 def test_file_that_everybody_may_read_and_a_token_of_two_roles_are_refused(tmp_path: Path) -> None:
     path = private(tmp_path / "viewers", f"{VIEWER}\n")
     with pytest.raises(ConfigError, match="listed elsewhere too"):
-        Access.read(SecuritySection(viewers=path, operators=path))
+        Authorizer.read(SecuritySection(viewers=path, operators=path))
     Path(path).chmod(0o644)
     with pytest.raises(ConfigError, match="chmod o="):
-        Access.read(SecuritySection(viewers=path))
+        Authorizer.read(SecuritySection(viewers=path))
     with pytest.raises(ConfigError, match=r"viewers /nowhere cannot be read \(No such file"):
-        Access.read(SecuritySection(viewers="/nowhere"))
+        Authorizer.read(SecuritySection(viewers="/nowhere"))
 
 
 @given(st.binary(max_size=80))
 def test_any_header_gives_a_caller_or_none(header: bytes) -> None:
-    access = Access({}, asks=True)
+    access = Authorizer({}, asks=True)
     assert access.caller(CallerProof(authorization=header)) is None
 
 
@@ -300,9 +300,9 @@ def test_any_header_gives_a_caller_or_none(header: bytes) -> None:
 )
 def test_certificate_says_its_role_and_name(subject: dict[str, str], caller: Caller | None) -> None:
     shown = {"subject": tuple(((key, value),) for key, value in subject.items())}
-    assert Access({}, asks=True).caller(CallerProof(certificate=shown)) == caller
+    assert Authorizer({}, asks=True).caller(CallerProof(certificate=shown)) == caller
     wrong = CallerProof(authorization=b"Bearer wrong", certificate=shown)
-    assert Access({}, asks=True).caller(wrong) is None, "a wrong token is not made good"
+    assert Authorizer({}, asks=True).caller(wrong) is None, "a wrong token is not made good"
 
 
 @given(st.sampled_from(["POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE"]), st.text())

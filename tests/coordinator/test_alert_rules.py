@@ -20,7 +20,7 @@ from elasticd_planner.detection.stragglers import DeviceRate, RateState
 from elasticd_planner.spec.measurement import Measurement
 from prometheus_client.parser import text_string_to_metric_families
 
-from elasticd.coordinator.events.event_log import Journal
+from elasticd.coordinator.events.event_log import EventLog
 from elasticd.coordinator.metrics import LeaderMetrics, LeaderReading
 from elasticd.machines.coordinator import machine
 from elasticd.machines.coordinator.machine import CoordinatorState
@@ -86,7 +86,7 @@ class Script:
     def __init__(self, job: JobState | None = None, cluster: str = "a") -> None:
         self.cluster = cluster
         self.state = CoordinatorState(epoch=1, jobs={job.job: job} if job is not None else {})
-        self.journal = Journal()
+        self.journal = EventLog()
         self.metrics = LeaderMetrics(cluster)
         self.scraped: list[str] = []
         self.store_away, self.listeners, self.step = False, 1, 0
@@ -152,7 +152,7 @@ class Script:
     def another_leads(self, *, journal: bool = True) -> None:
         """A new leader, with what the journal keeps, or without; no agent has come back to it."""
         lines = self.journal.new(10**6, 10**6)
-        self.journal, self.metrics = Journal(), LeaderMetrics(self.cluster)
+        self.journal, self.metrics = EventLog(), LeaderMetrics(self.cluster)
         if journal and lines is not None:
             self.journal.restore(lines)
         self.state = msgspec.structs.replace(self.state, epoch=self.state.epoch + 1, nodes={})

@@ -14,7 +14,7 @@ from starlette.routing import Route
 
 from elasticd.cli.status import unwritten
 from elasticd.coordinator import leader as leading
-from elasticd.coordinator.auth import Access
+from elasticd.coordinator.auth import Authorizer
 from elasticd.coordinator.daemon import Coordinator
 from elasticd.coordinator.http.api import Served
 from elasticd.coordinator.http.app import application
@@ -87,8 +87,8 @@ def decided(coordinator: Coordinator) -> Any:
 
 
 def test_every_route_that_changes_something_is_asked_here() -> None:
-    """What no read answers goes by the store (`Leading.decide`), as the tests below find out of each."""
-    served = cast(Served, SimpleNamespace(access=Access({}, asks=False), viewers=None))
+    """What no read answers goes by the store (`Leader.decide`), as the tests below find out of each."""
+    served = cast(Served, SimpleNamespace(access=Authorizer({}, asks=False), viewers=None))
     changing = [
         route
         for route in application(served, 1.0).routes

@@ -12,16 +12,16 @@ from elasticd_planner.policy.policy import PolicySettings
 from elasticd.codec import decoding
 from elasticd.config.tree import Config, ConfigError, parse, reloaded
 from elasticd.coordinator.daemon import Coordinator
-from elasticd.coordinator.live_config import MOST_HISTORY, Changes, of
+from elasticd.coordinator.live_config import MOST_HISTORY, ConfigChanges, of
 from elasticd.records import Keys, encode
 from elasticd.store.memory import MemoryServer, MemoryStore
 from elasticd.store.protocol import Put
 from tests.coordinator.agents import config, coordinating, get, post
 
 
-def changes(text: str = "") -> Changes:
+def changes(text: str = "") -> ConfigChanges:
     found = parse(text, "test.toml")
-    return Changes(detect=found.detect, policy=found.policy)
+    return ConfigChanges(detect=found.detect, policy=found.policy)
 
 
 async def change(coordinator: Coordinator, **values: Any) -> tuple[int, dict[str, Any]]:

@@ -26,7 +26,7 @@ from elasticd.coordinator.http import agent_socket
 from elasticd.coordinator.leader import LARGEST_RANK
 from elasticd.machines.job.state.job_state import JobPhase, fresh
 from elasticd.records import DoneRecord, Keys, PlanRecord, Proposal, decode
-from elasticd.store.leader import Leader, read_leader
+from elasticd.store.leader import ElectedLeader, read_leader
 from elasticd.store.memory import MemoryServer, MemoryStore
 from elasticd.store.protocol import Limits, WatchEvent
 from elasticd.store.state_file import Mark, StateFile
@@ -308,7 +308,7 @@ def test_leader_whose_key_is_gone_ends_loudly() -> None:
 def test_second_coordinator_stands_by_and_leads_when_the_first_ends() -> None:
     async def body() -> None:
         server = MemoryServer()
-        store, told = MemoryStore(server), list[Leader]()
+        store, told = MemoryStore(server), list[ElectedLeader]()
         second = Coordinator(config(), store, standing_by=told.append)
         async with coordinating(server) as first:
             starting = asyncio.create_task(second.start())
@@ -327,7 +327,7 @@ def test_second_coordinator_stands_by_and_leads_when_the_first_ends() -> None:
 
 def test_who_stands_by_ends_when_told_also_while_the_store_is_away() -> None:
     async def body() -> None:
-        server, told = MemoryServer(), list[Leader]()
+        server, told = MemoryServer(), list[ElectedLeader]()
         async with coordinating(server):
             second = Coordinator(config(), MemoryStore(server), standing_by=told.append)
             starting = asyncio.create_task(second.start())
@@ -354,7 +354,7 @@ def test_replaced_leader_stands_by_again(capsys: pytest.CaptureFixture[str]) -> 
         store = MemoryStore(server)
         running = asyncio.create_task(run(config(), MemoryStore(server)))
 
-        def leader() -> Leader | None:
+        def leader() -> ElectedLeader | None:
             return read_leader(store, KEYS.leader)
 
         # Not only until the key is there: one that loses it before it leads tries again without a word.

@@ -21,8 +21,8 @@ from typing import get_args
 import msgspec
 import pytest
 from elasticd_agent.snapshots import transfer
-from elasticd_agent.snapshots.tls import Identity
-from elasticd_agent.snapshots.transfer import Sender
+from elasticd_agent.snapshots.tls import TlsIdentity
+from elasticd_agent.snapshots.transfer import SnapshotSender
 from elasticd_planner.policy.policy import PolicySettings
 from elasticd_planner.spec.measurement import Measurement
 from websockets.asyncio.client import ClientConnection, connect
@@ -208,7 +208,7 @@ class Worker:
             sock.send(data[: unix_socket.LARGEST_PACKET], socket.MSG_NOSIGNAL)
 
 
-def as_peer(draw: Random, identity: Identity, record_of: NodeRecord) -> int:
+def as_peer(draw: Random, identity: TlsIdentity, record_of: NodeRecord) -> int:
     """One stream of a node that is known in the store; how many frames it sent."""
     host, _, port = record_of.snapshots.rpartition(":")
     context = identity.context(server=False, peers=record_of.certificate)
@@ -244,7 +244,7 @@ def test_leader_leads_on_and_another_jobs_steps_count_whatever_is_said(
     path = str(tmp_path / "delta.sock")
     section = AgentSection(node="delta", socket=path, devices=2, memory=1 << 20, snapshot_mib=4)
     server = MemoryServer()
-    evil = Identity.make("evil")
+    evil = TlsIdentity.make("evil")
     known = NodeRecord(node="evil", devices=(), address="127.0.0.1", agent="evil", certificate=evil.certificate)
     MemoryStore(server).put(KEYS.node("evil"), record(known))
 
@@ -296,7 +296,7 @@ def test_leader_leads_on_and_another_jobs_steps_count_whatever_is_said(
         refused = coordinator.leading.exposition().decode()
         assert 'reason="unreadable"}' in refused
 
-    async def survived(coordinator: Coordinator, path: str, evil: Identity) -> None:
+    async def survived(coordinator: Coordinator, path: str, evil: TlsIdentity) -> None:
         """An honest worker, agent and peer are served as before."""
         assert (await get(coordinator, "/readyz"))[0] == 200
         assert not coordinator._end.done()
@@ -312,11 +312,11 @@ def test_leader_leads_on_and_another_jobs_steps_count_whatever_is_said(
         finally:
             trainer.close()
 
-    def kept(evil: Identity) -> None:
+    def kept(evil: TlsIdentity) -> None:
         item = MemoryStore(server).get(KEYS.node("delta"))
         assert item is not None
         delta = decode(item.value, NodeRecord)
-        sender, one = Sender(evil), snapshot(9, device="evil/0", node="evil")
+        sender, one = SnapshotSender(evil), snapshot(9, device="evil/0", node="evil")
         try:
             sender.send(one, threading.Event(), delta.snapshots, delta.certificate)
         finally:

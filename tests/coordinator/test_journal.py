@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 from elasticd_planner.spec.measurement import Measurement
 
-from elasticd.coordinator.events.event_log import Journal, Pacing
+from elasticd.coordinator.events.event_log import EventLog, Pacing
 from elasticd.machines.job.state.events import CoordinatorNote
 from elasticd.wire.worker import Report
 
@@ -18,7 +18,7 @@ def report(step: int, loss: float | None = 1.0) -> Report:
 
 
 def test_events_have_ids_that_grow_and_the_oldest_go() -> None:
-    journal = Journal(events=3)
+    journal = EventLog(events=3)
     for i in range(5):
         journal.tell(CoordinatorNote(kind="slow", text=str(i)), time=float(i))
     assert [record.id for record in journal.events()] == [3, 4, 5]
@@ -27,7 +27,7 @@ def test_events_have_ids_that_grow_and_the_oldest_go() -> None:
 
 
 def test_steps_are_rank_zeros_and_a_repeated_one_counts_once() -> None:
-    journal = Journal(steps=10)
+    journal = EventLog(steps=10)
     for step in (1, 2, 3, 2, 3, 4):
         journal.report("demo", report(step), time=float(step))
         journal.report("demo", report(step, loss=None), time=float(step))
@@ -38,7 +38,7 @@ def test_steps_are_rank_zeros_and_a_repeated_one_counts_once() -> None:
 
 
 def test_pacing_is_summed_over_all_ranks() -> None:
-    journal = Journal()
+    journal = EventLog()
     for loss in (1.0, None):
         journal.report("demo", msgspec.structs.replace(report(1, loss), paced=30, overruns=1), time=1.0)
     assert journal.pacing("demo") == Pacing(paced=60, overruns=2)

@@ -15,7 +15,7 @@ from elasticd.codec import record_parts
 from elasticd.codec.decoding import VersionRefused, decode_stored
 from elasticd.codec.record_parts import MOST_BYTES, Shelf, cut, whole
 from elasticd.coordinator import store_transactions
-from elasticd.coordinator.store_transactions import Ledger, Sweep, operations
+from elasticd.coordinator.store_transactions import StoreTransactions, Sweep, operations
 from elasticd.coordinator.store_writer import stored
 from elasticd.machines.job.state.events import Write
 from elasticd.records import (
@@ -105,7 +105,7 @@ class Office:
         self.take_over()
 
     def take_over(self) -> None:
-        self.ledger = Ledger(self.keys, self.store.limits, self.jobs().items)
+        self.ledger = StoreTransactions(self.keys, self.store.limits, self.jobs().items)
 
     def jobs(self) -> Snapshot:
         return self.store.snapshot(self.keys.jobs)

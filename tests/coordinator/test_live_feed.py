@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from elasticd import client
-from elasticd.client import Api, CannotReach
+from elasticd.client import ApiClient, CannotReach
 from elasticd.codec import decoding
 from elasticd.config.credentials import Credentials
 from elasticd.coordinator import live_feed
@@ -38,7 +38,7 @@ class Listening:
     def __init__(self, url: str, after: str = "") -> None:
         self.heard: list[Any] = []
         self.error = ""
-        self._api = Api(url, Credentials())
+        self._api = ApiClient(url, Credentials())
         self._thread = threading.Thread(target=self._listen, args=(after,), daemon=True)
         self._thread.start()
 
@@ -306,13 +306,13 @@ def test_a_client_of_the_feed_skips_what_it_does_not_know_with_one_line(
     monkeypatch.setattr(client, "_lines", lambda answer: iter(lines))
     heard: list[Any] = []
 
-    def hear(api: Api) -> None:
+    def hear(api: ApiClient) -> None:
         for news in api.live():
             heard.append(news)
 
     async def body() -> None:
         async with coordinating() as coordinator:
-            api = Api(coordinator.url, Credentials())
+            api = ApiClient(coordinator.url, Credentials())
             with pytest.raises(CannotReach, match="is gone"):
                 await asyncio.to_thread(hear, api)
             api.close()

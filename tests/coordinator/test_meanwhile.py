@@ -13,7 +13,7 @@ import pytest
 from elasticd.config.tree import Config, parse
 from elasticd.coordinator import election
 from elasticd.coordinator.daemon import Coordinator
-from elasticd.store.leader import Leader, campaign
+from elasticd.store.leader import ElectedLeader, campaign
 from elasticd.store.memory import MemoryServer, MemoryStore
 from tests.coordinator.agents import config, coordinating, lead, post, until
 
@@ -25,7 +25,7 @@ def read_anew(before: Config) -> Config:
 
 def test_file_that_is_read_anew_while_it_stands_by_holds_once_it_leads() -> None:
     async def body() -> None:
-        server, waits = MemoryServer(), list[Leader]()
+        server, waits = MemoryServer(), list[ElectedLeader]()
         second = Coordinator(config(), MemoryStore(server), standing_by=waits.append)
         async with coordinating(server):
             starting = asyncio.create_task(lead(second))

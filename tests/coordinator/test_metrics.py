@@ -18,7 +18,7 @@ from elasticd.codec.message import encode
 from elasticd.config.credentials import Credentials
 from elasticd.coordinator.daemon import Coordinator
 from elasticd.coordinator.events import event_pages
-from elasticd.coordinator.events.event_log import Journal
+from elasticd.coordinator.events.event_log import EventLog
 from elasticd.coordinator.events.job_times import JobClock
 from elasticd.coordinator.events.switch_gain import StepRecord
 from elasticd.coordinator.metrics import FAMILIES, LeaderMetrics, LeaderReading
@@ -282,7 +282,7 @@ LASTING = {
 
 def exposed(phase: JobPhase, now: float, *, orderly: bool) -> str:
     """The metrics that a leader exposes of a job "j" whose steps took a tenth of each of 12 seconds."""
-    journal = Journal()
+    journal = EventLog()
     for step in range(12):
         measurement = Measurement(
             device="a/0", plan=1, step=step, tokens=40, block_seconds=0.1, block_work=1.0, step_seconds=0.1

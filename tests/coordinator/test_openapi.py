@@ -17,11 +17,11 @@ from starlette.routing import Route
 
 from elasticd.config.security import SecuritySection
 from elasticd.coordinator.api_types import ClusterStatus, Refusal
-from elasticd.coordinator.http.api import Rest, Served
+from elasticd.coordinator.http.api import ApiRoutes, Served
 from elasticd.coordinator.http.app import application
 from elasticd.coordinator.http.chaos import ChaosRoutes
 from elasticd.coordinator.http.openapi import document
-from elasticd.coordinator.http.routing import Endpoint, endpoints
+from elasticd.coordinator.http.routing import ApiRoute, endpoints
 from elasticd.machines.job.state.events import AgentUp
 from tests import sizes
 from tests.coordinator.agents import config
@@ -62,7 +62,7 @@ bounded = settings(
     max_examples=EXAMPLES, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
 )
 #: What the document lists, for a leader that is not there: a declaration needs none.
-DECLARED = (*endpoints(Rest(cast(Served, None))), *endpoints(ChaosRoutes(cast(Served, None))))
+DECLARED = (*endpoints(ApiRoutes(cast(Served, None))), *endpoints(ChaosRoutes(cast(Served, None))))
 #: A recording and the live feed go on until the caller goes (tests/simulation/test_replay.py, test_live_feed).
 OPERATIONS = [
     pytest.param(known, id=f"{known.method} {known.path}")
@@ -72,7 +72,7 @@ OPERATIONS = [
 TAKING = [pytest.param(known, id=f"{known.method} {known.path}") for known in DECLARED if known.body]
 
 
-def fuzzed(leader: Leader, known: Endpoint, token: str, mode: GenerationMode) -> int:
+def fuzzed(leader: Leader, known: ApiRoute, token: str, mode: GenerationMode) -> int:
     """Asks as the leader's own document says, or, in the negative mode, against it; each answer is checked.
     The number of calls."""
     headers = {"authorization": f"Bearer {token}"} if token else {}
@@ -93,14 +93,14 @@ def fuzzed(leader: Leader, known: Endpoint, token: str, mode: GenerationMode) ->
 @pytest.mark.parametrize("token", ["", OPERATOR], ids=["open", "secured"])
 @pytest.mark.parametrize("known", OPERATIONS)
 def test_every_answer_is_one_that_the_document_promises(
-    open_leader: Leader, secured_leader: Leader, known: Endpoint, token: str
+    open_leader: Leader, secured_leader: Leader, known: ApiRoute, token: str
 ) -> None:
     leader = secured_leader if token else open_leader
     assert fuzzed(leader, known, token, GenerationMode.POSITIVE) >= 1
 
 
 @pytest.mark.parametrize("known", TAKING)
-def test_bodies_against_the_document_are_refused_as_it_says(open_leader: Leader, known: Endpoint) -> None:
+def test_bodies_against_the_document_are_refused_as_it_says(open_leader: Leader, known: ApiRoute) -> None:
     assert fuzzed(open_leader, known, "", GenerationMode.NEGATIVE) >= EXAMPLES // 2
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from elasticd.coordinator.events import event_log as journals
 from elasticd.coordinator.events import event_pages as module
-from elasticd.coordinator.events.event_log import Journal
+from elasticd.coordinator.events.event_log import EventLog
 from elasticd.coordinator.events.event_pages import MOST_EVENTS, MOST_STEPS, TOGETHER, Pages
 from elasticd.coordinator.events.switch_gain import AFTER, BEFORE, Gain, gain_of
 from elasticd.machines.job.state.events import CoordinatorNote
@@ -53,7 +53,7 @@ class Shop:
             for key, value in self.stored.items()
         ]
         self.pages = Pages(KEYS, items)
-        self.journal = Journal(term=self.term)
+        self.journal = EventLog(term=self.term)
         for lines in self.pages.restored():
             self.journal.restore(lines)
 
@@ -196,7 +196,7 @@ def seconds(*plans: tuple[int, int, float]) -> list[tuple[int, int, float]]:
     return [(step, number, each) for step, (number, each) in enumerate(made, 1)]
 
 
-def gains(journal: Journal, steps: list[tuple[int, int, float]]) -> list[tuple[int, Gain]]:
+def gains(journal: EventLog, steps: list[tuple[int, int, float]]) -> list[tuple[int, Gain]]:
     found = []
     for step, plan, each in steps:
         gain = journal.report("demo", report(step, plan, each), time=float(step))
@@ -207,7 +207,7 @@ def gains(journal: Journal, steps: list[tuple[int, int, float]]) -> list[tuple[i
 
 
 def test_what_a_switch_gained_is_told_once_after_as_many_steps_as_its_median_takes() -> None:
-    journal = Journal()
+    journal = EventLog()
     steps = seconds((1, 10, 3.0), (2, 40, 1.0), (3, 30, 2.0))
     ((first, gain), (second, _)) = gains(journal, steps)
     assert (first, second) == (10 + AFTER + 1, 50 + AFTER + 1)
@@ -216,7 +216,7 @@ def test_what_a_switch_gained_is_told_once_after_as_many_steps_as_its_median_tak
 
 
 def test_a_switch_with_few_steps_before_it_gained_nothing_that_is_known() -> None:
-    assert gains(Journal(), seconds((1, BEFORE - 1, 3.0), (2, 60, 1.0))) == []
+    assert gains(EventLog(), seconds((1, BEFORE - 1, 3.0), (2, 60, 1.0))) == []
 
 
 def test_a_later_leader_tells_the_gain_of_a_switch_before_it_and_none_twice() -> None:
@@ -232,7 +232,7 @@ def test_a_later_leader_tells_the_gain_of_a_switch_before_it_and_none_twice() ->
 
 
 def test_no_more_is_kept_than_a_leader_shows(monkeypatch: pytest.MonkeyPatch) -> None:
-    journal = Journal(events=5, steps=5)
+    journal = EventLog(events=5, steps=5)
     for number in range(1, 9):
         journal.tell(CoordinatorNote(kind="slow", text=str(number)), time=1.0)
         journal.report("demo", report(number), time=1.0)

@@ -9,7 +9,7 @@ import pytest
 
 from elasticd.coordinator import leader as module
 from elasticd.coordinator.connections import Connection
-from elasticd.coordinator.leader import LOOK_SECONDS, Leading
+from elasticd.coordinator.leader import LOOK_SECONDS, Leader
 from elasticd.machines.coordinator.finished_jobs import EMPTY_SECONDS
 from elasticd.machines.coordinator.machine import CoordinatorState
 from elasticd.machines.job.state.events import CoordinatorNote, CoordinatorTick
@@ -25,7 +25,7 @@ class Led:
     def __init__(self) -> None:
         self.now = 1000.0
         self.failures: list[Exception] = []
-        self.leading = Leading(
+        self.leading = Leader(
             CoordinatorState(epoch=1), chaos=False, failed=self.failures.append, clock=lambda: self.now
         )
 

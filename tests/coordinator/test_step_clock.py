@@ -10,7 +10,7 @@ from elasticd_planner.spec.measurement import Measurement
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticd.coordinator.events.event_log import Journal
+from elasticd.coordinator.events.event_log import EventLog
 from elasticd.coordinator.events.step_clock import LATE_SECONDS, StepClock
 from elasticd.coordinator.events.training_speed import wall_seconds
 from elasticd.machines.job.state.events import CoordinatorNote
@@ -35,35 +35,35 @@ def report(step: int, ended_at: float, *, plan: int = 1) -> Report:
     return Report(measurement=measured, loss=2.0, tokens=TOKENS, ended_at=ended_at)
 
 
-def trained(journal: Journal, steps: range, *, delay: float = 0.01, worker: str = "first") -> None:
+def trained(journal: EventLog, steps: range, *, delay: float = 0.01, worker: str = "first") -> None:
     """Steps that are reported as they are made."""
     for step in steps:
         ended = 5.0 + WALL * step
         journal.report("j", report(step, ended), BOOT + ended + delay, worker)
 
 
-def handed_over(journal: Journal, steps: range, at: float, worker: str = "first") -> None:
+def handed_over(journal: EventLog, steps: range, at: float, worker: str = "first") -> None:
     """Steps whose reports waited for a leader, and come all at once."""
     for number, step in enumerate(steps):
         journal.report("j", report(step, 5.0 + WALL * step), at + 3e-4 * number, worker)
 
 
-def next_leader(journal: Journal) -> Journal:
+def next_leader(journal: EventLog) -> EventLog:
     lines = journal.new(10_000, 10_000)
     assert lines is not None
-    later = Journal(term=2)
+    later = EventLog(term=2)
     later.restore(msgspec.json.decode(msgspec.json.encode(lines), type=type(lines)))
     return later
 
 
-def speeds(journal: Journal) -> list[float]:
+def speeds(journal: EventLog) -> list[float]:
     """Tokens over wall time of each step that has one before it, as curves have them."""
     walls = [wall_seconds(before, after) for before, after in pairwise(journal.steps("j"))]
     return [TOKENS / seconds for seconds in walls if seconds]
 
 
 def test_steps_that_waited_for_a_leader_are_as_fast_as_they_were_made() -> None:
-    first = Journal(term=1)
+    first = EventLog(term=1)
     trained(first, range(30))
     later = next_leader(first)
     handed_over(later, range(30, 60), BOOT + 5.0 + WALL * 60)
@@ -76,7 +76,7 @@ def test_steps_that_waited_for_a_leader_are_as_fast_as_they_were_made() -> None:
 
 
 def test_a_leader_that_the_reports_waited_for_has_lost_no_time() -> None:
-    first = Journal(term=1)
+    first = EventLog(term=1)
     trained(first, range(30))
     later = next_leader(first)
     handed_over(later, range(30, 60), BOOT + 5.0 + WALL * 60)
@@ -87,7 +87,7 @@ def test_a_leader_that_the_reports_waited_for_has_lost_no_time() -> None:
 
 
 def test_a_leader_whose_predecessor_wrote_nothing_shows_no_speed_that_was_not() -> None:
-    journal = Journal(term=2)
+    journal = EventLog(term=2)
     handed_over(journal, range(30, 60), BOOT + 5.0 + WALL * 60)
     trained(journal, range(60, 65))
     speed = journal.speed("j")
@@ -98,7 +98,7 @@ def test_a_leader_whose_predecessor_wrote_nothing_shows_no_speed_that_was_not() 
 
 @pytest.mark.parametrize("lost", [1, 10])
 def test_steps_whose_reports_a_leader_took_with_it_are_no_lost_time(lost: int) -> None:
-    first = Journal(term=1)
+    first = EventLog(term=1)
     trained(first, range(30))
     later = next_leader(first)
     trained(later, range(30 + lost, 60))
@@ -110,7 +110,7 @@ def test_steps_whose_reports_a_leader_took_with_it_are_no_lost_time(lost: int) -
 
 
 def test_steps_between_two_starts_of_a_worker_are_not_taken_for_made() -> None:
-    journal = Journal()
+    journal = EventLog()
     trained(journal, range(30))
     trained(journal, range(40, 50), worker="second")
     time = journal.clocks["j"].time
@@ -120,7 +120,7 @@ def test_steps_between_two_starts_of_a_worker_are_not_taken_for_made() -> None:
 
 @pytest.mark.parametrize("pause", [0.0, 60.0])
 def test_the_time_between_two_starts_of_a_worker_is_no_step(pause: float) -> None:
-    journal = Journal()
+    journal = EventLog()
     trained(journal, range(30))
     for step in range(30, 33):
         ended = 1.0 + WALL * step  # another machine's clock, on which this is sooner
@@ -141,7 +141,7 @@ def test_a_leaders_clock_that_is_set_is_followed() -> None:
 
 @given(delays=st.lists(st.floats(0, 30), min_size=20, max_size=60))
 def test_no_delay_changes_what_lies_between_two_steps(delays: list[float]) -> None:
-    journal = Journal()
+    journal = EventLog()
     trained(journal, range(5), delay=0.0)
     arrived = BOOT
     for step, delay in enumerate(delays, start=5):
@@ -153,7 +153,7 @@ def test_no_delay_changes_what_lies_between_two_steps(delays: list[float]) -> No
 
 @pytest.mark.parametrize("ended_at", [float("nan"), float("inf"), -1.0, 0.0])
 def test_a_clock_that_says_nothing_leaves_the_arrival(ended_at: float) -> None:
-    journal = Journal()
+    journal = EventLog()
     journal.report("j", report(0, ended_at), BOOT, "first")
     newest = journal.newest("j")
     assert newest is not None
@@ -165,7 +165,7 @@ def test_a_clock_that_says_nothing_leaves_the_arrival(ended_at: float) -> None:
 
 @pytest.mark.parametrize("pages", [1, 2])
 def test_a_later_leader_has_nothing_of_an_earlier_start_of_the_job(pages: int) -> None:
-    first = Journal(term=1)
+    first = EventLog(term=1)
     trained(first, range(30))
     lines = [first.new(100, 1000)] if pages == 2 else []
     first.forget("j")
@@ -175,7 +175,7 @@ def test_a_later_leader_has_nothing_of_an_earlier_start_of_the_job(pages: int) -
         gain = first.report("j", report(step, ended, plan=4), BOOT + ended, "second")
         assert gain is None, "nothing is compared over the time between two starts"
     lines.append(first.new(100, 1000))
-    later = Journal(term=2)
+    later = EventLog(term=2)
     for page in lines:
         assert page is not None
         later.restore(page)
@@ -185,7 +185,7 @@ def test_a_later_leader_has_nothing_of_an_earlier_start_of_the_job(pages: int) -
 
 
 def test_what_agents_say_again_to_a_new_leader_is_told_once() -> None:
-    first = Journal(term=1)
+    first = EventLog(term=1)
     data = {"number": 2, "device": "a/0", "pause_seconds": 0.1, "bytes_sent": 7}
     switched = CoordinatorNote(kind="swapped", job="j", text="", data=data)
     other = CoordinatorNote(kind="swapped", job="j", text="", data={**data, "device": "a/1"})
@@ -202,13 +202,13 @@ def test_what_agents_say_again_to_a_new_leader_is_told_once() -> None:
 # -- what is lost in switches ----------------------------------------------------------------------------------
 
 
-def told(journal: Journal, kind: str, number: int, at: float) -> None:
+def told(journal: EventLog, kind: str, number: int, at: float) -> None:
     data = {"number": number, "pause_seconds": 0.01, "device": "a/0"}
     journal.tell(CoordinatorNote(kind=kind, job="j", text="", data=data), at)  # type: ignore[arg-type]
 
 
 def test_a_first_plan_is_no_switch_whenever_its_ranks_tell_of_it() -> None:
-    journal = Journal(term=1)
+    journal = EventLog(term=1)
     told(journal, "swapped", 1, BOOT)
     trained(journal, range(1))
     told(journal, "swapped", 1, BOOT + 5.02)
@@ -223,7 +223,7 @@ def test_a_first_plan_is_no_switch_whenever_its_ranks_tell_of_it() -> None:
 
 
 def test_a_switch_counts_once_however_late_its_ranks_tell_of_it() -> None:
-    journal = Journal()
+    journal = EventLog()
     trained(journal, range(10))
     told(journal, "swapped", 2, BOOT + 9.0)
     for step in (10, 11, 12):

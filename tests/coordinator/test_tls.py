@@ -13,12 +13,12 @@ import pytest
 from websockets.exceptions import InvalidStatus
 
 from elasticd.cli import doctor
-from elasticd.client import Api, CannotReach
+from elasticd.client import ApiClient, CannotReach
 from elasticd.codec.message import encode
 from elasticd.config.credentials import Credentials, credentials, server_context
 from elasticd.config.security import SecuritySection
 from elasticd.config.tree import ConfigError
-from elasticd.coordinator.auth import Access
+from elasticd.coordinator.auth import Authorizer
 from elasticd.wire.coordinator import AgentHello
 from tests.certificates import Authority
 from tests.coordinator.agents import until
@@ -148,7 +148,7 @@ def test_revocation_list_that_cannot_be_used_is_refused_by_name(tmp_path: Path) 
     ):
         section = msgspec.structs.replace(encrypted(authority), client_ca=authority.ca, client_crl=path)
         with pytest.raises(ConfigError, match=why):
-            Access.read(section)
+            Authorizer.read(section)
 
 
 def test_command_says_what_is_wrong_with_tls(tmp_path: Path) -> None:
@@ -156,7 +156,7 @@ def test_command_says_what_is_wrong_with_tls(tmp_path: Path) -> None:
         authority = Authority(tmp_path)
 
         def asked(known: Credentials) -> str:
-            with pytest.raises(CannotReach) as error, Api(coordinator.url, known) as api:
+            with pytest.raises(CannotReach) as error, ApiClient(coordinator.url, known) as api:
                 api.status()
             return str(error.value)
 
@@ -257,7 +257,7 @@ def test_certificate_that_ends_soon_is_told_by_its_server_and_by_doctor(
             assert (found.verdict, words in found.found) == (verdict, True), found
             if days < 0:
                 with pytest.raises(CannotReach, match="elasticd security renew"):
-                    await asyncio.to_thread(Api(coordinator.url, client(authority)).status)
+                    await asyncio.to_thread(ApiClient(coordinator.url, client(authority)).status)
             caplog.clear()
             coordinator._renew()
             assert "tokens and certificate are as in their files now" in caplog.text

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from elasticd_planner.spec.measurement import Measurement
 
-from elasticd.coordinator.events.event_log import Journal
+from elasticd.coordinator.events.event_log import EventLog
 from elasticd.coordinator.events.job_times import JobClock
 from elasticd.coordinator.events.switch_gain import StepRecord
 from elasticd.coordinator.events.training_speed import SPEED_STEPS, training_speed, wall_seconds
@@ -73,7 +73,7 @@ def test_steps_that_are_not_kept_count_as_the_others() -> None:
 
 
 def test_the_last_steps_loss_is_kept_where_the_first_ranks_report_of_it_does_not_come() -> None:
-    journal = Journal()
+    journal = EventLog()
     for index in range(5):
         journal.report("j", report(index), time=100.0 + index)
     said = Finished(step=6, plan=1, loss=1.25, tokens=40)
@@ -92,7 +92,7 @@ def test_the_last_steps_loss_is_kept_where_the_first_ranks_report_of_it_does_not
 
 
 def test_a_late_report_of_the_last_step_takes_the_place_of_what_others_said() -> None:
-    journal = Journal()
+    journal = EventLog()
     journal.report("j", report(0), time=100.0)
     journal.finished("j", Finished(step=2, plan=1, loss=1.25, tokens=40), time=101.0)
     journal.report("j", report(1, loss=1.25), time=101.1)
@@ -103,19 +103,19 @@ def test_a_late_report_of_the_last_step_takes_the_place_of_what_others_said() ->
 
 
 def test_a_release_that_does_not_say_the_loss_adds_no_step() -> None:
-    journal = Journal()
+    journal = EventLog()
     journal.report("j", report(0), time=100.0)
     assert journal.finished("j", Finished(step=5), time=101.0) is None
     assert [step.step for step in journal.steps("j")] == [0]
 
 
 def test_a_later_leader_knows_the_last_step_and_the_speed_of_those_before_it() -> None:
-    journal = Journal()
+    journal = EventLog()
     for index in range(12):
         journal.report("j", report(index), time=100.0 + 0.4 * index)
     lines = journal.new(100, 100)
     assert lines is not None
-    later = Journal(term=2)
+    later = EventLog(term=2)
     later.restore(lines)
     assert later.speed("j") == journal.speed("j")
 
@@ -144,7 +144,7 @@ def test_a_cause_has_only_what_is_beyond_the_loops_body(kind: str, cause: str) -
 
 
 def test_the_pause_of_a_switch_is_that_which_its_ranks_measured() -> None:
-    journal = Journal()
+    journal = EventLog()
     for index in range(5):
         journal.report("j", report(index), time=100.0 + 0.4 * index)
     for pause in (0.03, 0.049, 0.04):

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from elasticd.coordinator.fair_queue import Turns
+from elasticd.coordinator.fair_queue import FairQueue
 
 
 class Clock:
@@ -22,7 +22,7 @@ def test_the_loop_runs_what_else_is_ready_after_each_slice() -> None:
 
     async def main() -> list[str]:
         clock, seen = Clock(), list[str]()
-        turns = Turns(seconds=1.0, clock=clock)
+        turns = FairQueue(seconds=1.0, clock=clock)
 
         async def handled() -> None:
             clock.now += 0.25
@@ -46,7 +46,7 @@ def test_the_loop_runs_what_else_is_ready_after_each_slice() -> None:
 
 def test_work_is_done_in_its_order_and_an_error_is_its_callers_alone() -> None:
     async def main() -> tuple[list[int], list[object]]:
-        turns, seen = Turns(), list[int]()
+        turns, seen = FairQueue(), list[int]()
 
         async def work(n: int) -> None:
             if n == 1:
@@ -66,7 +66,7 @@ def test_work_is_done_in_its_order_and_an_error_is_its_callers_alone() -> None:
 
 def test_work_of_who_was_cancelled_is_left_out_and_the_line_goes_on() -> None:
     async def main() -> list[str]:
-        turns, seen, gate = Turns(), list[str](), asyncio.Event()
+        turns, seen, gate = FairQueue(), list[str](), asyncio.Event()
 
         async def first() -> None:
             await gate.wait()

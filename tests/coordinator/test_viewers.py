@@ -20,7 +20,7 @@ from elasticd.coordinator.api_types import ClusterStatus, Events, LeaderStatus, 
 from elasticd.coordinator.events.event_log import EventRecord, Pacing
 from elasticd.coordinator.events.switch_gain import StepRecord
 from elasticd.coordinator.http import response_encoder
-from elasticd.coordinator.http.api import Rest, Served
+from elasticd.coordinator.http.api import ApiRoutes, Served
 from elasticd.coordinator.http.routing import endpoints
 from elasticd.machines.job.state.job_state import JobPhase, fresh
 from tests.coordinator.agents import coordinating
@@ -162,7 +162,7 @@ def test_a_large_answer_is_sent_in_pieces_that_are_not_much_larger_than_one_item
 
 def test_every_field_of_a_large_answer_that_grows_is_a_list() -> None:
     """What is no list is encoded at once: it must not be what grows with the cluster."""
-    large = [known for known in endpoints(Rest(cast(Served, None))) if known.large]
+    large = [known for known in endpoints(ApiRoutes(cast(Served, None))) if known.large]
     others = {
         field.name
         for known in large

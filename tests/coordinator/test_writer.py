@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from elasticd.coordinator.store_transactions import Asked, Ledger, Rank, Rounds, operations
+from elasticd.coordinator.store_transactions import Asked, Rank, RendezvousSweep, StoreTransactions, operations
 from elasticd.coordinator.store_writer import WriteConflict, Writer, in_restart_mode, ranks, stored
 from elasticd.machines.job.state.events import CoordinatorNote, Write
 from elasticd.records import CheckpointsRecord, DoneRecord, Keys, OutRecord, PublishedCheckpoint, decode, encode
@@ -57,7 +57,7 @@ class Desk:
                     executor,
                     self.leadership,
                     self.keys,
-                    Ledger(self.keys, self.store.limits, self.store.snapshot(self.keys.jobs).items),
+                    StoreTransactions(self.keys, self.store.limits, self.store.snapshot(self.keys.jobs).items),
                     told=lambda note: self.told.append(note.text),
                     refused=lambda asked, error: self.refused.append((asked, error)),
                     failed=self.failures.append,
@@ -424,8 +424,8 @@ def test_rounds_of_a_job_in_restart_mode_are_deleted_once_no_torchrun_is_there(t
         writer.put(Write(job="demo", records=(out,)))
         await writer.drained()
         desk.store.put(ROUNDS + "state", b"changed by an agent")
-        writer.put(Rounds(job="demo"))
-        writer.put(Rounds(job="none"))
+        writer.put(RendezvousSweep(job="demo"))
+        writer.put(RendezvousSweep(job="none"))
         writer.put(Write(job="demo", records=(out,)))  # as the leader may write it again
         await writer.drained()
 
@@ -449,7 +449,7 @@ def test_torchrun_that_comes_at_the_last_moment_keeps_its_rounds() -> None:
 
     async def body(writer: Writer) -> None:
         desk.store.snapshot = snapshot  # type: ignore[method-assign]
-        writer.put(Rounds(job="demo"))
+        writer.put(RendezvousSweep(job="demo"))
         writer.put(write(3))
         await writer.drained()
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from elasticd.client import Api, CannotReach
+from elasticd.client import ApiClient, CannotReach
 from elasticd.config.tree import DashboardSection
 from elasticd.coordinator.api_types import JobStatus
 from elasticd.coordinator.events.event_log import EventRecord
@@ -80,7 +80,7 @@ def test_its_report_is_there(tmp_path: Path) -> None:
     keep(tmp_path / "history.db")
 
     @contextmanager
-    def nobody() -> Iterator[Api]:
+    def nobody() -> Iterator[ApiClient]:
         raise CannotReach("nobody leads")
         yield
 
@@ -111,7 +111,7 @@ def test_its_report_is_about_no_other_job(tmp_path: Path) -> None:
     keep(tmp_path / "history.db")
 
     @contextmanager
-    def nobody() -> Iterator[Api]:
+    def nobody() -> Iterator[ApiClient]:
         raise CannotReach("nobody leads")
         yield
 

@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from elasticd.cli.why import plan as why_plan
-from elasticd.client import Api
+from elasticd.client import ApiClient
 from elasticd.config.credentials import Credentials
 from elasticd.config.tree import with_overrides
 from elasticd.dashboard import views
@@ -161,7 +161,7 @@ def test_the_last_step_is_shown_stage_by_stage(stage: Stage) -> None:
 
 def test_the_plans_page_says_why_in_the_words_of_the_command(stage: Stage) -> None:
     view = stage.until(f"/api/jobs/{JOB}/plans/2", lambda view: view["row"]["steps"] >= 3)
-    with Api(stage.cluster.coordinator.url, Credentials()) as api:
+    with ApiClient(stage.cluster.coordinator.url, Credentials()) as api:
         (record,) = [each for each in api.history(JOB) if each.number == 2]
         console = Console(width=400, record=True, file=io.StringIO(), highlight=False, markup=False)
         console.print(*why_plan(record, api.events(), api.steps(JOB).steps), sep="\n")

@@ -225,7 +225,7 @@ def test_plans_that_two_threads_ask_for_are_remembered_by_both(monkeypatch: pyte
             time.sleep(1e-4)
             super().__delitem__(key)
 
-    answers: Any = app.Answers.__new__(app.Answers)
+    answers: Any = app.DashboardRoutes.__new__(app.DashboardRoutes)
     answers._lock = threading.Lock()
     answers._plans = Slow({(number,): None for number in range(app.MOST_PLANS)})
     monkeypatch.setattr(app, "plan_view", lambda *args: "a view")

@@ -15,7 +15,7 @@ from elasticd.coordinator.live_feed import measurements
 from elasticd.coordinator.status import status
 from elasticd.dashboard import job_page, plan_page
 from elasticd.dashboard.history import in_brief
-from elasticd.dashboard.known import Knowledge, balanced_seconds, table_of
+from elasticd.dashboard.known import KnownCluster, balanced_seconds, table_of
 from elasticd.dashboard.why import use
 from elasticd.records import MeshHistoryRecord, decode_history
 from tests.machines.cast import JOB
@@ -111,7 +111,7 @@ def test_a_jobs_page_has_its_lanes_its_batch_and_what_was_measured(slow: Meshed)
     table = table_of(news)
     assert job_page.stages(plan, table) == ()
     assert balanced_seconds(plan, table, {"alpha/1": 3.0}) == pytest.approx(24 * 0.1 / (3 + 1 / 3))
-    known = Knowledge()
+    known = KnownCluster()
     known.cluster.plans[JOB] = plan
     known.cluster.rates = {"alpha/1": 3.0}
     lanes = job_page.lanes(known, JOB)

@@ -11,7 +11,7 @@ import pytest
 
 from elasticd.config.security import SecuritySection
 from elasticd.config.tree import Config, with_overrides
-from elasticd.coordinator.auth import Access
+from elasticd.coordinator.auth import Authorizer
 from elasticd.coordinator.daemon import Coordinator
 from elasticd.dashboard import stream, viewer_requests
 from elasticd.dashboard.daemon import Dashboard
@@ -155,7 +155,7 @@ def test_a_leader_without_tokens_after_one_with_them_opens_nothing(tmp_path: Pat
             Page(dashboard.url) as stranger,
         ):
             await page.post("/session", {"token": VIEWER})
-            coordinator.access = Access.read(SecuritySection())
+            coordinator.access = Authorizer.read(SecuritySection())
             dashboard._url = ""  # as with each new leader
             await asyncio.to_thread(lambda: dashboard._connect().__enter__().close())
             assert (await stranger.get("/api/cluster")).status_code == 401
@@ -211,7 +211,7 @@ def test_a_token_that_is_withdrawn_loses_its_open_stream(
             ):
                 await until(lambda: bool(mine.of("hello") and others.of("hello")), SOON)
                 Path(section.operators or "").write_text("bob another-0123456789abcdef\n")
-                coordinator.access = Access.read(section)
+                coordinator.access = Authorizer.read(section)
                 await until(lambda: not mine._thread.is_alive(), SOON)
                 coordinator.leading.tell(CoordinatorNote(kind="chaos", text="after"))
                 await until(lambda: bool(others.of("event")), SOON)

@@ -21,10 +21,10 @@ import pytest
 import torch
 from elasticd_planner.spec.batch import Sampler
 
-from elasticd.client import Api, CannotReach
+from elasticd.client import ApiClient, CannotReach
 from elasticd.coordinator.events.event_log import EventRecord
 from elasticd.models import DecoderConfig
-from elasticd.store.leader import Leader, read_leader
+from elasticd.store.leader import ElectedLeader, read_leader
 from elasticd.store.protocol import StoreError, WatchEvent
 from elasticd.system.parent_death_signal import ending_with_us
 from elasticd.testing.waiting import until
@@ -52,7 +52,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     time: float
 
 
-def job_by(api: Api) -> dict[str, Any]:
+def job_by(api: ApiClient) -> dict[str, Any]:
     """The job as this coordinator shows it. Raises CannotReach."""
     jobs = json.loads(api.status_json())["jobs"]
     return next((job for job in jobs if job["job"] == "job"), {})
@@ -198,7 +198,7 @@ class Fleet:
 
     # -- what the cluster says -----------------------------------------------------------------------------
 
-    def leader(self) -> Leader | None:
+    def leader(self) -> ElectedLeader | None:
         """By etcd; None as well where that cannot be asked."""
         with self.etcd.store() as store:
             try:
@@ -206,18 +206,18 @@ class Fleet:
             except StoreError:
                 return None
 
-    def leads(self, but: Leader | None = None) -> Leader:
+    def leads(self, but: ElectedLeader | None = None) -> ElectedLeader:
         """The leader, once there is one (another than `but`), which answers and has met all agents."""
 
-        def found() -> Leader | None:
+        def found() -> ElectedLeader | None:
             leader = self.leader()
             return leader if leader is not None and (but is None or leader.term > but.term) else None
 
         return until(lambda: found(), self.said)
 
     @contextlib.contextmanager
-    def api(self) -> Iterable[Api]:  # type: ignore[misc]
-        with Api(self.leads().value) as api:
+    def api(self) -> Iterable[ApiClient]:  # type: ignore[misc]
+        with ApiClient(self.leads().value) as api:
             yield api
 
     def job(self) -> dict[str, Any]:
@@ -234,7 +234,7 @@ class Fleet:
     def job_at(self, url: str) -> dict[str, Any]:
         """The job as the coordinator at `url` shows it: etcd is not asked."""
         try:
-            with Api(url) as api:
+            with ApiClient(url) as api:
                 return job_by(api)
         except CannotReach:
             return {}

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from elasticd.chaos.client import Chaos
-from elasticd.client import Api, CannotReach
+from elasticd.client import ApiClient, CannotReach
 from elasticd.testing.waiting import until
 from tests import forkserver, sizes
 from tests.integration.cluster import ROOT
@@ -229,7 +229,10 @@ def test_job_in_restart_mode_stands_in_the_status_with_its_workers_restarts_and_
     job = until(lambda: launches.restarting("shown"))
     assert (job["phase"], job["nodes"], job["workers"], job["restarts"]) == ("running", ("a",), 2, 0)
     assert job["sentence"] == "2 workers on a; no steps heard (elasticd.watch())"
-    with Api(launches.cluster.coordinator.url) as api, pytest.raises(CannotReach, match="use its process id"):
+    with (
+        ApiClient(launches.cluster.coordinator.url) as api,
+        pytest.raises(CannotReach, match="use its process id"),
+    ):
         Chaos(api).kill("a/0")
     workers(run)[0].send_signal(signal.SIGKILL)
     until(lambda: launches.restarting("shown")["restarts"] == 1, said(run))

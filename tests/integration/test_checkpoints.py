@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from elasticd_planner.spec.batch import TokenSampler
+from elasticd_planner.spec.batch import TokenBatchSampler
 from elasticd_planner.spec.box import Box
 
 from elasticd.checkpoints.folder import damages, scan
@@ -205,7 +205,7 @@ def test_steps_of_so_many_tokens_go_on_from_a_checkpoint_and_no_others_do(tmp_pa
             codes = cluster.wait()
             assert set(codes.values()) == {0}, {device: cluster.log(device)[-2000:] for device in codes}
             lines = ledger(cluster)
-            sampler, plain = TokenSampler(train.Known.lengths, 45, train.SEED), train.Plain()
+            sampler, plain = TokenBatchSampler(train.Known.lengths, 45, train.SEED), train.Plain()
             assert [line["step"] for line in lines] == list(range(0 if steps == 5 else 5, steps))
             drawn = [sampler.samples(step) for step in range(steps)]
             losses = [plain.step(samples) for samples in drawn]

@@ -11,7 +11,7 @@ from elasticd_planner.detection.settings import DetectSettings
 from elasticd_planner.spec.batch import Sampler
 
 from elasticd.checkpoints.folder import scan
-from elasticd.client import Api
+from elasticd.client import ApiClient
 from elasticd.machines.job.state.job_state import JobSettings
 from elasticd.testing.waiting import until
 from tests import sizes
@@ -279,7 +279,7 @@ def test_a_drained_node_is_left_in_the_midst_of_training() -> None:
     with Cluster({"a": 2, "b": 1}, plans=PLANS, settings=SETTINGS) as cluster:
         cluster.run(SCRIPT)
         cluster.runs(1, steps=5)
-        with Api(cluster.coordinator.url) as api:
+        with ApiClient(cluster.coordinator.url) as api:
             api.drain("b", on=True)
             until(lambda: len(cluster.events("recorded")) == 2, lambda: str(cluster.events()))
             node = next(node for node in api.status().nodes if node.node == "b")

@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from elasticd.cli.app import elasticd
-from elasticd.client import Api, CannotReach
+from elasticd.client import ApiClient, CannotReach
 from elasticd.testing.waiting import until
 from tests import forkserver
 from tests.integration.launches import Launched, Launches
@@ -117,7 +117,7 @@ def test_user_hears_of_start_fault_and_end_in_a_line_each_and_a_dead_workers_chi
     assert not gone(others[1]), "it is of a worker that lives"
     assert {path.name for path in (tmp_path / "told").iterdir()} >= {"alpha-1.0.log", "alpha-1.1.log"}
 
-    with Api(launches.cluster.coordinator.url) as api:
+    with ApiClient(launches.cluster.coordinator.url) as api:
         api.stop("told", 600.0, "alice")
     assert run.wait() == 0, run.said
     assert "elasticd: job told stopped by alice" in run.said
@@ -170,7 +170,7 @@ def test_output_of_a_worker_is_read_over_the_coordinator_and_lives_on_after_it(l
     run = start(launches, "read", "--devices", "2")
     trains(run, "alpha/0", "alpha/1")
     url = launches.cluster.coordinator.url
-    with Api(url) as api:
+    with ApiClient(url) as api:
         part = api.output("alpha/1", "", -10_000)
         assert (part.job, part.device, part.begin) == ("read", "alpha/1", 0)
         assert part.text.splitlines()[0] == "worker {} child {}".format(*pids(run, "alpha/1"))

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 import elasticd
-from elasticd.store.leader import Leader
+from elasticd.store.leader import ElectedLeader
 from elasticd.testing.waiting import until
 from tests.etcds import SharedEtcd
 from tests.integration.fleet import PATIENCE, Fleet, exact
@@ -117,7 +117,7 @@ def test_every_part_of_a_cluster_is_upgraded_while_its_job_trains_on(
         exact(fleet, plans=2, config=runpy.run_path(str(kept.script(release)))["CONFIG"])
 
 
-def led_by(fleet: Fleet, name: str, before: Leader) -> Leader:
+def led_by(fleet: Fleet, name: str, before: ElectedLeader) -> ElectedLeader:
     """Another coordinator takes over from the one that leads, which is killed."""
     fleet.coordinator(name)
     fleet.kill(before.name)

@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from elasticd.coordinator.events.training_speed import wall_seconds
-from elasticd.store.leader import Leader
+from elasticd.store.leader import ElectedLeader
 from elasticd.testing.waiting import until
 from tests import sizes
 from tests.integration import train
@@ -108,7 +108,7 @@ def fenced(fleet: Fleet, since: int) -> int:
     return records
 
 
-def taken_over(fleet: Fleet, old: Leader, since: float) -> Leader:
+def taken_over(fleet: Fleet, old: ElectedLeader, since: float) -> ElectedLeader:
     """The next leader, in time; all agents obey it, and it has met them and their workers."""
     new = fleet.leads(but=old)
     took = time.monotonic() - since

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from elasticd.chaos.client import Chaos
-from elasticd.client import Api
+from elasticd.client import ApiClient
 from elasticd.store.server import EtcdServer
 from elasticd.testing.waiting import until
 from tests import sizes
@@ -168,7 +168,7 @@ def test_chaos_kills_a_watched_worker_and_all_go_on(shared_etcd: SharedEtcd) -> 
     with RestartJob(shared_etcd, {"a": 2}, WATCHED, *options, nnodes="1") as job:
         run = job.start("a")
         job.runs(2, steps=3)
-        with Api(job.cluster.coordinator.url) as api:
+        with ApiClient(job.cluster.coordinator.url) as api:
             until(lambda: "a/1" in job.status()["devices"], job.said)
             Chaos(api).kill("a/1")
         until(lambda: job.status()["restarts"] == 1, job.said)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec import structs
 
-from elasticd.coordinator.store_transactions import Ledger
+from elasticd.coordinator.store_transactions import StoreTransactions
 from elasticd.machines.coordinator import machine
 from elasticd.machines.job.state.events import AdoptAsked, AgentUp, CoordinatorSend, Received, StopAsked
 from elasticd.machines.job.state.job_state import JobPhase
@@ -27,7 +27,7 @@ def wiped(world: World, *, torchruns: bool = False, absent: tuple[str, ...] = ()
     plan = world.plan()
     assert plan is not None
     world.store = MemoryStore()
-    world.ledger = Ledger(KEYS, world.store.limits)
+    world.ledger = StoreTransactions(KEYS, world.store.limits)
     for told in (world.numbers, world.recorded, world.told, world.sent, world.notes, world.inbox):
         told.clear()
     world.state = machine.takeover(1, [], world.settings, world.now)

@@ -7,7 +7,7 @@ from elasticd_planner.problem import Problem
 
 from elasticd.machines.job.state.events import AgentDown, Planned
 from elasticd.machines.job.state.job_state import JobPhase
-from elasticd.machines.job.state.transaction import Turn
+from elasticd.machines.job.state.transaction import Transaction
 from elasticd.machines.job.switch import propose
 from elasticd.records import Fence, HistoryRecord, Vote, decode
 from elasticd.wire.rendezvous import Joined
@@ -445,7 +445,7 @@ def test_an_answer_that_names_a_worker_lost_since_is_dropped() -> None:
     world = running()
     plan = world.plan()
     assert plan is not None
-    turn = Turn(world.job, world.state.nodes, world.state.epoch, world.settings, world.now)
+    turn = Transaction(world.job, world.state.nodes, world.state.epoch, world.settings, world.now)
     turn.drop("beta/1")
     answer = answer_to(world_problem(world))
     assert answer.plan is not None

@@ -20,7 +20,7 @@ from elasticd.coordinator.status import _experts
 from elasticd.machines.job.measurements import expert_rows
 from elasticd.machines.job.state.events import Configured
 from elasticd.machines.job.state.job_state import JobPhase, JobSettings, JobState
-from elasticd.machines.job.state.transaction import Turn
+from elasticd.machines.job.state.transaction import Transaction
 from elasticd.records import JobSpec
 from tests.machines.test_coordinator_faults import running
 from tests.models.mixture import EXPERTS, LAYERS, Mixture
@@ -73,7 +73,7 @@ def report(step: int, rows: tuple[int, ...], device: str = "n0/0") -> Measuremen
 def test_a_load_that_one_device_has_most_of_is_planned_for_and_not_asked_for_twice() -> None:
     turn = turn_of()
     for step in (0, 10):
-        expert_rows.reported(cast(Turn, turn), report(step, HOT))
+        expert_rows.reported(cast(Transaction, turn), report(step, HOT))
     load = turn.job.experts
     assert load is not None
     assert load.rows == dict.fromkeys(range(LAYERS), HOT)
@@ -82,7 +82,7 @@ def test_a_load_that_one_device_has_most_of_is_planned_for_and_not_asked_for_twi
     own = [p for p in MODEL.kinds[0] if p.experts]
     assert load.expert_bytes == sum(int(np.prod(p.shape)) for p in own) / EXPERTS * 4
     for step in range(20, 60, 10):
-        expert_rows.reported(cast(Turn, turn), report(step, HOT))
+        expert_rows.reported(cast(Transaction, turn), report(step, HOT))
     assert turn.job.experts is load
 
 
@@ -90,8 +90,8 @@ def test_reports_of_several_lanes_add_up_and_the_mean_follows_the_newest() -> No
     plan = plan_of((4, [(LAYERS, DEVICES[:2], [4, 4])]), (4, [(LAYERS, DEVICES[2:], [4, 4])])).replace(number=3)
     turn = turn_of(plan)
     for step in range(0, 40, 10):
-        expert_rows.reported(cast(Turn, turn), report(step, HOT))
-        expert_rows.reported(cast(Turn, turn), report(step, HOT[::-1], "n0/2"))
+        expert_rows.reported(cast(Transaction, turn), report(step, HOT))
+        expert_rows.reported(cast(Transaction, turn), report(step, HOT[::-1], "n0/2"))
     assert turn.job.expert_rows.mean[0][0] == HOT[0] + HOT[-1]
 
 
@@ -99,14 +99,14 @@ def test_reports_of_several_lanes_add_up_and_the_mean_follows_the_newest() -> No
 def test_an_even_load_and_one_that_is_uneven_by_chance_ask_for_nothing(rows: tuple[int, ...]) -> None:
     turn = turn_of()
     for step in range(0, 60, 10):
-        expert_rows.reported(cast(Turn, turn), report(step, rows))
+        expert_rows.reported(cast(Transaction, turn), report(step, rows))
     assert turn.job.experts is None
 
 
 def test_with_fixed_experts_nothing_is_asked_for() -> None:
     turn = turn_of(experts="fixed")
     for step in (0, 10, 20):
-        expert_rows.reported(cast(Turn, turn), report(step, HOT))
+        expert_rows.reported(cast(Transaction, turn), report(step, HOT))
     assert turn.job.experts is None
     assert turn.job.expert_rows.work["n0/0"] > 1  # what devices have to do is known all the same
 
@@ -114,7 +114,7 @@ def test_with_fixed_experts_nothing_is_asked_for() -> None:
 def test_a_device_whose_experts_are_hot_is_no_straggler_and_a_slow_one_is() -> None:
     turn = turn_of(experts="fixed")
     for step in (0, 10):
-        expert_rows.reported(cast(Turn, turn), report(step, HOT))
+        expert_rows.reported(cast(Transaction, turn), report(step, HOT))
     load = costed(MODEL, 50, turn.job.expert_rows.mean, 2.0)
     assert load is not None
     work, uneven = expert_work(PLAN, load, {})
@@ -136,71 +136,71 @@ def test_a_device_whose_experts_are_hot_is_no_straggler_and_a_slow_one_is() -> N
 
 def test_a_load_is_known_once_all_lanes_have_reported_a_step() -> None:
     turn = turn_of()
-    expert_rows.reported(cast(Turn, turn), report(0, HOT))
+    expert_rows.reported(cast(Transaction, turn), report(0, HOT))
     assert turn.job.experts is not None
-    assert expert_rows.work(cast(Turn, turn), PLAN)["n0/0"] > 1  # before the step is judged
+    assert expert_rows.work(cast(Transaction, turn), PLAN)["n0/0"] > 1  # before the step is judged
 
 
 def test_until_a_load_is_known_no_device_is_judged_and_a_restored_one_is_used() -> None:
     turn = turn_of()
-    withheld = [expert_rows.unjudged(cast(Turn, turn), PLAN) for _ in range(12)]
+    withheld = [expert_rows.unjudged(cast(Transaction, turn), PLAN) for _ in range(12)]
     assert withheld == [True] * 10 + [False] * 2
     load = costed(MODEL, 50, dict.fromkeys(range(LAYERS), HOT), 2.0)
     restored = turn_of()
     restored.set(experts=load)
-    assert not expert_rows.unjudged(cast(Turn, restored), PLAN)
-    assert expert_rows.work(cast(Turn, restored), PLAN)["n0/0"] > 1
+    assert not expert_rows.unjudged(cast(Transaction, restored), PLAN)
+    assert expert_rows.work(cast(Transaction, restored), PLAN)["n0/0"] > 1
 
 
 def test_a_step_that_a_lane_did_not_report_changes_nothing() -> None:
     plan = plan_of((4, [(LAYERS, DEVICES[:2], [4, 4])]), (4, [(LAYERS, DEVICES[2:], [4, 4])])).replace(number=3)
     turn = turn_of(plan)
     for device in ("n0/0", "n0/2"):
-        expert_rows.reported(cast(Turn, turn), report(0, HOT, device))
+        expert_rows.reported(cast(Transaction, turn), report(0, HOT, device))
     known = turn.job.expert_rows.mean
-    expert_rows.reported(cast(Turn, turn), report(10, HOT[::-1]))
-    expert_rows.reported(cast(Turn, turn), report(20, HOT[::-1]))
+    expert_rows.reported(cast(Transaction, turn), report(10, HOT[::-1]))
+    expert_rows.reported(cast(Transaction, turn), report(20, HOT[::-1]))
     assert turn.job.expert_rows.mean == known == dict.fromkeys(range(LAYERS), tuple(2 * row for row in HOT))
 
 
 def test_a_report_counts_once_and_after_a_roll_back_again() -> None:
     turn = turn_of()
     for _ in range(2):
-        expert_rows.reported(cast(Turn, turn), report(20, HOT))
+        expert_rows.reported(cast(Transaction, turn), report(20, HOT))
     assert (turn.job.expert_rows.seen, turn.job.expert_rows.mean[0]) == (1, HOT)
     turn.set(plan=PLAN.replace(number=4))
-    expert_rows.reported(cast(Turn, turn), msgspec.structs.replace(report(10, HOT), plan=4))
+    expert_rows.reported(cast(Transaction, turn), msgspec.structs.replace(report(10, HOT), plan=4))
     assert (turn.job.expert_rows.seen, turn.job.expert_rows.step) == (2, 10)
 
 
 def test_after_an_even_time_a_load_as_uneven_as_before_is_planned_for() -> None:
     turn = turn_of()
-    expert_rows.reported(cast(Turn, turn), report(0, HOT))
+    expert_rows.reported(cast(Transaction, turn), report(0, HOT))
     before = turn.job.expert_rows.decided
     assert before > 0
     for step in range(10, 200, 10):
-        expert_rows.reported(cast(Turn, turn), report(step, (100,) * EXPERTS))
+        expert_rows.reported(cast(Transaction, turn), report(step, (100,) * EXPERTS))
     assert turn.job.expert_rows.decided == 0
     turn.set(experts=None)
     for step in range(200, 400, 10):
-        expert_rows.reported(cast(Turn, turn), report(step, HOT))
+        expert_rows.reported(cast(Transaction, turn), report(step, HOT))
     assert turn.job.experts is not None
 
 
 @pytest.mark.parametrize("rows", [(), (1, 2), (-5, *HOT[1:])])
 def test_rows_that_are_none_of_the_model_do_not_count(rows: tuple[int, ...]) -> None:
     turn = turn_of()
-    expert_rows.reported(cast(Turn, turn), report(0, rows))
-    expert_rows.reported(cast(Turn, turn), report(10, HOT))
+    expert_rows.reported(cast(Transaction, turn), report(0, rows))
+    expert_rows.reported(cast(Transaction, turn), report(10, HOT))
     assert turn.job.expert_rows.mean[0] == HOT
 
 
 def test_a_plan_for_another_reason_is_made_for_the_newest_load() -> None:
     turn = turn_of()
     for step in range(0, 40, 10):
-        expert_rows.reported(cast(Turn, turn), report(step, (100,) * EXPERTS))
+        expert_rows.reported(cast(Transaction, turn), report(step, (100,) * EXPERTS))
     assert turn.job.experts is None
-    expert_rows.renewed(cast(Turn, turn))
+    expert_rows.renewed(cast(Transaction, turn))
     assert turn.job.experts.rows[0] == (100,) * EXPERTS
 
 
@@ -223,7 +223,7 @@ def test_lanes_that_share_experts_have_the_rows_of_all_lanes() -> None:
 def test_status_has_the_load_of_experts_and_the_work_of_their_devices() -> None:
     turn = turn_of()
     assert _experts(turn.job, brief=False) is None
-    expert_rows.reported(cast(Turn, turn), report(0, HOT))
+    expert_rows.reported(cast(Transaction, turn), report(0, HOT))
     status = _experts(turn.job, brief=False)
     assert status is not None
     assert (status.experts, status.copies, status.heaviest) == (LAYERS * EXPERTS, 0, 0)

@@ -25,7 +25,7 @@ from elasticd.machines.job.state.events import (
     Unwritten,
 )
 from elasticd.machines.job.state.job_state import JobPhase, JobSettings, Worker, fresh
-from elasticd.machines.job.state.transaction import MOST_UNEXPECTED, Turn
+from elasticd.machines.job.state.transaction import MOST_UNEXPECTED, Transaction
 from elasticd.wire.coordinator import FromClient, OfNode
 from elasticd.wire.worker import FromWorker, StoreCall
 from tests.machines.cast import JOB, node_record
@@ -68,9 +68,9 @@ def event_of(kind: type) -> Event:
     return Received(node="alpha", message=message)
 
 
-def turn_in(phase: JobPhase) -> Turn:
+def turn_in(phase: JobPhase) -> Transaction:
     job = msgspec.structs.replace(fresh(JOB, phase, 0.0), workers={DEVICE: WORKER})
-    return Turn(job, {}, 1, JobSettings(), 1.0)
+    return Transaction(job, {}, 1, JobSettings(), 1.0)
 
 
 def test_no_event_has_two_rows_for_a_phase_and_none_is_of_no_use() -> None:

@@ -9,7 +9,7 @@ from elasticd_planner.spec.step_measurements import Step
 
 from elasticd.machines.job.measurements import lane_shares
 from elasticd.machines.job.state.job_state import JobPhase, JobState
-from elasticd.machines.job.state.transaction import Turn
+from elasticd.machines.job.state.transaction import Transaction
 from tests.machines.test_coordinator_faults import running
 from tests.planner.test_module_measurements import BOTH, ENCODER, measured
 
@@ -52,7 +52,7 @@ def test_a_share_of_items_is_told_with_its_module_and_goes_with_the_plan() -> No
         def note(self, kind: str, text: str, **_: object) -> None:
             told.append(f"{kind}: {text}")
 
-    turn = cast(Turn, Told())
+    turn = cast(Transaction, Told())
     for step, slowdown in enumerate((64, 64, 192, 192)):
         reports = [
             msgspec.structs.replace(

@@ -12,7 +12,7 @@ from elasticd.machines.job.copies.rollback import checkpoint_names
 from elasticd.machines.job.state.events import AgentDown
 from elasticd.machines.job.state.job_state import JobPhase, JobSettings
 from elasticd.machines.job.state.last_checkpoint import newest
-from elasticd.machines.job.state.transaction import Turn
+from elasticd.machines.job.state.transaction import Transaction
 from elasticd.records import HistoryRecord, PublishedCheckpoint, decode
 from elasticd.wire.coordinator import ToClient
 from elasticd.wire.worker import Hello, PeersLost, Saved, SaveNow
@@ -193,7 +193,7 @@ def test_one_that_was_published_is_marked_and_another_is_made_for_the_next_start
     world.settle()
     wait(world)
     assert newest(world.job) is None, "a later leader, which knows less of the history, reads it, too"
-    assert saved.name not in checkpoint_names(Turn(world.job, {}, 1, JobSettings(), 0.0))
+    assert saved.name not in checkpoint_names(Transaction(world.job, {}, 1, JobSettings(), 0.0))
 
 
 def test_a_recovery_from_snapshots_that_fails_again_and_again_takes_the_checkpoint() -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from elasticd.machines.job import replan
 from elasticd.machines.job.state.job_state import Basis, Deferred, JobPhase, JobSettings, JobState
-from elasticd.machines.job.state.transaction import Turn
+from elasticd.machines.job.state.transaction import Transaction
 from tests.planner.models import cluster
 from tests.planner.test_module_measurements import BOTH, problem_of, profiles
 
@@ -56,7 +56,7 @@ def decided(running: Plan, new: Plan, now: float, then: float) -> Decision:
     basis = Basis(devices=PROBLEM.cluster.devices, rates={}, profile=PROBLEM.profile)
     found = Deferred(basis=basis, problem=PROBLEM, answer=answer, step=0)
     assert answer.plan is not None
-    return replan._worth_it(cast(Turn, Asked()), running, answer.plan, found)
+    return replan._worth_it(cast(Transaction, Asked()), running, answer.plan, found)
 
 
 @given(now=st.floats(0.01, 10), part=st.floats(0.5, 1.2), vision=st.integers(1, 10_000))

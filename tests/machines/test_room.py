@@ -15,7 +15,7 @@ from elasticd.machines.job.copies.memory import Room, room
 from elasticd.machines.job.replan import _cluster
 from elasticd.machines.job.state.events import Received
 from elasticd.machines.job.state.job_state import JobPhase, JobSettings
-from elasticd.machines.job.state.transaction import Turn
+from elasticd.machines.job.state.transaction import Transaction
 from elasticd.wire.node_health import Health
 from elasticd.wire.worker import Hello, PeersLost, StateReport, StayedOnPlan, WorkerDevice
 from tests.machines.cast import FakeWorker, model
@@ -97,7 +97,7 @@ def test_a_problem_and_a_switch_count_with_that_room() -> None:
     world.train(12)
     turn = SimpleNamespace(settings=JobSettings(communicator=1000), nodes=world.state.nodes, job=world.job)
     devices = tuple(d for node in world.state.nodes.values() for d in node.record.devices)
-    memory = {device.memory for device in _cluster(cast(Turn, turn), devices).devices}
+    memory = {device.memory for device in _cluster(cast(Transaction, turn), devices).devices}
     assert memory == {CRAMPED - 24 * 1000}
 
 

@@ -13,7 +13,7 @@ from elasticd_planner.spec.step_measurements import Step
 from elasticd.machines.job import replan
 from elasticd.machines.job.measurements import data_lengths
 from elasticd.machines.job.state.job_state import JobPhase, JobSettings, JobState
-from elasticd.machines.job.state.transaction import Turn
+from elasticd.machines.job.state.transaction import Transaction
 from elasticd.records import ModuleSpec, ProfileRecord
 from tests.machines.cast import spec
 from tests.machines.test_coordinator_faults import running
@@ -129,7 +129,7 @@ def test_lengths_that_are_others_than_assumed_teach_the_module_with_the_loss() -
             assert isinstance(record, ProfileRecord)
             assert record.modules == problem.modules
 
-    turn = cast(Turn, Learned())
+    turn = cast(Transaction, Learned())
     for at in range(12):
         reports = [
             msgspec.structs.replace(each, squares=each.tokens * 64.0, longest=64, lengths={bucket(64): 4})
@@ -185,7 +185,7 @@ def test_images_of_another_size_teach_the_encoders_profile_and_make_none_slow(
             assert isinstance(record, ProfileRecord)
 
     Watched.kinds.clear()
-    turn = cast(Turn, Watched())
+    turn = cast(Transaction, Watched())
 
     def train(steps: range, **changes: Any) -> None:
         for at in steps:

@@ -9,7 +9,7 @@ import pytest
 from elasticd.machines.job import machine
 from elasticd.machines.job.state.events import Event, Received
 from elasticd.machines.job.state.job_state import JobPhase
-from elasticd.machines.job.state.transaction import Turn
+from elasticd.machines.job.state.transaction import Transaction
 from elasticd.wire.coordinator import FromClient
 from elasticd.wire.worker import Prepared, Report, StateReport, Switched
 from tests.machines.test_coordinator_faults import recovered
@@ -25,14 +25,14 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     last = [""]
     hear, due = machine._hear, machine._due
 
-    def heard(turn: Turn, event: Event) -> None:
+    def heard(turn: Transaction, event: Event) -> None:
         if isinstance(event, Received):
             said = event.message
             last[0] = type(said.body if isinstance(said, FromClient) else said).__name__
             counted[last[0]] += 1
         hear(turn, event)
 
-    def looked(turn: Turn) -> None:
+    def looked(turn: Transaction) -> None:
         counted[f"due {last[0]}"] += 1
         last[0] = ""
         due(turn)

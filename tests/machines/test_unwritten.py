@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from elasticd.codec.safe_text import MARK
-from elasticd.coordinator.store_transactions import Ledger
+from elasticd.coordinator.store_transactions import StoreTransactions
 from elasticd.machines.job.lifecycle.job_end import MOST_REASON
 from elasticd.machines.job.state.events import Unwritten
 from elasticd.machines.job.state.job_state import JobPhase
@@ -64,7 +64,7 @@ def test_an_end_that_is_not_taken_with_the_rest_is_written_alone_and_only_once()
     world.settle()
     written = done(world)
     world.store.delete(KEYS.job(JOB, "done"))
-    world.ledger = Ledger(KEYS, world.store.limits, world.store.snapshot(KEYS.jobs).items)
+    world.ledger = StoreTransactions(KEYS, world.store.limits, world.store.snapshot(KEYS.jobs).items)
     for records, again in ((("fence", "proposal"), 0), (("proposal", "job-done"), 1), (("job-done",), 0)):
         revision = world.store.identity().revision
         unwritten(world, *records)

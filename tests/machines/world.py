@@ -12,7 +12,7 @@ from elasticd_planner.spec.cluster import node_of
 from elasticd_planner.spec.plan import Plan
 from msgspec import structs
 
-from elasticd.coordinator.store_transactions import Ledger, Sweep
+from elasticd.coordinator.store_transactions import StoreTransactions, Sweep
 from elasticd.coordinator.store_writer import stored
 from elasticd.machines.coordinator import machine
 from elasticd.machines.coordinator.machine import CoordinatorState
@@ -70,7 +70,7 @@ class World(Checked):
         self.settings = settings or JobSettings(prepare_seconds=10.0, retry_seconds=5.0)
         self.now = 0.0
         self.store = MemoryStore()
-        self.ledger = Ledger(KEYS, self.store.limits)
+        self.ledger = StoreTransactions(KEYS, self.store.limits)
         self.records = {name: node_record(name, memory=memory) for name in nodes}
         self.state = CoordinatorState(epoch=1, settings=self.settings)
         self.inbox: deque[Event] = deque()
@@ -168,7 +168,7 @@ class World(Checked):
         self.planning = None
         snapshot = self.store.snapshot(KEYS.jobs)
         found = stored(KEYS, snapshot.items)
-        self.ledger = Ledger(KEYS, self.store.limits, snapshot.items)
+        self.ledger = StoreTransactions(KEYS, self.store.limits, snapshot.items)
         self.state = machine.takeover(self.state.epoch + 1, found, self.settings, self.now)
         self.now += 0.1
         for name in self.records:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import networkx as nx
-from elasticd_migration.source_choice import WHOLE_BELOW, Dealing, Share
+from elasticd_migration.source_choice import WHOLE_BELOW, Share, SourceChooser
 from elasticd_planner.spec.cluster import node_of
 
 
@@ -20,7 +20,7 @@ class Want(NamedTuple):
 
 def choose(wants: Sequence[Want], *, whole_below: int = WHOLE_BELOW) -> list[tuple[Share, ...]]:
     """The shares of each want; they add up to its size."""
-    dealing = Dealing(whole_below)
+    dealing = SourceChooser(whole_below)
     member = [dealing.class_of(want.destination, want.holders) for want in wants]
     for want, index in zip(wants, member, strict=True):
         dealing.add(index, want.size)

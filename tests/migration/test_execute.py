@@ -15,7 +15,7 @@ from elasticd_migration.schema import Disagreement, Schema
 from elasticd_migration.text_codec import from_text
 from elasticd_migration.transport import MemoryTransport
 from elasticd_planner.layout.layouts import Item, Layouts
-from elasticd_planner.layout.surviving_layouts import Remains
+from elasticd_planner.layout.surviving_layouts import SurvivingLayouts
 from elasticd_planner.spec.plan import Plan
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -256,7 +256,7 @@ def test_a_rank_that_cannot_take_part_tells_all_others_why() -> None:
 
 def test_lost_state_stops_every_rank_before_anything_is_sent() -> None:
     ends = MemoryTransport.connect(tuple(sorted({*members(BEFORE, AFTER)} - {"n0/1"})))
-    left = Remains(Layouts(SPEC, BEFORE), gone={"n0/1"})
+    left = SurvivingLayouts(Layouts(SPEC, BEFORE), gone={"n0/1"})
     results = together(ends, lambda end: migrate(left, NEW, held(OLD, end.members[end.rank]), end))
     assert all(isinstance(result, Lost) for result in results)
     assert all(end.bytes_sent == 0 for end in ends)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from elasticd_migration.reshard import reshard
 from elasticd_planner.layout.layouts import Layouts
-from elasticd_planner.layout.surviving_layouts import Remains
+from elasticd_planner.layout.surviving_layouts import SurvivingLayouts
 from elasticd_planner.placement.expert_placement import BlockPlacement, arrivals, placed
 from elasticd_planner.spec.model import item_size
 from elasticd_planner.spec.plan import Plan, Stage, StatePolicy, Strategy
@@ -62,12 +62,12 @@ def test_an_expert_whose_only_device_died_is_lost_by_name_and_one_with_a_copy_is
 
     def gone(device: str) -> set[str]:
         """Parameters of experts that are lost with a device."""
-        return experts & {item.name for item, _ in Remains(whole, gone=[device]).lost()}
+        return experts & {item.name for item, _ in SurvivingLayouts(whole, gone=[device]).lost()}
 
     assert gone("a/0") == gone("a/1") == set()
     assert gone("b/0") == experts
     state = plan.replace(state=StatePolicy(zero=1, replicas=2))
-    left = Remains(Layouts(SPEC, state), gone=["b/0"])
+    left = SurvivingLayouts(Layouts(SPEC, state), gone=["b/0"])
     assert not any(item.role == "state" and item.name in experts for item, _ in left.lost()), "on node a, too"
 
 

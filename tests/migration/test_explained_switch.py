@@ -10,7 +10,7 @@ from elasticd_migration.migrate import Moved, migrate
 from elasticd_migration.reshard import Lost
 from elasticd_migration.transport import MemoryTransport
 from elasticd_planner.layout.layouts import Layouts
-from elasticd_planner.layout.surviving_layouts import Remains
+from elasticd_planner.layout.surviving_layouts import SurvivingLayouts
 from elasticd_planner.spec.cluster import Cluster, Device, Link, Node
 from elasticd_planner.spec.plan import Plan
 from hypothesis import given, settings
@@ -77,4 +77,4 @@ def test_a_switch_to_the_same_plan_moves_nothing() -> None:
 def test_what_nobody_holds_is_named() -> None:
     one, two = plan(1, [(3, [("n0/0", 1)])]), plan(2, [(3, [("n1/0", 1)])])
     with pytest.raises(Lost, match=r"no live device holds embed\.tokens\.weight"):
-        explain_switch(Remains(Layouts(SPEC, one), gone=("n0/0",)), Layouts(SPEC, two), SIZES)
+        explain_switch(SurvivingLayouts(Layouts(SPEC, one), gone=("n0/0",)), Layouts(SPEC, two), SIZES)

@@ -8,7 +8,7 @@ from elasticd_migration.migrate import Moved, migrate
 from elasticd_migration.reshard import Lost, bytes_lacking, reshard
 from elasticd_migration.transport import MemoryTransport
 from elasticd_planner.layout.layouts import Item, Layouts
-from elasticd_planner.layout.surviving_layouts import Remains
+from elasticd_planner.layout.surviving_layouts import SurvivingLayouts
 from elasticd_planner.spec.cluster import node_of
 from elasticd_planner.spec.plan import Plan
 from hypothesis import assume, given, settings
@@ -35,7 +35,7 @@ def test_any_node_may_be_lost(before: Plan, seed: int, gone: str) -> None:
     old, new = Layouts(SPEC, before), Layouts(SPEC, after)
     lost = {device for device in before.members if node_of(device) == gone}
     survivors = [device for device in members(before, after) if device not in lost]
-    ends, left = MemoryTransport.connect(survivors), Remains(Layouts(SPEC, before), gone=lost)
+    ends, left = MemoryTransport.connect(survivors), SurvivingLayouts(Layouts(SPEC, before), gone=lost)
 
     def recover(end: MemoryTransport) -> Moved:
         return migrate(left, new, local(WHOLE, old, end.members[end.rank]), end)
@@ -52,7 +52,7 @@ def test_one_replica_of_one_pipeline_does_not_outlive_its_node() -> None:
     """What is lost is told also where nobody is left who could say what there was."""
     shape = [(1, [("n0/0", 1)]), (LAYERS - 1, [("n1/0", 1)])]
     before = plan(1, shape, zero=1, replicas=1)
-    old = Remains(Layouts(SPEC, before), gone={"n0/0"})
+    old = SurvivingLayouts(Layouts(SPEC, before), gone={"n0/0"})
     new = Layouts(SPEC, plan(2, [(LAYERS, [("n1/0", 1)])], zero=1, replicas=1))
     left = local(WHOLE, Layouts(SPEC, before), "n1/0").schema().sizes
     assert Item("blocks.0.q.weight", "state") not in left
@@ -63,6 +63,6 @@ def test_one_replica_of_one_pipeline_does_not_outlive_its_node() -> None:
     with pytest.raises(Lost, match=r"no live device holds .*state of blocks.0.norm.weight \[0:4\]"):
         reshard(old, new, states)
     before_the_first_step = {item: size for item, size in SIZES.items() if item.role != "state"}
-    replicated = Remains(Layouts(SPEC, plan(1, shape, zero=1, replicas=2)), gone={"n0/0"})
+    replicated = SurvivingLayouts(Layouts(SPEC, plan(1, shape, zero=1, replicas=2)), gone={"n0/0"})
     transfers = reshard(replicated, new, before_the_first_step)
     assert not transfers, "n1/0 carries it all"

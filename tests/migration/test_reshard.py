@@ -15,7 +15,7 @@ from elasticd_migration.reshard import (
     whole_bytes,
 )
 from elasticd_planner.layout.layouts import Item, Layouts
-from elasticd_planner.layout.surviving_layouts import Remains
+from elasticd_planner.layout.surviving_layouts import SurvivingLayouts
 from elasticd_planner.spec.box import Box
 from elasticd_planner.spec.cluster import node_of
 from elasticd_planner.spec.plan import Plan
@@ -50,7 +50,7 @@ def test_every_device_gets_exactly_what_it_lacks_from_who_has_it(
     before: Plan, after: Plan, gone: frozenset[str]
 ) -> None:
     old, new = Layouts(SPEC, before), Layouts(SPEC, after)
-    left = Remains(Layouts(SPEC, before), gone=gone)
+    left = SurvivingLayouts(Layouts(SPEC, before), gone=gone)
     had, needed = masks(old, gone), masks(new)
     everything = {item: np.zeros(old.layout(item).shape, dtype=bool) for item in old.items}
     for (item, _), mask in had.items():
@@ -62,7 +62,7 @@ def test_every_device_gets_exactly_what_it_lacks_from_who_has_it(
         assert set(caught.value.boxes) <= lost
         return
     transfers = reshard(left, new, SIZES)
-    assert transfers == reshard(Remains(Layouts(SPEC, before), gone=gone), Layouts(SPEC, after), SIZES)
+    assert transfers == reshard(SurvivingLayouts(Layouts(SPEC, before), gone=gone), Layouts(SPEC, after), SIZES)
     received: dict[str, int] = defaultdict(int)
     end = dict(had)
     for item, transfer in each(transfers):
@@ -140,13 +140,13 @@ def test_where_all_are_gone_the_same_plan_lacks_everything() -> None:
     both = plan(1, [(LAYERS, [("n0/0", 1)])], [(LAYERS, [("n0/1", 1)])])
     new = Layouts(SPEC, both)
     whole = whole_bytes(new, SIZES)
-    gone = Remains(Layouts(SPEC, both), gone={"n0/0", "n0/1"})
+    gone = SurvivingLayouts(Layouts(SPEC, both), gone={"n0/0", "n0/1"})
     assert bytes_lacking(gone, new, SIZES) == {"n0/0": whole, "n0/1": whole}
 
 
 def test_what_nobody_holds_is_named() -> None:
     before = plan(1, [(1, [("n0/0", 1)]), (2, [("n0/1", 3), ("n0/2", 1)])])
-    old = Remains(Layouts(SPEC, before), gone={"n0/2"})
+    old = SurvivingLayouts(Layouts(SPEC, before), gone={"n0/2"})
     new = Layouts(SPEC, plan(2, [(LAYERS, [("n0/0", 1)])]))
     with pytest.raises(
         Lost, match=r"no live device holds blocks\.1\.q\.weight \[24:32, 0:48\].*checkpoint"

@@ -23,7 +23,7 @@ from elasticd.runtime.data.packing import Packing
 from elasticd.runtime.engine.engine import Engine, first_state
 from elasticd.runtime.engine.recipe import Recipe
 from elasticd.runtime.model.model import Model
-from elasticd.runtime.model.rng import Drawing, Dropout
+from elasticd.runtime.model.rng import Dropout, ModelRng
 
 BATCH, SEED = 8, 3
 
@@ -172,7 +172,7 @@ def under(
 
 def alone(training: Training, whole: nn.Module) -> Run:
     """Plain torch over the user's own module, one batch a step; its dropouts are keyed as elasticd's are."""
-    drawing = Drawing()
+    drawing = ModelRng()
     for module in whole.modules():
         if isinstance(module, Dropout):
             module.drawing = drawing

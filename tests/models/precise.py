@@ -25,7 +25,7 @@ from elasticd.runtime.engine.engine import Engine, first_state
 from elasticd.runtime.engine.mixed_precision import Precision
 from elasticd.runtime.engine.parallelism import ParallelismOptions
 from elasticd.runtime.engine.recipe import Recipe
-from elasticd.runtime.model.rng import Drawing, Dropout
+from elasticd.runtime.model.rng import Dropout, ModelRng
 from tests.models.layouts import BATCH, SEED, Training
 
 Optimizer = Callable[[Iterable[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
@@ -118,7 +118,7 @@ def whole_planes(layouts: Layouts, states: Mapping[str, LocalState], plane: str)
 
 def alone(course: Course) -> Trained:
     """Plain torch in one process, one batch a step; its dropouts are keyed as elasticd's are."""
-    training, precision, drawing = course.training, course.precision, Drawing()
+    training, precision, drawing = course.training, course.precision, ModelRng()
     model = copy.deepcopy(course.whole)
     master = precision.master if precision is not None else torch.float32
     if precision is not None:

@@ -29,12 +29,12 @@ from elasticd.runtime.comm.groups import PlanGroups
 from elasticd.runtime.comm.in_memory import MemoryPlanGroups, MemoryWorld, unpaced
 from elasticd.runtime.data.loader import Loader
 from elasticd.runtime.data.options import DataOptions
-from elasticd.runtime.data.prefetch import SampleReader
+from elasticd.runtime.data.prefetch import SamplePrefetcher
 from elasticd.runtime.data.stream import _Source
 from elasticd.runtime.engine.engine import Engine, first_state
 from elasticd.runtime.engine.parallelism import ParallelismOptions
 from elasticd.runtime.exits import ScriptRefusal
-from elasticd.runtime.model.rng import Drawing, kept_states, states
+from elasticd.runtime.model.rng import ModelRng, kept_states, states
 from elasticd.runtime.model.validation import replace_dropouts
 from tests import sizes
 from tests.models.layouts import SEED, Run, Training, alone, furthest, plan_of, stage, under
@@ -318,13 +318,13 @@ def masked(samples: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
 
 def batches(of: int, collate: Callable[[Sequence[Any]], Any], step: int = 4) -> Any:
     """A batch by a rank whose own generators are at another place."""
-    drawing = Drawing()
+    drawing = ModelRng()
     drawing.begin(SEED, step)
     with kept_states():
         random.seed(of)
         np.random.seed(of)
         torch.manual_seed(of)
-        loader = Loader(SampleReader(Text(VOCABULARY), 0), collate, None, drawing)
+        loader = Loader(SamplePrefetcher(Text(VOCABULARY), 0), collate, None, drawing)
         return loader.batch(tuple(SequencePiece.all_whole((3, 7, 5))))
 
 
@@ -485,7 +485,7 @@ class Held(Text):
 def test_a_dataset_beside_others_that_draw_is_read_ahead() -> None:
     """Draws of the script meanwhile are not taken for the dataset's: it is read once more."""
     data = Held()
-    reader = SampleReader(data)
+    reader = SamplePrefetcher(data)
     reader.want([1])
     assert data.entered.wait(60)
     random.random()

@@ -14,7 +14,7 @@ from elasticd.models import next_token_loss
 from elasticd.models.huggingface.proof import fill
 from elasticd.runtime.data.options import DataOptions
 from elasticd.runtime.data.packing import Packing
-from elasticd.runtime.data.prefetch import SampleReader
+from elasticd.runtime.data.prefetch import SamplePrefetcher
 from elasticd.runtime.engine.recipe import Recipe
 from elasticd.runtime.parallel import context_parallel
 from tests import sizes
@@ -67,7 +67,7 @@ class Cut(Training):
 
     def recipe(self) -> Recipe:
         recipe = replace(super().recipe(), data=DataOptions(length=length, packing=Packing()))
-        source = self.cutting(recipe.sampler, SampleReader(recipe.dataset, 0), length, 1)
+        source = self.cutting(recipe.sampler, SamplePrefetcher(recipe.dataset, 0), length, 1)
         return replace(recipe, source=source)
 
 

@@ -20,7 +20,7 @@ from elasticd.checkpoints.folder import scan
 from elasticd.models.huggingface import __main__ as exporting
 from elasticd.models.huggingface import their_name
 from elasticd.models.huggingface.described import from_description
-from elasticd.models.huggingface.export import HfPretrained
+from elasticd.models.huggingface.export import HfExporter
 from elasticd.models.huggingface.folder import FolderWeights
 from elasticd.runtime.engine.engine import first_state
 from elasticd.runtime.model.validation import ModelError
@@ -109,7 +109,7 @@ def test_files_and_index_are_those_that_transformers_writes(name: str, tmp_path:
 def test_no_more_than_the_values_of_a_file_are_read_at_once(tmp_path: Path) -> None:
     described = described_of("Qwen2")
     pretrained = described.pretrained
-    assert isinstance(pretrained, HfPretrained)
+    assert isinstance(pretrained, HfExporter)
     sizes_read: list[int] = []
     asked: list[str] = []
 
@@ -247,7 +247,7 @@ def test_a_checkpoint_takes_of_its_base_what_no_section_holds(
     monkeypatch.setattr(transformers.Qwen2ForCausalLM, "__init__", with_idle_module)
     model = qwen2()
     described = elasticd.from_hf(model)
-    assert isinstance(described.pretrained, HfPretrained)
+    assert isinstance(described.pretrained, HfExporter)
     own = described.pretrained.values
     assert own
     model.save_pretrained(tmp_path)

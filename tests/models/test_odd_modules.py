@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import elasticd
 from elasticd.models import next_token_loss
-from elasticd.runtime.model.buffer_check import Constants
+from elasticd.runtime.model.buffer_check import BufferCheck
 from elasticd.runtime.model.validation import ModelError
 from tests.models import layouts
 from tests.models.layouts import Training, alone, furthest, plan_of, stage, under
@@ -182,7 +182,7 @@ def test_a_table_that_grows_is_none() -> None:
 def test_a_table_that_grows_or_shrinks_must_keep_what_it_held() -> None:
     module = nn.Module()
     module.register_buffer("table", torch.ones(2, 3), persistent=False)
-    constants = Constants({"embed": module})
+    constants = BufferCheck({"embed": module})
     constants.note()
     for size in (4, 2, 3):
         module.table = torch.ones(size, 3)
@@ -196,7 +196,7 @@ def test_a_table_that_grows_or_shrinks_must_keep_what_it_held() -> None:
 def test_a_buffer_that_is_written_through_its_data_is_seen() -> None:
     module = nn.Module()
     module.register_buffer("average", torch.ones(3))
-    constants = Constants({"embed": module})
+    constants = BufferCheck({"embed": module})
     constants.note()
     constants.check()
     module.average.data.mul_(0.9)  # which leaves the version as it is
@@ -208,7 +208,7 @@ def test_what_an_evaluation_keeps_is_its_own_affair() -> None:
     module = nn.Module()
     module.register_buffer("cache", torch.ones(3), persistent=False)
     module.register_buffer("count", torch.ones(3))
-    constants = Constants({"embed": module})
+    constants = BufferCheck({"embed": module})
     constants.note()
     module.cache = torch.zeros(7)
     module.cache += 1

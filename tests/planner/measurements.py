@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import msgspec
-from elasticd_planner.profiling.samples import Collective, Samples, SectionTiming, Update, Whole
+from elasticd_planner.profiling.samples import Collective, Samples, SectionSample, Update, Whole
 from elasticd_planner.spec.model import ModelSpec
 
 from tests.planner.models import SPEC
@@ -17,11 +17,11 @@ SLOWDOWN = {1: 1.0, 2: 1.2, 4: 1.5}
 CUT, WHOLE = 400.0, 100.0
 
 
-def timing(section: str, width: int, tokens: int, *, slower: float = 1.0) -> SectionTiming:
+def timing(section: str, width: int, tokens: int, *, slower: float = 1.0) -> SectionSample:
     fixed, each = TRUTH[section.partition(".")[0]]
     seconds = (fixed + each * tokens * SLOWDOWN[width] / width) * slower
     block = section.startswith("block")
-    return SectionTiming(
+    return SectionSample(
         section=section,
         width=width,
         share=1 / width,

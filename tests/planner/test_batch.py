@@ -7,7 +7,7 @@ from elasticd_planner.spec.batch import (
     BatchRow,
     Sampler,
     SequencePiece,
-    TokenSampler,
+    TokenBatchSampler,
     batch_plan,
     ids_of,
     short_batch_plan,
@@ -140,7 +140,7 @@ def test_a_batch_of_another_size_and_an_empty_dataset_are_refused() -> None:
 def test_steps_of_so_many_tokens_take_every_sample_once_an_epoch(
     lengths: list[int], global_tokens: int, seed: int, data: st.DataObject
 ) -> None:
-    sampler = TokenSampler(lengths, global_tokens, seed)
+    sampler = TokenBatchSampler(lengths, global_tokens, seed)
     steps = -(-3 * sum(lengths) // global_tokens)
     drawn = [sampler.samples(step) for step in range(steps)]
     assert all(drawn), "no step is empty"
@@ -153,12 +153,12 @@ def test_steps_of_so_many_tokens_take_every_sample_once_an_epoch(
     assert abs(sum(tokens) - steps * global_tokens) < max(lengths)
     # A step is a function of its index and the seed, whatever was asked for before.
     step = data.draw(st.integers(0, steps - 1))
-    assert TokenSampler(lengths, global_tokens, seed).samples(step) == drawn[step]
+    assert TokenBatchSampler(lengths, global_tokens, seed).samples(step) == drawn[step]
 
 
 def test_a_sample_that_is_longer_than_a_step_is_refused_by_name() -> None:
     with pytest.raises(Invalid, match="global_tokens is 10, and sample 1 alone has 11 tokens"):
-        TokenSampler([3, 11, 4], 10, 0)
+        TokenBatchSampler([3, 11, 4], 10, 0)
     with pytest.raises(Invalid, match="dataset is empty"):
-        TokenSampler([], 10, 0)
-    assert TokenSampler([0, 0, 0], 1, 0).samples(0) != (), "a sample without tokens counts as one"
+        TokenBatchSampler([], 10, 0)
+    assert TokenBatchSampler([0, 0, 0], 1, 0).samples(0) != (), "a sample without tokens counts as one"

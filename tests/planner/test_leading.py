@@ -4,7 +4,7 @@ import math
 from collections import Counter
 
 import pytest
-from elasticd_planner.grouping.best_partitions import Leading, possible, tractable
+from elasticd_planner.grouping.best_partitions import BestPartitions, possible, tractable
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -26,7 +26,7 @@ def test_of_given_sizes_the_groups_reach_what_any_do(rates: list[float]) -> None
     taken = possible(counts, widths)
     members = [[rate for rate, n in zip(classes, t, strict=True) for _ in range(n)] for t in taken]
     paces = dict(zip(taken, map(pace, members), strict=True))
-    leading = Leading(counts, widths, taken, list(paces.values()))
+    leading = BestPartitions(counts, widths, taken, list(paces.values()))
     best: dict[tuple[int, ...], float] = {}
     for groups in groupings(tuple(range(len(rates)))):
         made = Counter(map(len, groups))

@@ -12,8 +12,8 @@ from elasticd_migration.reshard import Lost, bytes_lacking, reshard
 from elasticd_planner.layout.holdings import holdings_of
 from elasticd_planner.layout.layouts import Item
 from elasticd_planner.layout.mesh_layouts import MeshLayouts, placed_boxes
-from elasticd_planner.layout.snapshot_layouts import StoodIn
-from elasticd_planner.layout.surviving_layouts import Remains
+from elasticd_planner.layout.snapshot_layouts import SnapshotLayouts
+from elasticd_planner.layout.surviving_layouts import SurvivingLayouts
 from elasticd_planner.spec.box import Box, subtract
 from elasticd_planner.spec.mesh import AllowedMesh, MeshModel, MeshPlan, MeshTensor, Placement
 from elasticd_planner.value import Invalid
@@ -132,7 +132,10 @@ PLANS = st.one_of(
 def test_state_moves_between_any_two_meshes(old: MeshPlan, new: MeshPlan, data: st.DataObject) -> None:
     """By the arithmetic of pipelines: from what a fault left, each lacking byte once, or the loss by name."""
     gone = data.draw(st.sets(st.sampled_from(old.members), max_size=len(old.members) - 1))
-    before, after = Remains(holdings_of(MODEL, old), gone=gone), holdings_of(MODEL, new.replace(number=2))
+    before, after = (
+        SurvivingLayouts(holdings_of(MODEL, old), gone=gone),
+        holdings_of(MODEL, new.replace(number=2)),
+    )
     lost = dict(before.lost())
     for item in before.items:
         held = [box for device in old.members for box in before.boxes(item, device)]
@@ -164,7 +167,7 @@ def test_snapshots_of_a_mesh_fill_any_other(old: MeshPlan, new: MeshPlan, data: 
         for member, boxes in held.items():
             dealt[member] |= {items[name]: own for name, own in boxes.items()}
     stands = {member: data.draw(st.sampled_from(new.members)) for member in old.members}
-    before = StoodIn(layouts, shares=dealt, stands=stands)
+    before = SnapshotLayouts(layouts, shares=dealt, stands=stands)
     for item in before.items:
         layout = before.layout(item)
         boxes = [holding.box for holding in layout.holdings]
@@ -176,8 +179,8 @@ def test_snapshots_of_a_mesh_fill_any_other(old: MeshPlan, new: MeshPlan, data: 
 
 
 def test_replicas_survive_one_death_and_plain_shards_do_not() -> None:
-    assert not dict(Remains(MeshLayouts(MODEL, mesh_plan(1, HSDP, (2, 2))), gone={"n3/0"}).lost())
-    lost = dict(Remains(MeshLayouts(MODEL, mesh_plan(1, FSDP, (4,))), gone={"n3/0"}).lost())
+    assert not dict(SurvivingLayouts(MeshLayouts(MODEL, mesh_plan(1, HSDP, (2, 2))), gone={"n3/0"}).lost())
+    lost = dict(SurvivingLayouts(MeshLayouts(MODEL, mesh_plan(1, FSDP, (4,))), gone={"n3/0"}).lost())
     assert lost[Item("up.weight", "state")] == (Box(start=(9, 0), stop=(10, 6)),)
     assert Item("bias", "value") not in lost, "its last shard is empty"
 

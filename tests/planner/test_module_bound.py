@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from elasticd_planner.grouping.tp_groups import at_best, classes, groups
 from elasticd_planner.problem import Problem, SearchSpace
-from elasticd_planner.search.exhaustive import Exact
+from elasticd_planner.search.exhaustive import ExhaustiveSearch
 from elasticd_planner.search.options import task_of
 from elasticd_planner.search.planner import plan
 from elasticd_planner.spec.cluster import Link
@@ -42,7 +42,9 @@ def test_no_plan_beats_the_relaxed_enumeration_and_some_plan_is_near_it(seed: in
         assert made is not None
         assert made.prediction is not None
         seconds, task = made.prediction.step_seconds, task_of(problem)
-        exact = Exact(replace(task, cost=task.cost.equal()), best=1.2 * seconds, relaxed=problem.profile.uneven)
+        exact = ExhaustiveSearch(
+            replace(task, cost=task.cost.equal()), best=1.2 * seconds, relaxed=problem.profile.uneven
+        )
         exact.run()
         assert exact.proved
         assert 0.9 * seconds <= exact.best <= seconds * (1 + 1e-9)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from elasticd_planner.profiling.regression import Coefficients, least_squares, line, regress, solve
-from elasticd_planner.profiling.samples import SectionTiming
+from elasticd_planner.profiling.samples import SectionSample
 from elasticd_planner.value import Invalid
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 TOKENS = (256, 512, 1024, 2048)
 
 
-def timing(truth: Coefficients, width: int, tokens: int, share: float, factor: float = 1.0) -> SectionTiming:
+def timing(truth: Coefficients, width: int, tokens: int, share: float, factor: float = 1.0) -> SectionSample:
     seconds = truth.seconds(width, share, tokens) * factor
-    return SectionTiming(
+    return SectionSample(
         section="block", width=width, share=share, tokens=tokens, forward=seconds / 3, backward=seconds * 2 / 3
     )
 
@@ -44,7 +44,7 @@ def test_exact_times_give_the_coefficients_back(truth: Coefficients, counts: lis
 TRUTH = Coefficients(fixed=2e-3, per_token=1e-5, slowdown={1: 1.0, 2: 1.1, 4: 1.4})
 
 
-def noisy(truth: Coefficients, spread: float, seed: int = 0) -> list[SectionTiming]:
+def noisy(truth: Coefficients, spread: float, seed: int = 0) -> list[SectionSample]:
     rng = np.random.default_rng(seed)
     return [
         timing(truth, width, tokens, 1 / width, 1 + spread * float(rng.standard_normal()))
@@ -76,7 +76,7 @@ def test_short_passes_count_as_much_as_long_ones() -> None:
 
 def test_held_out_sees_what_a_line_cannot_explain() -> None:
     curved = [
-        SectionTiming(section="head", width=1, share=1.0, tokens=t, forward=1e-9 * t**2, backward=1e-9 * t**2)
+        SectionSample(section="head", width=1, share=1.0, tokens=t, forward=1e-9 * t**2, backward=1e-9 * t**2)
         for t in TOKENS
     ]
     fit = regress(curved)
@@ -100,7 +100,7 @@ def test_one_count_is_refused_with_the_width() -> None:
 def test_where_a_width_does_not_grow_one_slope_stands_for_all() -> None:
     flat = timing(TRUTH, 2, TOKENS[0], 0.5).seconds
     odd = [
-        SectionTiming(
+        SectionSample(
             section="embed", width=2, share=0.5, tokens=t, forward=flat * (1 - t / 10_000), backward=0.0
         )
         for t in TOKENS
@@ -112,7 +112,7 @@ def test_where_a_width_does_not_grow_one_slope_stands_for_all() -> None:
 
 def test_forward_and_recomputation_are_medians_of_parts() -> None:
     timings = [
-        SectionTiming(
+        SectionSample(
             section="block", width=1, share=1, tokens=t, forward=t * 1.0, backward=t * 3.0, recomputed=t * 5.0
         )
         for t in TOKENS

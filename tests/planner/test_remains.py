@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from elasticd_planner.layout.layouts import Item, Layouts
-from elasticd_planner.layout.surviving_layouts import Remains
+from elasticd_planner.layout.surviving_layouts import SurvivingLayouts
 from elasticd_planner.spec.box import Box, subtract
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,7 +16,7 @@ def test_what_is_left_is_what_the_living_hold(plan, data) -> None:  # type: igno
     whole = Layouts(SPEC, plan)
     gone = data.draw(st.sets(st.sampled_from(plan.members), max_size=len(plan.members) - 1))
     stale = data.draw(st.sets(st.sampled_from(plan.members)))
-    left = Remains(whole, gone=gone, stale=stale)
+    left = SurvivingLayouts(whole, gone=gone, stale=stale)
     lost = dict(left.lost())
     for item in whole.items:
         held: list[Box] = []

@@ -4,15 +4,15 @@ import math
 
 import numpy as np
 import pytest
-from elasticd_planner.detection.cusum import NONE, CusumState, Detector, spread_of, trimmed
+from elasticd_planner.detection.cusum import NONE, CusumState, CusumTest, spread_of, trimmed
 from elasticd_planner.numeric import middle
 from hypothesis import given
 from hypothesis import strategies as st
 
-TENTH = Detector.of(math.log(1.1), 0.05, 1e-6, 3)
+TENTH = CusumTest.of(math.log(1.1), 0.05, 1e-6, 3)
 
 
-def steps(test: Detector, residuals: list[float]) -> int | None:
+def steps(test: CusumTest, residuals: list[float]) -> int | None:
     """How many residuals it takes."""
     evidence = NONE
     for count, residual in enumerate(residuals, start=1):
@@ -24,7 +24,7 @@ def steps(test: Detector, residuals: list[float]) -> int | None:
 
 @given(st.floats(0.25, 10), st.integers(1, 6))
 def test_what_is_far_out_takes_the_least_steps_and_no_fewer(residual: float, min_steps: int) -> None:
-    test = Detector.of(math.log(1.1), 0.05, 1e-6, min_steps)
+    test = CusumTest.of(math.log(1.1), 0.05, 1e-6, min_steps)
     assert steps(test, [residual] * 10) == min_steps
 
 
@@ -39,7 +39,7 @@ def test_single_wild_steps_and_pairs_of_them_never_pass(wild: list[float], data:
 
 def test_noise_alone_passes_less_often_than_it_may() -> None:
     """A limit of 7 alarms once in e^7 = 1,100 steps at most; that of the default is out of a test's reach."""
-    test = Detector.of(math.log(1.1), 0.05, math.exp(-7), 3)
+    test = CusumTest.of(math.log(1.1), 0.05, math.exp(-7), 3)
     rng = np.random.Generator(np.random.Philox(key=[7, 0]))
     evidence, alarms, count = NONE, 0, 40_000
     for residual in rng.normal(0, 0.05, count).tolist():

@@ -6,7 +6,7 @@ import pytest
 from elasticd_migration.checkpoint_writers import writers
 from elasticd_migration.reshard import bytes_lacking, reshard
 from elasticd_planner.layout.layouts import Item, Layouts
-from elasticd_planner.layout.snapshot_layouts import StoodIn
+from elasticd_planner.layout.snapshot_layouts import SnapshotLayouts
 from elasticd_planner.spec.box import Box, subtract
 from elasticd_planner.value import Invalid
 from hypothesis import given, settings
@@ -32,7 +32,7 @@ def dealt(layouts: Layouts) -> dict[str, dict[Item, tuple[Box, ...]]]:
 def test_everything_lies_somewhere_exactly_once(plan, data) -> None:  # type: ignore[no-untyped-def]
     whole = Layouts(SPEC, plan)
     stands = {member: data.draw(st.sampled_from(DEVICES)) for member in plan.members}
-    layouts = StoodIn(whole, shares=dealt(whole), stands=stands)
+    layouts = SnapshotLayouts(whole, shares=dealt(whole), stands=stands)
     families: dict[object, object] = {}
     for item in whole.items:
         layout = layouts.layout(item)
@@ -55,7 +55,7 @@ def test_any_plan_can_be_filled_from_it(plan, seed, data) -> None:  # type: igno
     after = random_plan(seed, 2, DEVICES)
     after = after.replace(binding=dict.fromkeys(after.members, "new"))
     stands = {member: data.draw(st.sampled_from(after.members)) for member in plan.members}
-    old = StoodIn(Layouts(SPEC, bound), shares=dealt(Layouts(SPEC, bound)), stands=stands)
+    old = SnapshotLayouts(Layouts(SPEC, bound), shares=dealt(Layouts(SPEC, bound)), stands=stands)
     new = Layouts(SPEC, after)
     moved = sum(t.box.size * sum(SIZES[item] for item in t.items) for t in reshard(old, new, SIZES))
     assert moved == sum(bytes_lacking(old, new, SIZES).values())
@@ -64,4 +64,4 @@ def test_any_plan_can_be_filled_from_it(plan, seed, data) -> None:  # type: igno
 def test_a_member_without_a_stand_in_is_named() -> None:
     whole = Layouts(SPEC, alone())
     with pytest.raises(Invalid, match="nobody stands in for n0/0"):
-        StoodIn(whole, shares=dealt(whole), stands={})
+        SnapshotLayouts(whole, shares=dealt(whole), stands={})

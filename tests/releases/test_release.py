@@ -18,8 +18,8 @@ from elasticd.cli.app import elasticd as cli
 from elasticd.codec.message import encode
 from elasticd.machines.agent import machine
 from elasticd.machines.agent.state import AgentState, AgentTell, LinkUp
-from elasticd.rendezvous.agent_requests import Asking
-from elasticd.rendezvous.live_mode import Handler, RendezvousOver
+from elasticd.rendezvous.agent_requests import AgentRequests
+from elasticd.rendezvous.live_mode import LiveHandler, RendezvousOver
 from elasticd.runtime.accelerator import CPU
 from elasticd.runtime.api import hello as first_message
 from elasticd.runtime.api import watch
@@ -86,8 +86,8 @@ def test_every_torchrun_says_the_release(tmp_path: Path, monkeypatch: pytest.Mon
     playing.start()
     parameters = RendezvousParameters("elasticd", path, "j", 1, 1)
     with pytest.raises(RendezvousOver):
-        Handler(parameters, 10.0).next_rendezvous()
-    Asking(path, "j", 10.0).close()
+        LiveHandler(parameters, 10.0).next_rendezvous()
+    AgentRequests(path, "j", 10.0).close()
     playing.join(60)
     listener.close()
     assert [type(each) for each in heard] == [Join, Attend]

@@ -21,7 +21,7 @@ from elasticd_agent import coordinator_link
 from elasticd_agent.coordinator_link import Link
 from elasticd_agent.restart_rendezvous import _Job
 from elasticd_agent.snapshots import transfer
-from elasticd_agent.store_watch import Records
+from elasticd_agent.store_watch import StoreWatch
 from elasticd_planner.spec.measurement import Measurement
 from elasticd_planner.spec.plan import PLAN_VERSION, Plan
 from hypothesis import given, settings
@@ -34,7 +34,7 @@ from elasticd.codec.message import Message, encode
 from elasticd.coordinator.events.event_log import Lines
 from elasticd.machines.agent.state import Event, Heard, LinkUp
 from elasticd.records import Keys
-from elasticd.rendezvous.agent_requests import Asking
+from elasticd.rendezvous.agent_requests import AgentRequests
 from elasticd.rendezvous.live_mode import AgentCalls, RendezvousRefusal
 from elasticd.runtime.control.agent_client import AgentClient, RejectedByAgent
 from elasticd.store.memory import MemoryServer, MemoryStore
@@ -164,7 +164,9 @@ def test_the_first_message_of_a_connection_is_refused_where_its_content_cannot_b
     assert "does not understand this message" in refusal.reason
 
 
-@pytest.mark.parametrize("ask", [Asking, lambda path, job, seconds: AgentCalls(path, seconds).join(JOIN)])
+@pytest.mark.parametrize(
+    "ask", [AgentRequests, lambda path, job, seconds: AgentCalls(path, seconds).join(JOIN)]
+)
 def test_a_torchrun_does_not_wait_on_an_answer_to_its_hello_that_it_cannot_decode(
     tmp_path: Path, ask: Callable[[str, str, float], object]
 ) -> None:
@@ -199,7 +201,7 @@ def test_a_torchrun_in_restart_mode_skips_what_it_does_not_know(tmp_path: Path) 
     answer = RoundAnswer(id=1, value=b"state", token=4)
     attending = encode(Attending(address="10.0.0.1"))
     peer = Peer(path, NEWER, attending, NEWER, encode(answer))
-    asking = Asking(path, "j", 10.0)
+    asking = AgentRequests(path, "j", 10.0)
     assert asking.address == "10.0.0.1"
     assert asking.read() == answer
     later = msgspec.structs.replace(answer, id=2, token=5)
@@ -314,7 +316,7 @@ def test_an_agent_answers_a_request_of_another_agent_that_it_does_not_know() -> 
 
     stream: Any = Stream()
     stream.data = len(NEWER).to_bytes(4, "big") + NEWER
-    server: Any = object.__new__(transfer.Server)
+    server: Any = object.__new__(transfer.SnapshotServer)
     server._take(stream, "n0")
     assert frames == [transfer.Answer(error=f"elasticd {__version__} does not know this request")]
     with pytest.raises(transfer.StreamFailed, match="does not know its answer"):
@@ -329,7 +331,7 @@ def test_agents_two_versions_apart_keep_nothing_for_each_other() -> None:
         _read_frame=lambda stream: encode(far),
         _send_frame=lambda stream, body: frames.append(body),
     ):
-        server: Any = object.__new__(transfer.Server)
+        server: Any = object.__new__(transfer.SnapshotServer)
         server._take(None, "n0")
     (answer,) = frames
     assert isinstance(answer, transfer.Answer)
@@ -391,7 +393,7 @@ def test_a_torchrun_whose_record_cannot_be_read_counts_as_here(caplog: pytest.Lo
 def test_a_record_that_an_agent_cannot_read_is_said_once_however_often_it_is_written(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    read = Records(MemoryStore(MemoryServer()), KEYS, *[lambda *told: None] * 4)._read
+    read = StoreWatch(MemoryStore(MemoryServer()), KEYS, *[lambda *told: None] * 4)._read
     long = b'{"type": "node", "version": "%s"}' % (b"x" * 100_000)
     for revision in range(1, 101):
         for key, value in (

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 
-from elasticd.rendezvous.agent_requests import Asking
+from elasticd.rendezvous.agent_requests import AgentRequests
 from elasticd.store.memory import MemoryStore
 from elasticd.store.protocol import Op, Put, StoreRefused, TransactResult
 from tests.agent.support import Node, closing_all
@@ -29,7 +29,7 @@ def test_a_torchrun_whose_presence_the_store_refuses_hears_why_and_asks_nothing_
     with closing_all() as register:
         node = Node(register, tmp_path)
         node.agent()
-        asking = register(Asking(node.path, "job", 10.0))
+        asking = register(AgentRequests(node.path, "job", 10.0))
         with pytest.raises(RendezvousConnectionError, match="torchruns/t0: etcd denies access"):
             asking.present("t0", "")
         asking.close()  # as where the agent is started again

@@ -23,7 +23,7 @@ from elasticd.rendezvous import restart_mode
 from elasticd.rendezvous.backend import Backend
 from elasticd.rendezvous.errors import RendezvousOver
 from elasticd.rendezvous.restart_mode import RestartHandler
-from elasticd.rendezvous.torch_state import Roster, name_methods_quickly
+from elasticd.rendezvous.torch_state import TorchRendezvousState, name_methods_quickly
 from elasticd.wire import unix_socket
 from elasticd.wire.rendezvous import RoundAnswer, Torchrun
 
@@ -47,10 +47,10 @@ class Agent:
         self._after = [then, *[lambda: None] * reads]
 
     def present(self, name: str, store: str, *, left: bool = False, at_work: object = None) -> None:
-        """As `Asking.present`; who is there is said by `be`."""
+        """As `AgentRequests.present`; who is there is said by `be`."""
 
     def close(self) -> None:
-        """As `Asking.close`."""
+        """As `AgentRequests.close`."""
 
     def be(self, status: str, *nodes: _NodeDesc) -> None:
         for node in nodes:
@@ -138,7 +138,7 @@ def test_write_with_an_old_token_changes_nothing_and_tells_what_is_there(
     late = backend.set_state(pickle.dumps(state(A)), token)
     assert late is not None
     assert late[1:] == (10, False)
-    assert Roster(late[0]).participants == {str(A), str(B)}
+    assert TorchRendezvousState(late[0]).participants == {str(A), str(B)}
 
 
 def test_torch_keeps_the_living_whatever_their_heartbeats_say_and_drops_the_dead_at_once(
@@ -224,7 +224,7 @@ def test_bytes_that_are_no_state_of_torchs_are_refused_and_nothing_of_them_runs(
 
     for data in (pickle.dumps(Evil()), b"garbage", pickle.dumps([1, 2])):
         with pytest.raises(RendezvousStateError, match="cannot be read"):
-            Roster(data)
+            TorchRendezvousState(data)
 
 
 @pytest.fixture
@@ -261,7 +261,7 @@ def test_closing_a_round_that_nobody_is_left_of_takes_one_write(handler: Restart
     agent.be("left", B)
     assert handler.shutdown()
     assert agent.written == 1
-    assert Roster(agent.value).closed
+    assert TorchRendezvousState(agent.value).closed
 
 
 def test_torchs_events_are_named_as_torch_names_them_without_a_look_at_every_module(

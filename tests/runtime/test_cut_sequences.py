@@ -25,8 +25,8 @@ from elasticd.runtime.comm.groups import PlanGroups
 from elasticd.runtime.comm.in_memory import MemoryPlanGroups, run_threads
 from elasticd.runtime.data.options import DataOptions
 from elasticd.runtime.data.packing import Packing
-from elasticd.runtime.data.prefetch import SampleReader
-from elasticd.runtime.data.step_samples import Mapped
+from elasticd.runtime.data.prefetch import SamplePrefetcher
+from elasticd.runtime.data.step_samples import MapStyleSamples
 from elasticd.runtime.engine.parallelism import ParallelismOptions
 from elasticd.runtime.engine.recipe import Recipe
 from elasticd.runtime.parallel import context_parallel
@@ -74,7 +74,7 @@ SOME = [
 ]
 
 
-class Cutting(Mapped):
+class Cutting(MapStyleSamples):
     """Cuts sequences over drawn lanes in drawn shares, and gives lanes unequal numbers of rows."""
 
     shares: tuple[int, ...] = (1, 2, 3, 4, 5)
@@ -114,7 +114,7 @@ class Cutting(Mapped):
 def cutting(**changes: Any) -> Recipe:
     data = DataOptions(length=length, packing=Packing())
     made = replace(make_recipe(), data=data, **changes)
-    return replace(made, source=Cutting(made.sampler, SampleReader(made.dataset, 0), length, 1))
+    return replace(made, source=Cutting(made.sampler, SamplePrefetcher(made.dataset, 0), length, 1))
 
 
 class Eights(Text):
@@ -143,7 +143,7 @@ def by_heads(**changes: Any) -> Recipe:
         model = Decoder(replace(test_parity.CONFIG, kv_heads=test_parity.CONFIG.heads)).describe()
     data = DataOptions(length=Eights.length, packing=Packing())
     made = replace(make_recipe(), **{"model": model, "data": data, "dataset": Eights(), **changes})
-    return replace(made, source=Evenly(made.sampler, SampleReader(made.dataset, 0), Eights.length, 1))
+    return replace(made, source=Evenly(made.sampler, SamplePrefetcher(made.dataset, 0), Eights.length, 1))
 
 
 def cut_by_memory(**changes: Any) -> Recipe:

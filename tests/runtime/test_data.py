@@ -17,7 +17,7 @@ from elasticd.runtime.data.collate import Unlike, pad
 from elasticd.runtime.data.loader import Loader, length_of, sample_tokens
 from elasticd.runtime.data.options import DataOptions
 from elasticd.runtime.data.packing import pack
-from elasticd.runtime.data.prefetch import NothingRead, SampleError, SampleReader
+from elasticd.runtime.data.prefetch import NothingRead, SampleError, SamplePrefetcher
 from elasticd.runtime.data.sample_ledger import expected_hash, expected_hashes, hash_samples
 from tests.runtime.test_parity import plan_of, stage
 
@@ -137,7 +137,7 @@ def test_columns_of_a_hugging_face_dataset_are_refused_with_the_remedy() -> None
 
 
 def loader(dataset: object, threads: int = 0) -> Loader:
-    return Loader(SampleReader(dataset, threads), pad)  # type: ignore[arg-type]
+    return Loader(SamplePrefetcher(dataset, threads), pad)  # type: ignore[arg-type]
 
 
 def pieces(*samples: int) -> MicroBatch:
@@ -271,7 +271,7 @@ def test_a_collate_of_the_users_that_fails_names_a_sample_too() -> None:
             raise KeyError("mask")
         return pad(samples)
 
-    made = Loader(SampleReader(Numbers(), 0), refuses)
+    made = Loader(SamplePrefetcher(Numbers(), 0), refuses)
     made.batch(pieces(4, 3))
     _, failure = made.take()
     assert "collate: KeyError: 'mask'" in str(failure)

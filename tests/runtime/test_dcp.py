@@ -11,7 +11,7 @@ from elasticd_planner.layout.layouts import Item
 from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from elasticd.checkpoints.checksums import SummedStream
+from elasticd.checkpoints.checksums import ChecksumWriter
 from elasticd.runtime.checkpoint.dcp_format import FormatChanged, _data, data_file, write_tensor
 from tests.checkpoints.support import SPEC_OF_JOB, THREE, WHOLE, save, whole_values
 from tests.migration.ranks import same_bits
@@ -39,7 +39,7 @@ def test_a_tensor_lies_in_torchs_archive_where_the_record_says(
 ) -> None:
     tensor = torch.randint(0, 2, shape).to(dtype)
     with (tmp_path / "f").open("wb") as file:
-        stream = SummedStream(_Plain(file))
+        stream = ChecksumWriter(_Plain(file))
         stream.write(b"x" * 1234)
         records = [write_tensor(stream, "f", tensor) for _ in range(2)]
         stream.finish("f")

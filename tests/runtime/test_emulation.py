@@ -7,7 +7,7 @@ import time
 import pytest
 
 from elasticd.runtime.telemetry import emulation
-from elasticd.runtime.telemetry.emulation import Pacer
+from elasticd.runtime.telemetry.emulation import SpeedEmulator
 from elasticd.wire.worker import EmulatedSpeed
 
 
@@ -31,7 +31,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return made
 
 
-def paced(clock: Clock, pacer: Pacer, kind: str, tokens: int, share: float, computed: float = 0.0) -> float:
+def paced(
+    clock: Clock, pacer: SpeedEmulator, kind: str, tokens: int, share: float, computed: float = 0.0
+) -> float:
     """Seconds of a pass that computed for `computed` of them."""
     start = clock.now
     clock.now += computed
@@ -40,7 +42,7 @@ def paced(clock: Clock, pacer: Pacer, kind: str, tokens: int, share: float, comp
 
 
 def test_a_block_takes_seconds_by_tokens_share_and_rate(clock: Clock) -> None:
-    pacer = Pacer(EmulatedSpeed(forward=0.0002, backward=0.0004))
+    pacer = SpeedEmulator(EmulatedSpeed(forward=0.0002, backward=0.0004))
     assert paced(clock, pacer, "forward", 100, 1.0, computed=0.005) == pytest.approx(0.02)
     assert paced(clock, pacer, "backward", 100, 1.0, computed=0.005) == pytest.approx(0.04)
     pacer.pace = EmulatedSpeed(forward=0.0002, backward=0.0004, factor=3.0)
@@ -50,7 +52,7 @@ def test_a_block_takes_seconds_by_tokens_share_and_rate(clock: Clock) -> None:
 
 
 def test_attention_takes_as_long_as_all_else_where_sequences_are_as_long_as_said(clock: Clock) -> None:
-    pacer = Pacer(EmulatedSpeed(forward=0.0002, backward=0.0004, attention_tokens=50))
+    pacer = SpeedEmulator(EmulatedSpeed(forward=0.0002, backward=0.0004, attention_tokens=50))
     start = clock.now
     pacer("forward", 100, 1.0, start, 0.0, squares=100 * 50.0)
     assert clock.now - start == pytest.approx(0.04)
@@ -61,12 +63,12 @@ def test_attention_takes_as_long_as_all_else_where_sequences_are_as_long_as_said
 
 def test_the_clock_is_the_real_one() -> None:
     start = time.perf_counter()
-    assert Pacer(EmulatedSpeed(forward=0.0002))("forward", 100, 1.0, start, 0.0) >= start + 0.02
+    assert SpeedEmulator(EmulatedSpeed(forward=0.0002))("forward", 100, 1.0, start, 0.0) >= start + 0.02
     assert time.perf_counter() - start >= 0.02
 
 
 def test_communication_comes_on_top(clock: Clock) -> None:
-    pacer = Pacer(EmulatedSpeed(forward=0.0002, backward=0.0004))
+    pacer = SpeedEmulator(EmulatedSpeed(forward=0.0002, backward=0.0004))
     start = clock.now
     clock.now += 0.055
     pacer("forward", 100, 1.0, start, 0.05)  # 50 ms had gone into the TP group
@@ -74,7 +76,7 @@ def test_communication_comes_on_top(clock: Clock) -> None:
 
 
 def test_passes_in_a_row_end_by_the_table_however_late_each_wakes(clock: Clock) -> None:
-    pacer = Pacer(EmulatedSpeed(forward=0.001, backward=0.002))
+    pacer = SpeedEmulator(EmulatedSpeed(forward=0.001, backward=0.002))
     clock.late = 0.003
     start = ended = clock.now
     for _ in range(20):
@@ -86,20 +88,20 @@ def test_passes_in_a_row_end_by_the_table_however_late_each_wakes(clock: Clock) 
 
 
 def test_what_was_slept_too_long_is_not_stretched_once_more(clock: Clock) -> None:
-    pacer = Pacer(EmulatedSpeed(factor=3.0))
+    pacer = SpeedEmulator(EmulatedSpeed(factor=3.0))
     clock.late = 0.003
     ended = pacer("forward", 10, 1.0, clock.now - 0.01, 0.0)
     assert ended == clock.now == pytest.approx(1000.023)
 
 
 def test_an_overrun_is_counted(clock: Clock) -> None:
-    pacer = Pacer(EmulatedSpeed(forward=1e-9, backward=1e-9))
+    pacer = SpeedEmulator(EmulatedSpeed(forward=1e-9, backward=1e-9))
     pacer("forward", 1, 1.0, clock.now - 0.01, 0.0)
     assert pacer.take() == (1, 1)
 
 
 def test_without_a_table_a_slow_device_stretches_what_was_computed(clock: Clock) -> None:
-    pacer = Pacer(None)
+    pacer = SpeedEmulator(None)
     assert paced(clock, pacer, "forward", 100, 1.0, computed=0.02) == pytest.approx(0.02)
     pacer.pace = EmulatedSpeed(factor=3.0)
     assert paced(clock, pacer, "forward", 100, 1.0, computed=0.02) == pytest.approx(0.06)

@@ -9,27 +9,27 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from elasticd_planner.spec.batch import Sampler, TokenSampler
+from elasticd_planner.spec.batch import Sampler, TokenBatchSampler
 from elasticd_planner.spec.sample_order import MOST_PERMUTED
 from PIL import Image
 
 from elasticd.runtime.comm.in_memory import MemoryPlanGroups, run_threads
 from elasticd.runtime.data.options import DataOptions
-from elasticd.runtime.data.prefetch import SampleError, SampleReader
-from elasticd.runtime.data.step_samples import BatchesDiffer, Mapped
+from elasticd.runtime.data.prefetch import SampleError, SamplePrefetcher
+from elasticd.runtime.data.step_samples import BatchesDiffer, MapStyleSamples
 from tests.runtime.test_engine import UNEQUAL, engine_on
 from tests.runtime.test_parity import BATCH, Text, make_recipe
 
 STEPS = 3
 
 
-def feed(size: int = 64, batch: int = 4) -> Mapped:
+def feed(size: int = 64, batch: int = 4) -> MapStyleSamples:
     sampler = Sampler(size=size, global_batch=batch, seed=0)
-    return Mapped(sampler, SampleReader(Text(), threads=0), None, 1)
+    return MapStyleSamples(sampler, SamplePrefetcher(Text(), threads=0), None, 1)
 
 
 def test_a_batch_of_a_job_whose_steps_have_tokens_may_be_a_tensor_of_indices() -> None:
-    made = Mapped(TokenSampler([3] * 64, 10, 0), SampleReader(Text(), threads=0), None, 1)
+    made = MapStyleSamples(TokenBatchSampler([3] * 64, 10, 0), SamplePrefetcher(Text(), threads=0), None, 1)
     made.give(0, torch.tensor([5, 1]))
     assert made.samples(0) == (5, 1)
     with pytest.raises(ValueError, match="got no sample"):
@@ -46,7 +46,7 @@ def losses(give: Any) -> list[float]:
         for step in range(STEPS):
             batch = give(step, plan_groups.me)
             if batch is not None:
-                assert isinstance(engine._recipe.feed, Mapped)
+                assert isinstance(engine._recipe.feed, MapStyleSamples)
                 engine._recipe.feed.give(step, batch)
             found.append(engine.step(step, lambda: 0).outcome.vote.loss)
         return found

@@ -124,7 +124,7 @@ def test_sections_that_draw_late_draw_as_if_they_had_all_seeds_always(
     losses, weights = trained()
     assert torch.equal(script[0], torch.random.get_rng_state())
     assert script[1] == random.getstate()
-    monkeypatch.setattr(rng.Drawing, "may_leave_seeds_out", False)
+    monkeypatch.setattr(rng.ModelRng, "may_leave_seeds_out", False)
     monkeypatch.setattr(rng, "_WATCHED", 1_000)
     expected, same = trained()
     assert losses == expected

@@ -15,8 +15,8 @@ from elasticd_planner.spec.sample_packing import linear_of
 from elasticd.runtime.comm.in_memory import MemoryPlanGroups, run_threads
 from elasticd.runtime.data.options import DataOptions
 from elasticd.runtime.data.packing import Packing
-from elasticd.runtime.data.prefetch import SampleReader
-from elasticd.runtime.data.step_samples import Mapped
+from elasticd.runtime.data.prefetch import SamplePrefetcher
+from elasticd.runtime.data.step_samples import MapStyleSamples
 from elasticd.runtime.engine.batches_ahead import BatchesAhead
 from elasticd.runtime.threads import DaemonThreads
 from tests.runtime.test_engine import engine_on
@@ -33,9 +33,9 @@ def length(index: int) -> int:
 
 
 def batches(plan: Plan, count: int = 8) -> BatchesAhead:
-    feed = Mapped(
+    feed = MapStyleSamples(
         Sampler(size=1000, global_batch=count, seed=1),
-        cast(SampleReader, None),
+        cast(SamplePrefetcher, None),
         length,
         LINEAR,
         Packing(least=16),

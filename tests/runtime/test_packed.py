@@ -24,9 +24,9 @@ from elasticd.runtime.data.collate import Unlike, pad
 from elasticd.runtime.data.loader import Loader
 from elasticd.runtime.data.options import DataOptions
 from elasticd.runtime.data.packing import Packing, pack
-from elasticd.runtime.data.prefetch import SampleError, SampleReader
+from elasticd.runtime.data.prefetch import SampleError, SamplePrefetcher
 from elasticd.runtime.data.sample_ledger import LedgerError
-from elasticd.runtime.data.step_samples import Mapped
+from elasticd.runtime.data.step_samples import MapStyleSamples
 from elasticd.runtime.engine.parallelism import ParallelismOptions
 from elasticd.runtime.engine.recipe import Recipe
 from tests import sizes
@@ -207,7 +207,7 @@ class Lying(Text):
 
 
 def test_a_sample_that_is_not_as_long_as_it_says_is_named_and_the_row_keeps_its_length() -> None:
-    made = Loader(SampleReader(Lying(), 0), lambda _: None)
+    made = Loader(SamplePrefetcher(Lying(), 0), lambda _: None)
     row = made.batch(tuple(SequencePiece.whole(i, length(i)) for i in (2, 3)), packed=True)
     assert row["inputs"].shape == (1, length(2) + length(3))
     _, failure = made.take()
@@ -249,7 +249,7 @@ def test_a_sequence_longer_than_a_row_is_named_on_every_rank_before_the_step() -
     assert said.startswith("goes into no packed row: it has 13 tokens, a row at most 12: raise Packing(tokens=")
 
 
-class OneSided(Mapped):
+class OneSided(MapStyleSamples):
     """Gives all sequences to the first lane of all."""
 
     def dealing(self, plan: Plan, step: int, slowdown: Sequence[int] | None = None) -> Callable[[], BatchPlan]:
@@ -267,7 +267,7 @@ def test_lanes_and_pipelines_without_a_sequence_add_nothing_and_hold_their_place
 
     def make() -> Recipe:
         made = packed()
-        return replace(made, source=OneSided(made.sampler, SampleReader(Text(), 0), length, 1))
+        return replace(made, source=OneSided(made.sampler, SamplePrefetcher(Text(), 0), length, 1))
 
     check(plan, in_threads(plan, make))
 
@@ -422,7 +422,7 @@ def test_a_batch_of_the_script_is_packed_by_the_tokens_of_its_samples() -> None:
     def run(memory: MemoryPlanGroups) -> tuple[float | None, int]:
         engine = engine_on(memory, packed(), plan)
         feed = engine._recipe.feed
-        assert isinstance(feed, Mapped)
+        assert isinstance(feed, MapStyleSamples)
         feed.give(0, batch)
         vote = engine.step(0, lambda: 0).outcome.vote
         return vote.loss, vote.tokens

@@ -9,7 +9,7 @@ import pytest
 
 from elasticd.runtime.telemetry import device_probe
 from elasticd.runtime.telemetry.device_probe import REPEATS, Prober, product
-from elasticd.runtime.telemetry.emulation import PRODUCT_SECONDS, Pacer
+from elasticd.runtime.telemetry.emulation import PRODUCT_SECONDS, SpeedEmulator
 from elasticd.wire.worker import EmulatedSpeed, Probed
 
 
@@ -27,10 +27,10 @@ def joined() -> None:
 
 
 def test_products_take_what_the_device_takes() -> None:
-    real = product(Pacer(None).product)
+    real = product(SpeedEmulator(None).product)
     assert len(real) == REPEATS
     assert all(each > 0 for each in real)
-    pacer = Pacer(EmulatedSpeed(forward=1e-3, backward=1e-3, factor=2.0))
+    pacer = SpeedEmulator(EmulatedSpeed(forward=1e-3, backward=1e-3, factor=2.0))
     assert min(product(pacer.product)) >= 2 * PRODUCT_SECONDS
     assert pacer.take() == (0, 0), "a probe is none of the job's paced sections"
 

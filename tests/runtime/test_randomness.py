@@ -17,7 +17,7 @@ from torch import nn
 from elasticd.runtime.accelerator import CPU
 from elasticd.runtime.exits import ScriptRefusal
 from elasticd.runtime.model import rng
-from elasticd.runtime.model.rng import Drawing, Dropout, DropoutCut, kept
+from elasticd.runtime.model.rng import Dropout, DropoutCut, ModelRng, kept
 from elasticd.runtime.parallel.packed_row import PackedRow
 from elasticd.runtime.reference.live_bytes import LiveBytes
 
@@ -77,7 +77,7 @@ class Draws(nn.Module):
 
 
 def test_other_draws_are_a_function_of_step_and_samples_and_leave_the_users_generator_alone() -> None:
-    drawing = Drawing()
+    drawing = ModelRng()
     drawing.drew = set()
     modules = {
         section: drawing.around(section, module)
@@ -100,7 +100,7 @@ class DrawsInTraining(nn.Module):
 
 
 def test_a_pass_of_an_evaluation_says_nothing_of_what_training_draws() -> None:
-    drawing, module = Drawing(), DrawsInTraining()
+    drawing, module = ModelRng(), DrawsInTraining()
     passed = drawing.around("blocks.0", module)
     drawing.samples = [1, 2]
     module.eval()
@@ -132,7 +132,7 @@ def keyed_passes(
     module: Later, draws: list[bool], entered: torch.Tensor, *, repeats: bool = True
 ) -> tuple[list[Any], list[int]]:
     """The outputs of passes of two sections, of which the first draws in some, and its calls in each."""
-    drawing = Drawing()
+    drawing = ModelRng()
     drawing.repeats = repeats
     drawing.begin(1, 2)
     passed, after = drawing.around("blocks.0", module), drawing.around("blocks.1", nn.Identity())
@@ -193,7 +193,7 @@ TORCH_DRAWS: list[Callable[[], object]] = [
 
 @pytest.mark.parametrize("draw", [*TORCH_DRAWS, *HOST_DRAWS])
 def test_each_draw_between_two_looks_is_seen(draw: Callable[[], object]) -> None:
-    with Drawing().kept():
+    with ModelRng().kept():
         for seeded in (True, False):
             if seeded:
                 rng.seed_all(5)
@@ -205,7 +205,7 @@ def test_each_draw_between_two_looks_is_seen(draw: Callable[[], object]) -> None
 
 
 def test_a_draw_between_sections_is_none_of_the_next_section() -> None:
-    drawing, module = Drawing(), Later(lambda: random.gauss(0, 1))
+    drawing, module = ModelRng(), Later(lambda: random.gauss(0, 1))
     drawing.repeats = True
     passed = drawing.around("blocks.0", module)
     with drawing.kept():
@@ -229,7 +229,7 @@ def test_a_section_that_changes_its_input_in_place_is_never_repeated() -> None:
 
 
 def test_a_pass_that_draws_for_the_first_time_and_changes_its_input_is_refused() -> None:
-    drawing, module = Drawing(), Later(random.random)
+    drawing, module = ModelRng(), Later(random.random)
     drawing.repeats = True
     passed = drawing.around("blocks.0", module)
     with drawing.kept():

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from elasticd.runtime.data.prefetch import SampleError, SampleReader
+from elasticd.runtime.data.prefetch import SampleError, SamplePrefetcher
 from elasticd.runtime.model.rng import kept_states, seed_all
 from tests import forkserver
 
@@ -38,7 +38,7 @@ class Counting:
 
 def test_what_is_wanted_is_read_before_it_is_taken() -> None:
     data = Counting(3)
-    reader = SampleReader(data)
+    reader = SamplePrefetcher(data)
     reader.want([1, 2, 3])
     assert reader.take(2) == -2
     assert data.reads == [1, 2]
@@ -49,7 +49,7 @@ def test_what_is_wanted_is_read_before_it_is_taken() -> None:
 
 def test_another_plan_neither_repeats_what_it_still_needs_nor_reads_what_it_does_not() -> None:
     data = Counting(3)
-    reader = SampleReader(data)
+    reader = SamplePrefetcher(data)
     reader.want([1, 2, 3, 4, 5])
     assert reader.take(2) == -2
     reader.want([5, 1, 3, 6])  # 4 was not begun, 3 is under way
@@ -60,7 +60,7 @@ def test_another_plan_neither_repeats_what_it_still_needs_nor_reads_what_it_does
 
 def test_each_use_of_a_sample_reads_it_once() -> None:
     data = Counting()
-    reader = SampleReader(data)
+    reader = SamplePrefetcher(data)
     reader.want([1, 2, 1])
     assert [reader.take(i) for i in (1, 2, 1)] == [-1, -2, -1]
     assert data.reads == [1, 2, 1]
@@ -69,13 +69,13 @@ def test_each_use_of_a_sample_reads_it_once() -> None:
 
 
 def test_what_was_never_wanted_is_read_when_it_is_taken() -> None:
-    assert SampleReader(Counting()).take(7) == -7
-    assert SampleReader(Counting(), threads=0).take(7) == -7
+    assert SamplePrefetcher(Counting()).take(7) == -7
+    assert SamplePrefetcher(Counting(), threads=0).take(7) == -7
 
 
 @pytest.mark.parametrize("threads", [0, 2])
 def test_a_sample_that_raises_is_named(threads: int) -> None:
-    reader = SampleReader([0, 1], threads)
+    reader = SamplePrefetcher([0, 1], threads)
     reader.want([1, 5])
     assert reader.take(1) == 1
     with pytest.raises(SampleError, match="sample 5 of the dataset could not be read: IndexError"):
@@ -84,7 +84,7 @@ def test_a_sample_that_raises_is_named(threads: int) -> None:
 
 def test_threads_end_with_their_reader() -> None:
     others = set(threading.enumerate())  # of other tests, it may be
-    reader = SampleReader(Counting())
+    reader = SamplePrefetcher(Counting())
     assert reader.take(1) == -1
     mine = [thread for thread in threading.enumerate() if thread not in others]
     assert [thread.name for thread in mine] == ["elasticd-reader-0"]
@@ -124,7 +124,7 @@ def test_a_dataset_that_draws_is_found_by_its_first_sample_while_generators_are_
     try:
         for _ in range(50):
             data = RandomSamples()
-            reader = SampleReader(data)
+            reader = SamplePrefetcher(data)
             reader.take(3)
             assert reader.here
             # What this thread reads is keyed by its caller, who could not know it before.
@@ -138,7 +138,7 @@ def test_a_dataset_that_draws_is_found_by_its_first_sample_while_generators_are_
 def test_a_sample_that_is_taken_after_the_first_reads_is_judged_alone_before_any_other() -> None:
     """Samples of another plan had been read before it, beside threads that seed: they say nothing."""
     data = RandomSamples()
-    reader = SampleReader(data)
+    reader = SamplePrefetcher(data)
     reader.want(range(50))
     done = threading.Event()
 
@@ -162,7 +162,7 @@ def test_a_sample_that_is_taken_after_the_first_reads_is_judged_alone_before_any
 #: while torch keeps the generator's own lock.
 KEEPS_STATES = """
 import gc, time, torch
-from elasticd.runtime.data.prefetch import SampleReader
+from elasticd.runtime.data.prefetch import SamplePrefetcher
 
 class Waits(list):
     def __getitem__(self, index):
@@ -170,7 +170,7 @@ class Waits(list):
         return super().__getitem__(index)
 
 gc.callbacks.append(lambda phase, info: time.sleep(0.02))
-reader = SampleReader(Waits(range(200)))
+reader = SamplePrefetcher(Waits(range(200)))
 reader.want(range(200))
 usual = gc.get_threshold()
 for _ in range(10):

@@ -11,7 +11,7 @@ import pytest
 from torch import distributed
 
 from elasticd.runtime.comm import all_reduce_probe
-from elasticd.runtime.comm.all_reduce_probe import REPEATS, WARM, Rehearser
+from elasticd.runtime.comm.all_reduce_probe import REPEATS, WARM, AllReduceProbe
 from elasticd.runtime.comm.groups import PlanGroups
 from elasticd.runtime.comm.torch_store import TorchStore
 from elasticd.wire.worker import Rehearse, Rehearsed
@@ -37,13 +37,13 @@ def test_the_first_member_answers_with_the_seconds_of_the_group(monkeypatch: pyt
     store, said = TorchStore(distributed.HashStore()), queue.Queue[tuple[str, Rehearsed]]()  # type: ignore[attr-defined]
     paced: dict[str, int] = dict.fromkeys(MEMBERS, 0)
 
-    def rehearser(device: str) -> Rehearser:
+    def rehearser(device: str) -> AllReduceProbe:
         def pace(start: float) -> None:
             paced[device] += 1
             if device == MEMBERS[1]:  # whose all-reduces begin later: what the first one waits is not counted
                 time.sleep(0.05)
 
-        return Rehearser(
+        return AllReduceProbe(
             device, make_groups(device, store), lambda: True, pace, lambda body: said.put((device, body))
         )
 
@@ -62,7 +62,9 @@ def test_the_first_member_answers_with_the_seconds_of_the_group(monkeypatch: pyt
 def test_a_member_that_does_not_come_is_not_waited_for_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(all_reduce_probe, "PATIENCE", 0.2)
     store, said = TorchStore(distributed.HashStore()), list[Rehearsed]()  # type: ignore[attr-defined]
-    alone = Rehearser(MEMBERS[0], make_groups(MEMBERS[0], store), lambda: True, lambda start: None, said.append)
+    alone = AllReduceProbe(
+        MEMBERS[0], make_groups(MEMBERS[0], store), lambda: True, lambda start: None, said.append
+    )
     alone.ask(ORDER)
     joined()
     assert said == []
@@ -74,6 +76,6 @@ def test_a_device_that_has_work_and_one_that_is_no_member_do_nothing() -> None:
         raise AssertionError(name)
 
     said = list[Rehearsed]()
-    Rehearser(MEMBERS[0], refuse, lambda: False, lambda start: None, said.append).ask(ORDER)
-    Rehearser("n0/2", refuse, lambda: True, lambda start: None, said.append).ask(ORDER)
+    AllReduceProbe(MEMBERS[0], refuse, lambda: False, lambda start: None, said.append).ask(ORDER)
+    AllReduceProbe("n0/2", refuse, lambda: True, lambda start: None, said.append).ask(ORDER)
     assert not [thread for thread in threading.enumerate() if thread.name == "elasticd-rehearsal"]

@@ -19,7 +19,7 @@ from elasticd.runtime.accelerator import CPU
 from elasticd.runtime.checkpoint.options import CheckpointingOptions
 from elasticd.runtime.checkpoint.staging import shares
 from elasticd.runtime.snapshot.memory_file import MemoryFile, read
-from elasticd.runtime.snapshot.snapshotter import Snapper
+from elasticd.runtime.snapshot.snapshotter import Snapshotter
 from elasticd.testing.waiting import until
 from elasticd.wire.snapshots import Held, Snapped
 from elasticd.wire.worker import Welcome
@@ -56,18 +56,18 @@ def state(steps: int) -> LocalState:
     return local(trained(steps), THREE, DEVICE)
 
 
-def snapper(agent: Agent, every: int = 1, welcome: Welcome | None = None) -> Snapper:
+def snapper(agent: Agent, every: int = 1, welcome: Welcome | None = None) -> Snapshotter:
     me = welcome or Welcome(device=DEVICE, incarnation="aa", address="127.0.0.1")
-    return Snapper(every, "job", lambda: me, agent)
+    return Snapshotter(every, "job", lambda: me, agent)
 
 
-def ready(snapper: Snapper, step: int) -> bool:
+def ready(snapper: Snapshotter, step: int) -> bool:
     """Its files were made by now."""
     until(lambda: snapper.ready(PLAN, step))
     return True
 
 
-def begun(agent: Agent, every: int = 1) -> Snapper:
+def begun(agent: Agent, every: int = 1) -> Snapshotter:
     """After a plan's first step."""
     made = snapper(agent, every)
     made.voted(1, [made.ready(PLAN, 1)], THREE, lambda: state(1))

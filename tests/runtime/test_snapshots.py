@@ -19,7 +19,7 @@ from elasticd.runtime.comm.groups import PlanGroups
 from elasticd.runtime.engine.engine import Engine, StepDone, first_state
 from elasticd.runtime.snapshot.memory_file import BadSnapshot, read
 from elasticd.runtime.snapshot.restore import Snapshots
-from elasticd.runtime.snapshot.snapshotter import Snapper
+from elasticd.runtime.snapshot.snapshotter import Snapshotter
 from elasticd.runtime.switch.move import move, prepare
 from elasticd.wire.snapshots import Held, Snapped
 from elasticd.wire.worker import Welcome
@@ -50,7 +50,7 @@ class Shelf:
 
     def __init__(self, folder: str, device: str) -> None:
         self._folder, self._device = Path(folder), device
-        self.snapper: Snapper | None = None
+        self.snapper: Snapshotter | None = None
 
     def tell(self, message: Message, fd: int | None = None) -> None:
         assert isinstance(message, Snapped)
@@ -90,7 +90,7 @@ def worker(device: str, store: Any, folder: str, old: Plan, new: Plan) -> dict[s
     engine = None
     if device in old.members:
         engine = first(device, store, old)
-        snapper = Snapper(
+        snapper = Snapshotter(
             1, "job", lambda: Welcome(device=device, incarnation="1f", address="127.0.0.1"), shelf.tell
         )
         for step in range(AHEAD):

@@ -6,7 +6,7 @@ import pytest
 
 from elasticd.runtime.accelerator import CPU
 from elasticd.runtime.telemetry.comm_timer import Stopwatch
-from elasticd.runtime.telemetry.device_timer import Spans, spans_of
+from elasticd.runtime.telemetry.device_timer import DeviceTimer, spans_of
 from elasticd.runtime.telemetry.step_times import Telemetry
 
 
@@ -64,7 +64,7 @@ def step(device: Device, telemetry: Telemetry, stopwatch: Stopwatch, factor: flo
 
 def test_computation_is_apart_from_communication_and_what_is_not_done_is_read_a_step_later() -> None:
     device, stopwatch = Device(), Stopwatch()
-    telemetry = Telemetry("n0/0", stopwatch, spans=Spans(device.event))
+    telemetry = Telemetry("n0/0", stopwatch, spans=DeviceTimer(device.event))
     step(device, telemetry, stopwatch)
     made = telemetry.finish(1, 0)
     assert made.forward_seconds == pytest.approx(0.012)
@@ -81,7 +81,7 @@ def test_computation_is_apart_from_communication_and_what_is_not_done_is_read_a_
 
 def test_events_are_used_again_and_a_failed_section_counts_for_nothing() -> None:
     device, stopwatch = Device(), Stopwatch()
-    telemetry = Telemetry("n0/0", stopwatch, spans=Spans(device.event))
+    telemetry = Telemetry("n0/0", stopwatch, spans=DeviceTimer(device.event))
     for number in range(20):
         telemetry.begin()
         step(device, telemetry, stopwatch)
@@ -104,7 +104,7 @@ def test_events_are_used_again_and_a_failed_section_counts_for_nothing() -> None
 
 def test_an_evaluation_of_any_size_keeps_no_events_and_the_optimizer_of_the_step_before_counts() -> None:
     device, stopwatch = Device(), Stopwatch()
-    telemetry = Telemetry("n0/0", stopwatch, spans=Spans(device.event))
+    telemetry = Telemetry("n0/0", stopwatch, spans=DeviceTimer(device.event))
     step(device, telemetry, stopwatch)
     telemetry.finish(1, 0)
     made = 0

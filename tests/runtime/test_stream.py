@@ -21,8 +21,8 @@ from elasticd_planner.spec.sample_packing import linear_of
 
 from elasticd.runtime.comm.in_memory import MemoryPlanGroups, run_threads
 from elasticd.runtime.data.packing import Packing
-from elasticd.runtime.data.prefetch import SampleError, SampleReader
-from elasticd.runtime.data.step_samples import Mapped
+from elasticd.runtime.data.prefetch import SampleError, SamplePrefetcher
+from elasticd.runtime.data.step_samples import MapStyleSamples
 from elasticd.runtime.data.stream import (
     Stream,
     Streamed,
@@ -130,7 +130,7 @@ def alone() -> list[float]:
 
     def worker(plan_groups: MemoryPlanGroups) -> list[float]:
         made = make_recipe()
-        source = Mapped(order, SampleReader(InOrder()), None, linear_of(made.model.spec))
+        source = MapStyleSamples(order, SamplePrefetcher(InOrder()), None, linear_of(made.model.spec))
         engine = engine_on(plan_groups, replace(made, source=source), one)
         return [engine.step(step, lambda: 0).outcome.vote.loss for step in range(STEPS)]
 

@@ -26,7 +26,7 @@ from elasticd.records import Proposal, Recovery
 from elasticd.runtime.api.step import Step
 from elasticd.runtime.comm.groups import PeerLost
 from elasticd.runtime.control import preemption_notice, user_exceptions
-from elasticd.runtime.telemetry.main_thread import Where, shared
+from elasticd.runtime.telemetry.main_thread import MainThread, shared
 from elasticd.wire.main_thread import WORDS, read
 from elasticd.wire.worker import (
     Closed,
@@ -353,7 +353,7 @@ def test_the_thread_that_prepares_a_plan_does_not_say_where_the_main_thread_is(
         assert engine.plan_groups.stopwatch.where is shared()
     trained.close()
     agent.end()
-    assert [type(where) for where in told] == [Where, Where]
+    assert [type(where) for where in told] == [MainThread, MainThread]
 
 
 def bad_loss(output: torch.Tensor, batch: Any) -> tuple[torch.Tensor, int]:

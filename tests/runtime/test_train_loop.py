@@ -16,7 +16,7 @@ from elasticd.runtime.api.train_loop import Loop, Next
 from elasticd.runtime.comm.groups import Cancelled, PeerLost
 from elasticd.runtime.data.prefetch import NothingRead, SampleError
 from elasticd.runtime.exits import JobStopped
-from elasticd.runtime.telemetry.main_thread import Where
+from elasticd.runtime.telemetry.main_thread import MainThread
 from elasticd.wire.worker import DrainNotice, Finished, Raised
 
 
@@ -44,7 +44,7 @@ class Engine:
 
     def __post_init__(self) -> None:
         self.plan, self.layouts, self.everyone = SimpleNamespace(number=self.number), None, Alone()
-        self.plan_groups = SimpleNamespace(stopwatch=SimpleNamespace(where=Where()), dead=False)
+        self.plan_groups = SimpleNamespace(stopwatch=SimpleNamespace(where=MainThread()), dead=False)
         self.guard = SimpleNamespace(back_reason="", stop_reason="", told=0, limit=3)
 
     def step(self, index: int, *asked: Callable[[], Any]) -> Any:

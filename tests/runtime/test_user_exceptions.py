@@ -16,8 +16,8 @@ from elasticd.runtime.control import user_exceptions
 from elasticd.runtime.control.user_exceptions import (
     MOST_TEXT,
     MOST_TRACEBACK,
-    Farewell,
     Uncaught,
+    UserExceptionExit,
     kind_of,
     lost_within,
     raised,
@@ -91,12 +91,12 @@ def test_a_farewell_is_said_once_and_a_moment_later_unless_it_was_withdrawn() ->
         said.append("leave")
         spoken.set()
 
-    farewell = Farewell(leave)
+    farewell = UserExceptionExit(leave)
     farewell.later()
     assert spoken.wait(30)
     farewell.now()
     assert not farewell.withdrawn(), "too late"
-    withdrawn = Farewell(leave)
+    withdrawn = UserExceptionExit(leave)
     assert withdrawn.withdrawn()
     withdrawn.now()
     assert said == ["leave"]
@@ -106,7 +106,7 @@ def test_a_farewell_is_said_once_and_a_moment_later_unless_it_was_withdrawn() ->
 MOMENT, LONG = 0.2, 0.6
 
 
-def loop(farewell: Farewell) -> Iterator[int]:
+def loop(farewell: UserExceptionExit) -> Iterator[int]:
     """As the job's: it is closed by whatever leaves it."""
     try:
         yield 0
@@ -115,7 +115,7 @@ def loop(farewell: Farewell) -> Iterator[int]:
         raise
 
 
-def by_finally(said: threading.Event, farewell: Farewell) -> None:
+def by_finally(said: threading.Event, farewell: UserExceptionExit) -> None:
     try:
         for _ in loop(farewell):
             raise ValueError("bad sample")
@@ -125,7 +125,7 @@ def by_finally(said: threading.Event, farewell: Farewell) -> None:
         assert not said.wait(LONG)
 
 
-def by_with(said: threading.Event, farewell: Farewell) -> None:
+def by_with(said: threading.Event, farewell: UserExceptionExit) -> None:
     @contextlib.contextmanager
     def closing() -> Iterator[None]:
         try:
@@ -138,7 +138,7 @@ def by_with(said: threading.Event, farewell: Farewell) -> None:
             raise ValueError("bad sample")
 
 
-def by_except(said: threading.Event, farewell: Farewell) -> None:
+def by_except(said: threading.Event, farewell: UserExceptionExit) -> None:
     try:
         for _ in loop(farewell):
             raise ValueError("bad sample")
@@ -147,7 +147,7 @@ def by_except(said: threading.Event, farewell: Farewell) -> None:
         raise
 
 
-def by_the_end_of_the_loop(said: threading.Event, farewell: Farewell) -> None:
+def by_the_end_of_the_loop(said: threading.Event, farewell: UserExceptionExit) -> None:
     """Callbacks hear of it in there, and may take long."""
 
     def slow() -> Iterator[int]:
@@ -163,11 +163,11 @@ def by_the_end_of_the_loop(said: threading.Event, farewell: Farewell) -> None:
 
 @pytest.mark.parametrize("leaves", [by_finally, by_with, by_except, by_the_end_of_the_loop])
 def test_an_exception_that_is_on_its_way_is_waited_for_however_long_that_takes(
-    leaves: Callable[[threading.Event, Farewell], None], monkeypatch: pytest.MonkeyPatch
+    leaves: Callable[[threading.Event, UserExceptionExit], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(user_exceptions, "_ON_ITS_WAY", MOMENT)
     said = threading.Event()
-    farewell = Farewell(said.set)
+    farewell = UserExceptionExit(said.set)
     with pytest.raises(ValueError, match="bad sample"):
         leaves(said, farewell)
     assert said.wait(30), "it was caught, and the script has left the loop"
@@ -180,7 +180,7 @@ def test_an_exception_that_the_interpreter_shows_is_waited_for_however_long_that
     monkeypatch.setattr(user_exceptions, "_ON_ITS_WAY", MOMENT)
     monkeypatch.setattr(sys, "last_value", KeyError("before"), raising=False)
     said = threading.Event()
-    farewell = Farewell(said.set)
+    farewell = UserExceptionExit(said.set)
     with contextlib.suppress(ValueError):
         for _ in loop(farewell):
             raise ValueError("bad sample")
@@ -200,7 +200,7 @@ def test_a_break_in_an_except_around_the_loop_and_a_wish_to_end_are_leaves(
             raise ConnectionError("the first try")
         except ConnectionError:
             try:
-                for _ in loop(Farewell(said.set)):
+                for _ in loop(UserExceptionExit(said.set)):
                     if error is not None:
                         raise error
                     break

@@ -14,7 +14,7 @@ from elasticd_planner.search.planner import plan as search
 from elasticd_planner.spec.cluster import node_of
 from elasticd_planner.spec.plan import ModulePlan, Pipeline, Plan, Stage, Strategy
 
-from elasticd.simulator.devices.device_model import Truth
+from elasticd.simulator.devices.device_model import DeviceModel
 from elasticd.simulator.results.throughput_bound import Bounds
 from elasticd.simulator.run import simulate
 from elasticd.simulator.scenarios.scenario import Scenario, load, parse
@@ -30,10 +30,10 @@ def bounds(scenario: Scenario, overhead: float = 0.0) -> Bounds:
     return Bounds(scenario.cluster.cluster(), model.global_batch, model.micro_batch, overhead)
 
 
-def quiet(scenario: Scenario) -> Truth:
+def quiet(scenario: Scenario) -> DeviceModel:
     """Without noise: the bound holds for every step."""
     cluster, model = scenario.cluster.cluster(), scenario.model
-    return Truth(cluster, scenario.truth, model.tokens, seed=1, noise=0.0, overhead=0.0)
+    return DeviceModel(cluster, scenario.truth, model.tokens, seed=1, noise=0.0, overhead=0.0)
 
 
 @pytest.mark.parametrize("slow", [{}, {"n0/0": 2.57}, {"n0/0": 2.57, "n1/0": 5.42, "n2/0": 12.53}])
@@ -87,7 +87,7 @@ def test_no_step_is_quicker_of_random_plans_of_the_planners_or_of_those_beside_t
     assert nearest < 1.4, "some come near"
 
 
-def _best(scenario: Scenario, truth: Truth) -> Plan:
+def _best(scenario: Scenario, truth: DeviceModel) -> Plan:
     model = scenario.model
     problem = Problem(
         cluster=truth.cluster,

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from elasticd.simulator.devices import packed_rows as played
 from elasticd.simulator.results import packed_baselines as baselines
-from elasticd.simulator.scenarios import corpora
+from elasticd.simulator.scenarios import corpus
 from tests.sizes import examples
 
 
@@ -70,8 +70,8 @@ def test_a_wave_ends_with_its_slowest_group() -> None:
     assert baselines.without_stragglers(baselines.dhp)(np.array([4000, 4000]), gang) == pytest.approx(2 * one)
 
 
-@pytest.mark.parametrize("name", corpora.CORPORA)
+@pytest.mark.parametrize("name", corpus.CORPORA)
 def test_a_corpus_draws_the_same_lengths_from_the_same_seed(name: str) -> None:
-    first, again = (corpora.CORPORA[name](np.random.default_rng(1), 500) for _ in range(2))
+    first, again = (corpus.CORPORA[name](np.random.default_rng(1), 500) for _ in range(2))
     assert first.tolist() == again.tolist()
-    assert 1 <= first.min() <= first.max() <= corpora.LONGEST
+    assert 1 <= first.min() <= first.max() <= corpus.LONGEST

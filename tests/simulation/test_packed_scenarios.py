@@ -14,7 +14,7 @@ from elasticd.simulator.results.baselines import truth_of
 from elasticd.simulator.results.packed_baselines import PLANNERS
 from elasticd.simulator.results.result import Totals
 from elasticd.simulator.run import Simulation, simulate
-from elasticd.simulator.scenarios.corpora import BASELINES, CORPORA, Corpus
+from elasticd.simulator.scenarios.corpus import BASELINES, CORPORA, Corpus
 from elasticd.simulator.scenarios.scenario import Scenario, load, parse
 from tests import sizes
 

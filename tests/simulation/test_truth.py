@@ -11,7 +11,7 @@ from elasticd_planner.placement.state_movement import bytes_to_move
 from elasticd_planner.spec.cluster import Cluster, Level
 from elasticd_planner.spec.plan import ModulePlan, Pipeline, Plan, Stage, Strategy
 
-from elasticd.simulator.devices.device_model import FORWARD, Truth
+from elasticd.simulator.devices.device_model import FORWARD, DeviceModel
 from elasticd.simulator.devices.transfer_time import move
 from elasticd.simulator.scenarios.scenario import Scenario, parse
 from tests.simulation.scenes import SMALL
@@ -20,8 +20,8 @@ SCENARIO: Scenario = parse(SMALL, "small.toml")
 CLUSTER, PROFILE = SCENARIO.cluster.cluster(), SCENARIO.truth()
 
 
-def truth(noise: float = 0.0, cluster: Cluster = CLUSTER) -> Truth:
-    return Truth(cluster, SCENARIO.truth, SCENARIO.model.tokens, seed=1, noise=noise, overhead=0.0)
+def truth(noise: float = 0.0, cluster: Cluster = CLUSTER) -> DeviceModel:
+    return DeviceModel(cluster, SCENARIO.truth, SCENARIO.model.tokens, seed=1, noise=noise, overhead=0.0)
 
 
 def plan(*pipelines: Pipeline, number: int = 1) -> Plan:

@@ -1,6 +1,6 @@
 """Simulations in which leaders decide and write as the coordinator's daemon does, and users are told of it.
 
-A leader of these has the daemon's own `Leading` and `Writer`, on simulated time and over a `FaultyStore`. Users
+A leader of these has the daemon's own `Leader` and `Writer`, on simulated time and over a `FaultyStore`. Users
 ask for changes of the configuration, have jobs forgotten, and stop the one that trains, at the newest leader or
 at one that was replaced and does not know. Each answer is noted. Where it says that a decision was made, the
 store must have it then, and so must each leader that follows; where it says that nothing was changed, the store
@@ -28,8 +28,8 @@ from elasticd_planner.spec.cluster import node_of
 from elasticd.config.tree import Config
 from elasticd.coordinator import live_config
 from elasticd.coordinator.events.event_pages import Pages
-from elasticd.coordinator.leader import UNCHANGED, Leading
-from elasticd.coordinator.store_transactions import Ledger
+from elasticd.coordinator.leader import UNCHANGED, Leader
+from elasticd.coordinator.store_transactions import StoreTransactions
 from elasticd.coordinator.store_writer import Writer, aged, read_times
 from elasticd.machines.agent.state import AgentDrained
 from elasticd.machines.coordinator import message_checks
@@ -97,7 +97,7 @@ class Call(msgspec.Struct, kw_only=True):
     answer: str = "none"  # "ok", "unchanged", "unknown" (it may be made), "refused", "none"
 
 
-class DecidingLeading(Leading):
+class DecidingLeading(Leader):
     """The daemon's, whose effects on agents and planner are the simulator's."""
 
     def __init__(self, state: CoordinatorState, leader: WritingLeader) -> None:
@@ -154,7 +154,9 @@ class WritingLeader(SimulatedLeader):
         items = self._store.snapshot(self._keys.config).items
         jobs = self._store.snapshot(self._keys.jobs).items
         drained = self._store.snapshot(self._keys.drains).items
-        self._ledger = Ledger(self._keys, self._store.limits, (*jobs, *items, *drained, *self._journal))
+        self._ledger = StoreTransactions(
+            self._keys, self._store.limits, (*jobs, *items, *drained, *self._journal)
+        )
         leading = DecidingLeading(self._state, self)
         leading.writer = Writer(
             self.store,

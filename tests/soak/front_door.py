@@ -8,10 +8,10 @@ import msgspec
 from starlette.types import Message
 
 from elasticd.coordinator.api_types import ClusterStatus
-from elasticd.coordinator.auth import Access
+from elasticd.coordinator.auth import Authorizer
 from elasticd.coordinator.http.app import application
 from elasticd.coordinator.http.response_encoder import Viewers
-from elasticd.coordinator.leader import Leading
+from elasticd.coordinator.leader import Leader
 from elasticd.coordinator.live_feed import FeedSource
 from elasticd.records import HistoryRecord
 
@@ -22,8 +22,8 @@ OFTEN = 1e9
 class FrontDoor:
     """One leader's, as its port would serve it. What needs the daemon around the leader is not served."""
 
-    def __init__(self, leading: Leading) -> None:
-        self.leading, self.access, self.viewers = leading, Access({}, asks=False), Viewers()
+    def __init__(self, leading: Leader) -> None:
+        self.leading, self.access, self.viewers = leading, Authorizer({}, asks=False), Viewers()
         self._app = application(self, OFTEN)
 
     async def post(self, path: str, body: object) -> tuple[int, str]:

@@ -15,7 +15,7 @@ from elasticd.coordinator import election
 from elasticd.records import Keys
 from elasticd.store.leader import (
     AlreadyLed,
-    Leader,
+    ElectedLeader,
     LeadershipLost,
     await_vacancy,
     campaign,
@@ -32,7 +32,9 @@ def test_the_winner_leads_and_everybody_sees_who_it_is(store, world):
     key = world.prefix + "leader"
     assert read_leader(store, key) is None
     won = campaign(store, key, "alpha", "127.0.0.1:8000", 5)
-    assert read_leader(world.client(), key) == Leader(name="alpha", value="127.0.0.1:8000", term=won.term)
+    assert read_leader(world.client(), key) == ElectedLeader(
+        name="alpha", value="127.0.0.1:8000", term=won.term
+    )
     assert store.get(key).lease == won.lease
 
 
@@ -227,7 +229,7 @@ def test_the_keeper_takes_an_outage_for_no_loss(store, world):
 
 def test_who_stands_by_hears_who_leads_and_goes_on_when_nobody_does(store, world):
     key = world.prefix + "leader"
-    told: list[Leader] = []
+    told: list[ElectedLeader] = []
     stopped = threading.Event()
     first = campaign(store, key, "alpha", "a", 60)
     free: list[bool] = []

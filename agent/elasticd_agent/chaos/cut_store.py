@@ -25,7 +25,7 @@ from elasticd.store.protocol import (
 T = TypeVar("T")
 
 
-class Severable(Store):
+class CuttableStore(Store):
     """`store`, until it is `cut`: then calls raise `StoreUnavailable` and watches are silent. Once it is healed
     watches go on with the item after the last one, as a new session's do."""
 

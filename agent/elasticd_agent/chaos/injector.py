@@ -21,7 +21,7 @@ from elasticd.config.credentials import Credentials
 from elasticd.config.tree import ConfigError
 from elasticd.wire.coordinator import Harm
 from elasticd_agent.chaos.cut_network import DataCuts
-from elasticd_agent.chaos.cut_store import Severable
+from elasticd_agent.chaos.cut_store import CuttableStore
 
 _SIGNALS = {"kill": signal.SIGKILL, "freeze": signal.SIGSTOP, "thaw": signal.SIGCONT}
 #: Seconds for opening the connection on which the end of a cut is told, between pings, and for their answers.
@@ -31,7 +31,7 @@ _PING_SECONDS = 2.0
 _log = logging.getLogger(__name__)
 
 
-class Harms:
+class FaultInjector:
     """Carries the leader's `Harm` out. `pidfd` gives a copy of the descriptor of a device's worker, None
     without one; `devices` are the node's; `follow` tells the link where the leader is, None: nowhere. A cut
     ends when the leader says so, after its seconds, or with the leader that ordered it: nobody else could end
@@ -41,7 +41,7 @@ class Harms:
         self,
         node: str,
         allowed: bool,
-        store: Severable,
+        store: CuttableStore,
         pidfd: Callable[[str], int | None],
         follow: Callable[[str | None], None],
         *,

@@ -35,7 +35,7 @@ class _Asked:
     frozen: bool = False
 
 
-class Pulses:
+class Heartbeats:
     """`look` asks the kernel by process id; None: that process is gone."""
 
     def __init__(self, look: Callable[[int], Look | None]) -> None:

@@ -56,7 +56,7 @@ class _Known:
     told: int = 0
 
 
-class Standing:
+class MainThreadWatch:
     """Of the workers of one agent, by their clients' names."""
 
     def __init__(self) -> None:

@@ -29,7 +29,7 @@ import msgspec
 from elasticd.backoff import jittered
 from elasticd.codec.decoding import log_once
 from elasticd.system.logs import Seldom
-from elasticd_agent.snapshots.tls import Identity
+from elasticd_agent.snapshots.tls import TlsIdentity
 
 #: Connections that have not shown a certificate yet.
 MOST_STRANGERS = 32
@@ -74,7 +74,7 @@ class _Guest:
 class Trust:
     """Whose certificates are trusted: those that `peers` gives now, by node. Thread-safe."""
 
-    def __init__(self, identity: Identity, peers: Callable[[], Mapping[str, str]]) -> None:
+    def __init__(self, identity: TlsIdentity, peers: Callable[[], Mapping[str, str]]) -> None:
         self._identity, self._peers = identity, peers
         self._lock = threading.Lock()
         self._seen: dict[str, str] = {}
@@ -123,7 +123,7 @@ class Trust:
         return der
 
 
-class Entrance:
+class SnapshotPort:
     """Listens at `address`, on a port of the kernel's choice. `serve` is called in a thread of its own with
     each stream of an agent that `peers` knows, and with the nodes that its certificate is of; it raises
     StreamFailed, or another OSError, when the stream breaks."""
@@ -131,7 +131,7 @@ class Entrance:
     def __init__(
         self,
         address: str,
-        identity: Identity,
+        identity: TlsIdentity,
         peers: Callable[[], Mapping[str, str]],
         serve: Callable[[ssl.SSLSocket, frozenset[str]], None],
     ) -> None:

@@ -44,9 +44,9 @@ from elasticd.wire.snapshots import (
 from elasticd.wire.worker import ToWorker
 from elasticd_agent.snapshots.peers import Peers
 from elasticd_agent.snapshots.port import StreamFailed, yielding
-from elasticd_agent.snapshots.store import Snapshot, Vault
-from elasticd_agent.snapshots.tls import Identity
-from elasticd_agent.snapshots.transfer import Sender, Server
+from elasticd_agent.snapshots.store import Snapshot, SnapshotStore
+from elasticd_agent.snapshots.tls import TlsIdentity
+from elasticd_agent.snapshots.transfer import SnapshotSender, SnapshotServer
 
 #: Seconds for which changes are gathered before the leader is told.
 _TELL_SECONDS = 0.05
@@ -58,7 +58,7 @@ _SENDERS = 4
 _log = logging.getLogger(__name__)
 
 
-class Keeper:
+class SnapshotService:
     """On one event loop, but for the threads that send and receive. `state` gives what the agent knows, `send`
     sends a client a message and a descriptor, which it closes; `tell` tells the leader, if there is a link."""
 
@@ -76,13 +76,15 @@ class Keeper:
         self._loop = asyncio.get_running_loop()
         mib = section.snapshot_mib
         limit = mib << 20 if mib is not None else int(psutil.virtual_memory().total) // 4
-        self._vault = Vault(section.node, limit)
+        self._vault = SnapshotStore(section.node, limit)
         self._peers = Peers(section.node)
-        self._identity = Identity.make(agent)
-        self._server = Server(
+        self._identity = TlsIdentity.make(agent)
+        self._server = SnapshotServer(
             section.listens, self._identity, self._vault, self._peers.certificates, self._arrived
         )
-        self.sender = Sender(self._identity)  # of its copies, which link probes use too; `close` closes it
+        self.sender = SnapshotSender(
+            self._identity
+        )  # of its copies, which link probes use too; `close` closes it
         self._pool = ThreadPoolExecutor(_SENDERS, "snapshots", initializer=yielding)
         self._closing = ThreadPoolExecutor(1, "snapshots-close")  # which waits for no node that does not answer
         self._changed: set[str] = set()

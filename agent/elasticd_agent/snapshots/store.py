@@ -64,7 +64,7 @@ class _Entry:
         return self.snapshot.held.plan, self.snapshot.held.step
 
 
-class Vault:
+class SnapshotStore:
     """Holds snapshots of at most `limit` bytes of other nodes; those of its own workers are their memory."""
 
     def __init__(self, node: str, limit: int, patience: float = PATIENCE) -> None:

@@ -14,14 +14,14 @@ from cryptography.x509.oid import NameOID
 
 
 @dataclass(frozen=True, kw_only=True)
-class Identity:
+class TlsIdentity:
     """This agent's key and certificate (both PEM)."""
 
     certificate: str
     key: bytes
 
     @classmethod
-    def make(cls, agent: str) -> Identity:
+    def make(cls, agent: str) -> TlsIdentity:
         """For the agent of this name, at most 64 characters, that no other agent has."""
         key = ec.generate_private_key(ec.SECP256R1())
         name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, agent)])

@@ -20,14 +20,14 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 import msgspec
 from elasticd_planner.spec.mesh import JobPlan
 
-from elasticd.codec.decoding import LARGE, MessageReader, shown, version_refusal
+from elasticd.codec.decoding import LARGE, MessageDecoder, shown, version_refusal
 from elasticd.codec.message import WIRE_VERSION, Message
 from elasticd.codec.record_parts import MOST_BYTES
 from elasticd.version import __version__
 from elasticd.wire.snapshots import Held
-from elasticd_agent.snapshots.port import SILENCE, Entrance, StreamFailed
-from elasticd_agent.snapshots.store import NoRoom, Snapshot, Vault
-from elasticd_agent.snapshots.tls import Identity
+from elasticd_agent.snapshots.port import SILENCE, SnapshotPort, StreamFailed
+from elasticd_agent.snapshots.store import NoRoom, Snapshot, SnapshotStore
+from elasticd_agent.snapshots.tls import TlsIdentity
 
 #: Bytes read and sent, or received and written, at once: they stay in the processor's cache meanwhile.
 _CHUNK = 1 << 20
@@ -60,11 +60,11 @@ class Answer(Message, frozen=True, kw_only=True, tag="stream-answer"):
     error: str = ""
 
 
-_requests: MessageReader[Request] = MessageReader(Request, "another agent")
-_answers: MessageReader[Answer] = MessageReader(Answer, "another agent")
+_requests: MessageDecoder[Request] = MessageDecoder(Request, "another agent")
+_answers: MessageDecoder[Answer] = MessageDecoder(Answer, "another agent")
 
 
-class Server(Entrance):
+class SnapshotServer(SnapshotPort):
     """Takes other agents' snapshots into `vault`, on a port of the kernel's choice at `address`. When it is
     closed, streams under way break, and what they brought is dropped.
 
@@ -75,8 +75,8 @@ class Server(Entrance):
     def __init__(
         self,
         address: str,
-        identity: Identity,
-        vault: Vault,
+        identity: TlsIdentity,
+        vault: SnapshotStore,
         peers: Callable[[], Mapping[str, str]],
         arrived: Callable[[Held, list[Snapshot]], None],
     ) -> None:
@@ -119,10 +119,10 @@ class Server(Entrance):
         _send_frame(stream, Answer())
 
 
-class Sender:
+class SnapshotSender:
     """Sends snapshots to other agents; thread-safe."""
 
-    def __init__(self, identity: Identity) -> None:
+    def __init__(self, identity: TlsIdentity) -> None:
         self._identity, self._lock, self._closed = identity, threading.Lock(), False
         self._open: set[socket.socket] = set()  # those that threads are at work on
 

@@ -73,7 +73,7 @@ class Lines(StoredValue, frozen=True, kw_only=True, tag="journal-lines"):
     led: float = 0.0  # seconds for which leaders had led then, in all (0: of a release that did not count)
 
 
-class Journal:
+class EventLog:
     """The events of all jobs and the steps of each; the oldest go when there are too many."""
 
     def __init__(self, events: int = EVENTS, steps: int = STEPS, *, term: int = 0) -> None:

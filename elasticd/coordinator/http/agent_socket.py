@@ -17,7 +17,7 @@ from elasticd.config.security import Role
 from elasticd.coordinator.auth import ANYBODY, Caller
 from elasticd.coordinator.connections import Connection
 from elasticd.coordinator.http.middleware import CALLER, ROUND_TRIP
-from elasticd.coordinator.leader import Leading
+from elasticd.coordinator.leader import Leader
 from elasticd.machines.coordinator import message_checks
 from elasticd.store.write_allowance import Allowance
 from elasticd.version import __version__
@@ -58,7 +58,7 @@ Taken = ToLeader | Unread | None
 _log = logging.getLogger(__name__)
 
 
-async def serve_agent(leading: Leading, socket: WebSocket) -> None:
+async def serve_agent(leading: Leader, socket: WebSocket) -> None:
     """One agent's connection, from its hello to its end."""
     await socket.accept()
     try:
@@ -110,16 +110,14 @@ def _impostor(socket: WebSocket, hello: AgentHello) -> str:
     )
 
 
-async def _reject(leading: Leading, socket: WebSocket, word: str, reason: str) -> None:
+async def _reject(leading: Leader, socket: WebSocket, word: str, reason: str) -> None:
     leading.metrics.refused(word)
     with contextlib.suppress(WebSocketDisconnect, RuntimeError):
         await socket.send_bytes(encode(AgentRejected(reason=reason)))
         await socket.close(1008)
 
 
-async def _converse(
-    leading: Leading, socket: WebSocket, connection: Connection, early: Sequence[Taken]
-) -> None:
+async def _converse(leading: Leader, socket: WebSocket, connection: Connection, early: Sequence[Taken]) -> None:
     """Reads and writes until either ends, or the connection is closed from here. `early`: what came along with
     the hello."""
     tasks = {
@@ -152,7 +150,7 @@ class _Impostor(Exception):
     """An agent that says hello for another node."""
 
 
-async def _listen(leading: Leading, socket: WebSocket, connection: Connection, early: Sequence[Taken]) -> None:
+async def _listen(leading: Leader, socket: WebSocket, connection: Connection, early: Sequence[Taken]) -> None:
     """Hands every message over in order; a call that waits is left waiting beside the rest."""
     calls: set[asyncio.Task[None]] = set()
     most = min(MOST_GETS, GETS_OF_A_DEVICE * (len(connection.record.devices) + 1))
@@ -203,7 +201,7 @@ async def _listen(leading: Leading, socket: WebSocket, connection: Connection, e
             call.cancel()
 
 
-async def _decoded(leading: Leading, data: bytes, *, first: bool = False) -> tuple[Sequence[Taken], int]:
+async def _decoded(leading: Leader, data: bytes, *, first: bool = False) -> tuple[Sequence[Taken], int]:
     """The messages of a frame, and its bytes. A large one is decoded in a thread, which lets the loop have its
     turn."""
     decode = partial(all_to_leader, data, first=first)

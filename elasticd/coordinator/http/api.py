@@ -24,10 +24,10 @@ from elasticd.coordinator.api_types import (
     Stopping,
     unknown,
 )
-from elasticd.coordinator.auth import ANYBODY, Access, Caller
+from elasticd.coordinator.auth import ANYBODY, Authorizer, Caller
 from elasticd.coordinator.http.response_encoder import Viewers
 from elasticd.coordinator.http.routing import get, post
-from elasticd.coordinator.leader import Leading
+from elasticd.coordinator.leader import Leader
 from elasticd.coordinator.live_config import Scalar
 from elasticd.coordinator.live_feed import FeedSource
 from elasticd.coordinator.metrics import CONTENT_TYPE
@@ -68,8 +68,8 @@ class Served(Protocol):
     """What the server shows: the leader, its status, and the history that only the store has. `viewers` make
     and encode what is large beside the loop."""
 
-    leading: Leading
-    access: Access
+    leading: Leader
+    access: Authorizer
     viewers: Viewers
 
     async def status(self) -> ClusterStatus:
@@ -89,7 +89,7 @@ class Served(Protocol):
         ...
 
 
-class Rest:
+class ApiRoutes:
     """What is asked of one coordinator. `document` is the OpenAPI document that this is part of, once drawn."""
 
     def __init__(self, served: Served) -> None:

@@ -17,9 +17,9 @@ from starlette.websockets import WebSocket
 
 from elasticd.coordinator.api_types import ApiError, Reason, Refusal
 from elasticd.coordinator.http.agent_socket import serve_agent
-from elasticd.coordinator.http.api import Rest, Served
+from elasticd.coordinator.http.api import ApiRoutes, Served
 from elasticd.coordinator.http.chaos import ChaosRoutes
-from elasticd.coordinator.http.middleware import Gate
+from elasticd.coordinator.http.middleware import RequestMiddleware
 from elasticd.coordinator.http.openapi import document
 from elasticd.coordinator.http.routing import JSON, endpoints, routes
 
@@ -34,8 +34,8 @@ STATUS: dict[Reason, int] = {
 
 
 def application(served: Served, requests_per_second: float, hosts: frozenset[str] = frozenset()) -> Starlette:
-    """The ASGI application, which lets one address ask so often; `hosts` as in `Gate`."""
-    rest, chaos = Rest(served), ChaosRoutes(lambda: served.leading)
+    """The ASGI application, which lets one address ask so often; `hosts` as in `RequestMiddleware`."""
+    rest, chaos = ApiRoutes(served), ChaosRoutes(lambda: served.leading)
     declared = (*endpoints(rest), *endpoints(chaos))
     rest.document = document(declared, asks=served.access.asks)
 
@@ -48,7 +48,7 @@ def application(served: Served, requests_per_second: float, hosts: frozenset[str
         Exception: _broken,
     }
     gate = Middleware(
-        Gate,
+        RequestMiddleware,
         access=lambda: served.access,
         refused=lambda word: served.leading.metrics.refused(word),
         rate=requests_per_second,

@@ -25,7 +25,7 @@ from elasticd.coordinator.auth import ANYBODY, Caller
 from elasticd.coordinator.connections import REACH_SECONDS
 from elasticd.coordinator.http.middleware import CALLER
 from elasticd.coordinator.http.routing import post
-from elasticd.coordinator.leader import Leading
+from elasticd.coordinator.leader import Leader
 from elasticd.machines.job.state.events import Harmed
 from elasticd.system.network_addresses import is_loopback
 from elasticd.wire.coordinator import Harm, is_first
@@ -52,7 +52,7 @@ class ChaosRequest(Value, frozen=True, kw_only=True, forbid_unknown_fields=True)
     one_way: bool = False
 
 
-class NetworkCuts:
+class ChaosCuts:
     """The nodes that are cut now, by the connections that they keep meanwhile, and those that are to be."""
 
     def __init__(self) -> None:
@@ -114,9 +114,9 @@ _EXAMPLE = ChaosRequest(action="slow", device="alpha/1", factor=3.0)
 class ChaosRoutes:
     """What is asked of chaos, and the cuts that this server holds. `leading` gives who leads now."""
 
-    def __init__(self, leading: Callable[[], Leading]) -> None:
+    def __init__(self, leading: Callable[[], Leader]) -> None:
         self._leading = leading
-        self._cuts = NetworkCuts()
+        self._cuts = ChaosCuts()
 
     @post("/v1/chaos", refuses=(404, 409, 503), example=_EXAMPLE)
     async def chaos(self, body: ChaosRequest, caller: Caller | None) -> Harming:
@@ -138,7 +138,7 @@ class ChaosRoutes:
             )
         return Harming(**msgspec.structs.asdict(body), pending=unheard)
 
-    async def _heard(self, leading: Leading, node: str, body: ChaosRequest) -> bool:
+    async def _heard(self, leading: Leader, node: str, body: ChaosRequest) -> bool:
         """Returns whether the agent of a node has heard of an order. One that is cut off says so by another
         connection."""
         if await leading.connections.reached(node):
@@ -156,7 +156,7 @@ class ChaosRoutes:
         await self._cuts.stay(node, socket)
 
 
-def _no_worker(leading: Leading, device: str, action: str) -> str:
+def _no_worker(leading: Leader, device: str, action: str) -> str:
     """Why there is nothing that an agent can do this to."""
     if job := leading.restarting(device):
         return (
@@ -166,7 +166,7 @@ def _no_worker(leading: Leading, device: str, action: str) -> str:
     return f"device {device} has no worker to {action}"
 
 
-def order(leading: Leading, cuts: NetworkCuts, body: ChaosRequest) -> tuple[str, ...]:
+def order(leading: Leader, cuts: ChaosCuts, body: ChaosRequest) -> tuple[str, ...]:
     """Carries a request out. Returns the nodes whose agents are to hear of it. Raises `ApiError` with what
     would be right."""
     leading.allow_chaos()
@@ -205,7 +205,7 @@ def _check_seconds(body: ChaosRequest) -> None:
         )
 
 
-def _data(leading: Leading, body: ChaosRequest) -> tuple[str, ...]:
+def _data(leading: Leader, body: ChaosRequest) -> tuple[str, ...]:
     """The data network between two nodes."""
     _check_seconds(body)
     addresses = {}
@@ -230,7 +230,7 @@ def _data(leading: Leading, body: ChaosRequest) -> tuple[str, ...]:
     return tuple(node for node, _ in ways)
 
 
-def _harm(leading: Leading, node: str, harm: Harm) -> tuple[str, ...]:
+def _harm(leading: Leader, node: str, harm: Harm) -> tuple[str, ...]:
     leading.connected(node, f"nobody is there to {harm.how} it")
     leading.apply(Harmed(node=node, harm=harm))
     return (node,)

@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from elasticd.codec.decoding import shown
-from elasticd.coordinator.auth import MOST_SAID, USER_HEADER, Access, Caller, CallerProof, needed
+from elasticd.coordinator.auth import MOST_SAID, USER_HEADER, Authorizer, Caller, CallerProof, needed
 from elasticd.store.write_allowance import Allowance
 from elasticd.system.front_door import GUEST, Guest
 from elasticd.system.network_addresses import is_address
@@ -31,7 +31,7 @@ PEER, CALLER, ROUND_TRIP = "elasticd.peer", "elasticd.caller", "elasticd.round_t
 _log = logging.getLogger(__name__)
 
 
-class Gate:
+class RequestMiddleware:
     """ASGI middleware in front of every request.
 
     Args:
@@ -48,7 +48,7 @@ class Gate:
         self,
         app: ASGIApp,
         *,
-        access: Callable[[], Access],
+        access: Callable[[], Authorizer],
         refused: Callable[[str], None],
         rate: float,
         hosts: frozenset[str] = frozenset(),

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from elasticd.coordinator.api_types import Refusal
-from elasticd.coordinator.http.routing import JSON, Endpoint, Parameter
+from elasticd.coordinator.http.routing import JSON, ApiRoute, Parameter
 from elasticd.version import __version__
 
 #: Why an endpoint is refused, by status.
@@ -30,7 +30,7 @@ _SCHEMES = {
 }
 
 
-def document(declared: Sequence[Endpoint], *, asks: bool) -> dict[str, Any]:
+def document(declared: Sequence[ApiRoute], *, asks: bool) -> dict[str, Any]:
     """OpenAPI 3.1. `asks`: whether this coordinator asks who somebody is."""
     kinds = [known.answer for known in declared if known.media == JSON]
     kinds += [known.body for known in declared if known.body is not None]
@@ -54,7 +54,7 @@ def document(declared: Sequence[Endpoint], *, asks: bool) -> dict[str, Any]:
     }
 
 
-def _operation(known: Endpoint, schemas: list[tuple[Any, Any]], *, asks: bool) -> dict[str, Any]:
+def _operation(known: ApiRoute, schemas: list[tuple[Any, Any]], *, asks: bool) -> dict[str, Any]:
     def schema(kind: Any) -> Any:
         return next(found for other, found in schemas if other is kind)
 

@@ -44,7 +44,7 @@ class Parameter:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Endpoint:
+class ApiRoute:
     """One method of one path. refuses: statuses that it answers by itself, beside those that follow from its
     parameters and from who stands before it (`middleware`). large: its answer is encoded beside the loop, and
     sent in pieces (`response_encoder`)."""
@@ -133,7 +133,7 @@ def _declared(**told: Any) -> Callable[[Method], Method]:
     return mark
 
 
-def endpoints(owner: object) -> tuple[Endpoint, ...]:
+def endpoints(owner: object) -> tuple[ApiRoute, ...]:
     """All that the owner's class declares, in its order."""
     return tuple(
         _endpoint(getattr(owner, name), getattr(method, _MARK))
@@ -142,7 +142,7 @@ def endpoints(owner: object) -> tuple[Endpoint, ...]:
     )
 
 
-def _endpoint(call: Callable[..., Awaitable[Any]], told: dict[str, Any]) -> Endpoint:
+def _endpoint(call: Callable[..., Awaitable[Any]], told: dict[str, Any]) -> ApiRoute:
     hints = get_type_hints(call, include_extras=True)
     places = compile_path(told["path"])[2]
     found = [
@@ -150,7 +150,7 @@ def _endpoint(call: Callable[..., Awaitable[Any]], told: dict[str, Any]) -> Endp
         for name, known in inspect.signature(call).parameters.items()
         if name not in ("body", "caller")
     ]
-    return Endpoint(
+    return ApiRoute(
         **told,
         name=call.__name__,
         words=inspect.getdoc(call) or "",
@@ -163,14 +163,14 @@ def _endpoint(call: Callable[..., Awaitable[Any]], told: dict[str, Any]) -> Endp
     )
 
 
-def routes(declared: tuple[Endpoint, ...], viewers: Viewers) -> Iterator[Route]:
+def routes(declared: tuple[ApiRoute, ...], viewers: Viewers) -> Iterator[Route]:
     """One for each path, so that a method that it does not have is answered with those that it has."""
     for path, found in groupby(sorted(declared, key=lambda known: known.path), key=lambda known: known.path):
         methods = {known.method: known for known in found}
         yield Route(path, _dispatched(methods, viewers), methods=list(methods))
 
 
-def _dispatched(methods: dict[str, Endpoint], viewers: Viewers) -> Callable[[Request], Awaitable[Response]]:
+def _dispatched(methods: dict[str, ApiRoute], viewers: Viewers) -> Callable[[Request], Awaitable[Response]]:
     async def dispatched(request: Request) -> Response:
         method = "GET" if request.method == "HEAD" else request.method
         return await methods[method].respond(request, viewers)

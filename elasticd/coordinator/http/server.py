@@ -24,7 +24,7 @@ from elasticd.coordinator.fair_queue import RoundShare
 from elasticd.coordinator.http.middleware import PEER, ROUND_TRIP
 from elasticd.store.write_allowance import Allowance
 from elasticd.system.front_door import SILENT_SECONDS, Guest
-from elasticd.system.http_connections import Server, limited_http, with_guest
+from elasticd.system.http_connections import BoundedHttpServer, limited_http, with_guest
 from elasticd.system.network_addresses import outward
 
 _log = logging.getLogger(__name__)
@@ -90,10 +90,10 @@ def serving(
     section: SecuritySection,
     context: ssl.SSLContext | None,
     refused: Callable[[str], None],
-) -> Server:
+) -> BoundedHttpServer:
     """The port's server, by [security]'s limits; `refused` counts by a word."""
     config = configured(application, section, context, refused)
-    return Server(config, most_connections=section.connections, refused=refused)
+    return BoundedHttpServer(config, most_connections=section.connections, refused=refused)
 
 
 def configured(

@@ -41,7 +41,7 @@ from elasticd.machines.job.state.events import (
 )
 from elasticd.machines.job.state.job_state import LIVE, OVER, JobPhase, JobSettings, JobState, NodeState, fresh
 from elasticd.machines.job.state.restored_job import restored
-from elasticd.machines.job.state.transaction import Turn
+from elasticd.machines.job.state.transaction import Transaction
 from elasticd.records import NodeRecord
 from elasticd.wire.coordinator import DEVICE_PREFIX, Crossed, Drain, FromClient, ToClient, Unread
 from elasticd.wire.node_health import Health
@@ -367,7 +367,7 @@ def _turned_away(state: CoordinatorState, event: Received, up: FromClient, why: 
     effects: tuple[Effect, ...] = (CoordinatorSend(node=event.node, message=down),)
     job = state.jobs.get(up.job)
     if isinstance(up.body, Hello) and job is not None:
-        turn = Turn(job, state.nodes, state.epoch, state.settings, now)
+        turn = Transaction(job, state.nodes, state.epoch, state.settings, now)
         machine.turned_away(turn, event.node, up.device, why)
         effects = (*effects, *turn.effects)
         state = msgspec.structs.replace(state, jobs={**state.jobs, up.job: turn.job})
@@ -450,7 +450,7 @@ def _jobs(state: CoordinatorState, event: Event, now: float, names: tuple[str, .
         try:
             after, asked = machine.step(job, event, state.nodes, state.epoch, state.settings, now)
         except Exception as error:  # of this job alone: what is wrong with it must not end the others
-            turn = Turn(job, state.nodes, state.epoch, state.settings, now)
+            turn = Transaction(job, state.nodes, state.epoch, state.settings, now)
             machine.failed(turn, event, error)
             after, asked = turn.job, tuple(turn.effects)
         effects += asked

@@ -20,7 +20,7 @@ from elasticd.machines.job.lifecycle.job_end import stop
 from elasticd.machines.job.state.events import AdoptAsked, StopAsked, Stored
 from elasticd.machines.job.state.job_state import JobPhase, JobState
 from elasticd.machines.job.state.restored_job import restored
-from elasticd.machines.job.state.transaction import Turn
+from elasticd.machines.job.state.transaction import Transaction
 from elasticd.records import PlanRecord
 from elasticd.wire.coordinator import FromClient, Unread, WorkerLost
 from elasticd.wire.rendezvous import Join
@@ -40,7 +40,7 @@ def trains_unknown(job: JobState, body: object) -> bool:
     )
 
 
-def meet(turn: Turn, node: str, up: FromClient, body: Hello) -> None:
+def meet(turn: Transaction, node: str, up: FromClient, body: Hello) -> None:
     """A worker of a job that is left alone. One that stands by runs no plan."""
     if turn.job.phase is JobPhase.GATHERING:
         turn.enter(JobPhase.ASSEMBLING)
@@ -74,7 +74,7 @@ def words(job: JobState) -> str:
     )
 
 
-def adopt(turn: Turn, event: AdoptAsked) -> None:
+def adopt(turn: Transaction, event: AdoptAsked) -> None:
     """Writes the plan back, as its members say that they run it. The job is then as a new leader finds it."""
     before, running = turn.job, turn.job.unadopted
     assert running is not None
@@ -97,7 +97,7 @@ def adopt(turn: Turn, event: AdoptAsked) -> None:
     )
 
 
-def _lost(turn: Turn, node: str, gone: WorkerLost) -> None:
+def _lost(turn: Transaction, node: str, gone: WorkerLost) -> None:
     """A worker ended. With the last one the job is over: nothing else knows of it."""
     if turn.job.worker(gone.device, gone.incarnation) is None:
         return
@@ -109,12 +109,12 @@ def _lost(turn: Turn, node: str, gone: WorkerLost) -> None:
         stop(turn, f"its workers ended, and etcd did not have their plan: {gone.how}", orderly=gone.clean)
 
 
-def _join(turn: Turn, node: str, up: FromClient, body: Join) -> None:
+def _join(turn: Transaction, node: str, up: FromClient, body: Join) -> None:
     """A torchrun that has workers, heard of again; one that has none waits until the job is adopted."""
     assembly.remember(turn, node, up, body)
 
 
-def _hello(turn: Turn, node: str, up: FromClient, body: Hello) -> None:
+def _hello(turn: Transaction, node: str, up: FromClient, body: Hello) -> None:
     """A worker comes back, or one that had is heard of again."""
     if (known := turn.job.worker(up.device, up.incarnation)) is None:
         meet(turn, node, up, body)
@@ -122,7 +122,7 @@ def _hello(turn: Turn, node: str, up: FromClient, body: Hello) -> None:
         turn.worker(known, node=node, client=up.client, orphan=False)
 
 
-def _stop(turn: Turn, event: StopAsked) -> None:
+def _stop(turn: Transaction, event: StopAsked) -> None:
     stop_request.at_once(turn, event)
 
 
@@ -137,7 +137,7 @@ ALONE: dict[type, Callable[..., None]] = {
 }
 
 
-def hear(turn: Turn, kind: type, heard: tuple[Any, ...]) -> None:
+def hear(turn: Transaction, kind: type, heard: tuple[Any, ...]) -> None:
     """Applies an event to a job that is left alone."""
     if (handler := ALONE.get(kind)) is not None:
         handler(turn, *heard)

@@ -21,7 +21,7 @@ from elasticd.machines.job.lifecycle.job_end import AGAIN, ANEW, affirm, stop
 from elasticd.machines.job.lifecycle.stop_request import BY_REQUEST
 from elasticd.machines.job.lost_workers import lost
 from elasticd.machines.job.state.job_state import JobPhase, JobState, Joiner, Worker, stranger
-from elasticd.machines.job.state.transaction import Turn
+from elasticd.machines.job.state.transaction import Transaction
 from elasticd.records import AnyJobSpec, JobSpec, MeshJobSpec, ModuleSpec, Thrown
 from elasticd.version import __version__
 from elasticd.wire.coordinator import FromClient, Unread, WorkerLost
@@ -32,7 +32,7 @@ from elasticd.wire.worker import Closed, Hello, Rejected
 MOST_NAMED = 8
 
 
-def join(turn: Turn, node: str, up: FromClient, body: Join) -> None:
+def join(turn: Transaction, node: str, up: FromClient, body: Join) -> None:
     """A torchrun asks to take part in a job whose nodes are still being counted."""
     if wrong := _disagreement(turn, _place(node, body), body):
         turn.send(node, up.client, Rejected(reason=wrong))
@@ -43,7 +43,7 @@ def join(turn: Turn, node: str, up: FromClient, body: Join) -> None:
         turn.set(fresh=turn.job.fresh or body.fresh)
 
 
-def join_assembling(turn: Turn, node: str, up: FromClient, body: Join) -> None:
+def join_assembling(turn: Transaction, node: str, up: FromClient, body: Join) -> None:
     """A torchrun asks while workers are starting: one of those that take part, whose answer was lost or which
     was started again, or one that comes late. A new leader counts the nodes again."""
     job, place = turn.job, _place(node, body)
@@ -60,7 +60,7 @@ def join_assembling(turn: Turn, node: str, up: FromClient, body: Join) -> None:
         join(turn, node, up, body)
 
 
-def join_after_end(turn: Turn, node: str, up: FromClient, body: Join) -> None:
+def join_after_end(turn: Transaction, node: str, up: FromClient, body: Join) -> None:
     """A torchrun asks to take part in a job that is over."""
     job = turn.job
     if job.reason:  # nothing was finished: whoever asks again has failed
@@ -74,7 +74,7 @@ def _place(node: str, body: Join) -> str:
     return node if body.slot is None else f"{node}/{body.slot}"
 
 
-def join_late(turn: Turn, node: str, up: FromClient, body: Join) -> None:
+def join_late(turn: Transaction, node: str, up: FromClient, body: Join) -> None:
     """The job runs already: a node comes along, or a torchrun starts its workers again. It is answered once the
     first plan runs, and once a new leader knows which workers there are: `answer_late`."""
     job, place = turn.job, _place(node, body)
@@ -94,7 +94,7 @@ def join_late(turn: Turn, node: str, up: FromClient, body: Join) -> None:
     remember(turn, node, up, body)
 
 
-def answer_late(turn: Turn) -> None:
+def answer_late(turn: Transaction) -> None:
     """Lets those start their workers who came late, and have none. These stand by, and the next plan may use
     them. Before the first plan those alone that the job waits for."""
     job = turn.job
@@ -111,7 +111,7 @@ def answer_late(turn: Turn) -> None:
             _answered(turn, place)
 
 
-def _answered(turn: Turn, place: str) -> None:
+def _answered(turn: Transaction, place: str) -> None:
     """Tells a torchrun to start its workers."""
     joiner, joined = turn.job.joiners[place], turn.job.joined
     turn.set(joiners={**turn.job.joiners, place: msgspec.structs.replace(joiner, answered=True)})
@@ -119,7 +119,7 @@ def _answered(turn: Turn, place: str) -> None:
         turn.send(joiner.node, joiner.client, Joined(node_rank=joined.index(place), nodes=len(joined)))
 
 
-def remember(turn: Turn, node: str, up: FromClient, body: Join) -> None:
+def remember(turn: Transaction, node: str, up: FromClient, body: Join) -> None:
     """A torchrun takes part, or waits for that."""
     joiner = Joiner(
         node=node, client=up.client, pid=body.pid, min_nodes=body.min_nodes, max_nodes=body.max_nodes
@@ -131,7 +131,7 @@ def _called(place: str) -> str:
     return f"device {place}" if "/" in place else f"node {place}"
 
 
-def _runs_already(turn: Turn, place: str) -> str:
+def _runs_already(turn: Transaction, place: str) -> str:
     job = turn.job.job
     return (
         f"job {job} runs already, on {_called(place)} too: end it first (elasticd stop {job}), or give this "
@@ -139,7 +139,7 @@ def _runs_already(turn: Turn, place: str) -> str:
     )
 
 
-def _full(turn: Turn) -> str:
+def _full(turn: Transaction) -> str:
     others = ", ".join(sorted({*turn.job.joined} or _places_of_members(turn, by_device=False)))
     return (
         f"job {turn.job.job} already has all the nodes that --nnodes lets it have ({others}): start all with "
@@ -147,22 +147,22 @@ def _full(turn: Turn) -> str:
     )
 
 
-def _gathering(turn: Turn) -> bool:
+def _gathering(turn: Transaction) -> bool:
     """Whether nodes are still being counted. A leader that took over while workers were starting counts
     again, from what the agents repeat."""
     job = turn.job
     return job.phase is JobPhase.GATHERING or (job.phase is JobPhase.ASSEMBLING and not job.joined)
 
 
-def _has_workers(turn: Turn, place: str) -> bool:
+def _has_workers(turn: Transaction, place: str) -> bool:
     return any(place in (worker.node, worker.device) for worker in turn.job.workers.values())
 
 
-def _places_of_members(turn: Turn, *, by_device: bool) -> set[str]:
+def _places_of_members(turn: Transaction, *, by_device: bool) -> set[str]:
     return {device if by_device else node_of(device) for device in _bound(turn)}
 
 
-def _bound(turn: Turn) -> dict[str, str]:
+def _bound(turn: Transaction) -> dict[str, str]:
     """The devices of the plan in force and of the proposed one, with the incarnation where one is bound."""
     return {
         device: plan.binding.get(device, "")
@@ -171,7 +171,7 @@ def _bound(turn: Turn) -> dict[str, str]:
     }
 
 
-def _there(turn: Turn, place: str) -> bool:
+def _there(turn: Transaction, place: str) -> bool:
     """Whether a torchrun has its place still: not if it went with its node, or left with its workers."""
     if _has_workers(turn, place):
         return True
@@ -182,7 +182,7 @@ def _there(turn: Turn, place: str) -> bool:
     return any(not one or turn.job.gone.get(device) != one for device, one in bound.items()) or not bound
 
 
-def _disagreement(turn: Turn, place: str, body: Join) -> str:
+def _disagreement(turn: Transaction, place: str, body: Join) -> str:
     if not 1 <= body.min_nodes <= body.max_nodes:
         return f"--nnodes={body.min_nodes}:{body.max_nodes}: the least must be between 1 and the most"
     for other, joiner in turn.job.joiners.items():
@@ -201,7 +201,7 @@ def _disagreement(turn: Turn, place: str, body: Join) -> str:
     return ""
 
 
-def leave(turn: Turn, node: str, up: FromClient, body: Leave) -> None:
+def leave(turn: Transaction, node: str, up: FromClient, body: Leave) -> None:
     """A torchrun ends. What that means for its workers, their own ends tell; before they are there it
     means that they never come."""
     job = turn.job
@@ -221,7 +221,7 @@ def leave(turn: Turn, node: str, up: FromClient, body: Leave) -> None:
 
 
 def failed_to_start(
-    turn: Turn, place: str, failure: WorkerFailure | None, node: str = "", up: FromClient | None = None
+    turn: Transaction, place: str, failure: WorkerFailure | None, node: str = "", up: FromClient | None = None
 ) -> bool:
     """The worker of a torchrun failed before the first plan. Whether the job ends by it: elasticd refused its
     script, or the script failed before in the same way, there or on another device."""
@@ -248,7 +248,7 @@ def failed_to_start(
     return turn.over
 
 
-def _gone(turn: Turn, place: str, body: Leave) -> None:
+def _gone(turn: Transaction, place: str, body: Leave) -> None:
     """A torchrun ended while the job lives: its place is free for another. Before the first plan the job waits
     for those that are left, if they are enough."""
     job = turn.job
@@ -275,12 +275,12 @@ def _gone(turn: Turn, place: str, body: Leave) -> None:
     turn.set(joined=joined, joiners=joiners, world_size=each * len(joined) if each else None)
 
 
-def _stopped_by_signal(turn: Turn, body: Leave) -> None:
+def _stopped_by_signal(turn: Transaction, body: Leave) -> None:
     """A user ended the torchruns of a job before it began: nothing has failed."""
     stop(turn, f"{BY_REQUEST}{shown(body.signal)} before its first step", orderly=True)
 
 
-def forget(turn: Turn, node: str, client: str | None = None) -> None:
+def forget(turn: Transaction, node: str, client: str | None = None) -> None:
     """The joiners of a node are gone, with its agent; or one of them, by itself."""
     if not _gathering(turn):
         return
@@ -292,7 +292,7 @@ def forget(turn: Turn, node: str, client: str | None = None) -> None:
     turn.set(joiners=joiners)
 
 
-def complete(turn: Turn) -> None:
+def complete(turn: Transaction) -> None:
     """Starts the job once enough nodes have been there for a while, or the most are."""
     job = turn.job
     if not _gathering(turn):
@@ -320,7 +320,7 @@ def complete(turn: Turn) -> None:
         _answered(turn, name)
 
 
-def _wait_for_more(turn: Turn, least: int) -> None:
+def _wait_for_more(turn: Transaction, least: int) -> None:
     """Says in the job's status which places it waits for, and once in an event."""
     job = turn.job
     if turn.now - job.since < turn.settings.gather_seconds:
@@ -337,7 +337,7 @@ def _wait_for_more(turn: Turn, least: int) -> None:
     turn.set(reason=text)
 
 
-def hello(turn: Turn, node: str, up: FromClient, body: Hello) -> None:
+def hello(turn: Transaction, node: str, up: FromClient, body: Hello) -> None:
     """A worker is there: a new one, or one whose agent says again what it said (to a new leader, too)."""
     job = turn.job
     if job.gone.get(up.device) == up.incarnation:
@@ -375,7 +375,7 @@ def hello(turn: Turn, node: str, up: FromClient, body: Hello) -> None:
         turn.note("joined", f"worker {up.device} stands by", device=up.device)
 
 
-def hello_after_end(turn: Turn, node: str, up: FromClient, body: Hello) -> None:
+def hello_after_end(turn: Transaction, node: str, up: FromClient, body: Hello) -> None:
     """A worker says hello to a job that is over. A member of its last plan lives still, and the job is not
     forgotten before that ends; any other is turned away."""
     job = turn.job
@@ -388,7 +388,7 @@ def hello_after_end(turn: Turn, node: str, up: FromClient, body: Hello) -> None:
         turn.send(node, up.client, Rejected(reason=f"job {job.job} is over; {AGAIN}"))
 
 
-def _said_again(turn: Turn, node: str, up: FromClient, body: Hello) -> bool:
+def _said_again(turn: Transaction, node: str, up: FromClient, body: Hello) -> bool:
     """Whether this worker is known already; it can be reached through this agent from now on."""
     known = turn.job.worker(up.device, up.incarnation)
     if known is None:
@@ -406,7 +406,7 @@ def _said_again(turn: Turn, node: str, up: FromClient, body: Hello) -> bool:
     return True
 
 
-def new_worker(turn: Turn, node: str, up: FromClient, body: Hello) -> Worker:
+def new_worker(turn: Transaction, node: str, up: FromClient, body: Hello) -> Worker:
     """The worker that says this hello."""
     return Worker(
         device=up.device,
@@ -435,7 +435,7 @@ def uninvited(job: JobState, node: str, device: str) -> str:
     )
 
 
-def unread(turn: Turn, node: str, message: Unread) -> None:
+def unread(turn: Transaction, node: str, message: Unread) -> None:
     """A worker is there, or a torchrun, whose opening this release cannot decode. A worker that a plan binds
     trains on, and what it trains the store knows: it is met. Any other one cannot take part, and is told so; of
     a torchrun's whose workers are there nothing new is to be known."""
@@ -462,7 +462,7 @@ def cannot_read(message: Unread) -> str:
     )
 
 
-def assemble(turn: Turn) -> None:
+def assemble(turn: Transaction) -> None:
     """The first plan is due once all workers that torchrun started are there, each at its node's agent."""
     job = turn.job
     if not job.world_size or len(job.workers) < job.world_size:
@@ -471,7 +471,7 @@ def assemble(turn: Turn) -> None:
         turn.enter(JobPhase.PLANNING, reason="")
 
 
-def count_again(turn: Turn) -> None:
+def count_again(turn: Transaction) -> None:
     """Counts the nodes again where no first plan can be made, as a user drains the nodes of all workers, and
     torchruns of others wait."""
     job = turn.job
@@ -480,7 +480,7 @@ def count_again(turn: Turn) -> None:
         turn.enter(JobPhase.ASSEMBLING, joined=(), world_size=None, enough_since=None, reason="")
 
 
-def _unwelcome(turn: Turn, up: FromClient, body: Hello) -> str:
+def _unwelcome(turn: Transaction, up: FromClient, body: Hello) -> str:
     """Why this worker cannot take part, or nothing."""
     job = turn.job
     if body.spec.job != job.job:

@@ -14,11 +14,11 @@ from elasticd.machines.job.lifecycle.job_end import stop
 from elasticd.machines.job.lifecycle.stop_request import ends_unsaved
 from elasticd.machines.job.recovery import lost_without
 from elasticd.machines.job.state.job_state import JobPhase, JobState, Worker
-from elasticd.machines.job.state.transaction import Turn
+from elasticd.machines.job.state.transaction import Transaction
 from elasticd.wire.coordinator import WorkerLost
 
 
-def lost(turn: Turn, node: str, gone: WorkerLost) -> None:
+def lost(turn: Transaction, node: str, gone: WorkerLost) -> None:
     """A worker's process is gone before the job's end: by its script's choice, or it died."""
     worker = turn.job.workers.get(gone.device)
     known = worker is not None and worker.incarnation == gone.incarnation
@@ -47,13 +47,13 @@ def lost(turn: Turn, node: str, gone: WorkerLost) -> None:
             turn.set(decided=None, remedy=None)
 
 
-def lost_after_end(turn: Turn, node: str, gone: WorkerLost) -> None:
+def lost_after_end(turn: Transaction, node: str, gone: WorkerLost) -> None:
     """A worker of a job that is over ended. Once none is left the job may be forgotten."""
     if turn.job.worker(gone.device, gone.incarnation) is not None:
         turn.drop(gone.device)
 
 
-def _died(turn: Turn, gone: WorkerLost, how: str) -> None:
+def _died(turn: Transaction, gone: WorkerLost, how: str) -> None:
     """A process that the job needs. Before the first plan its torchrun may start another; whoever only was to
     join costs the proposal alone."""
     job = turn.job
@@ -71,7 +71,7 @@ def _died(turn: Turn, gone: WorkerLost, how: str) -> None:
         turn.enter(JobPhase.ASSEMBLING, asked=None)
 
 
-def vanished(turn: Turn, devices: Sequence[str]) -> None:
+def vanished(turn: Transaction, devices: Sequence[str]) -> None:
     """Workers that a plan is bound to, on nodes that returned to a new leader without them. They may not be
     back yet at an agent that was started again: those that alone hold a part of the state are waited for."""
     here = {device: seconds for device in devices if (seconds := turn.here_seconds(node_of(device))) >= 0}
@@ -91,7 +91,7 @@ def vanished(turn: Turn, devices: Sequence[str]) -> None:
     fault(turn, gone, f"worker {names} is gone: it ended while no coordinator led")
 
 
-def absent(turn: Turn) -> None:
+def absent(turn: Transaction) -> None:
     """Members that this leader has never heard of, on nodes whose agents have been back for long enough to tell
     of all that live there."""
     patience = turn.settings.reconnect_seconds
@@ -99,7 +99,7 @@ def absent(turn: Turn) -> None:
         vanished(turn, gone)
 
 
-def strayed(turn: Turn) -> None:
+def strayed(turn: Transaction) -> None:
     """Workers that stand by on nodes whose agents have been away for too long: no plan can use them, and nobody
     waits for them. One that lives says hello again once its agent is back."""
     job, patience = turn.job, turn.settings.reconnect_seconds
@@ -118,13 +118,13 @@ def strayed(turn: Turn) -> None:
         turn.note("worker_lost", f"{names}, standing by, cannot be reached: no plan counts on it", devices=gone)
 
 
-def _away_seconds(turn: Turn, worker: Worker) -> float:
+def _away_seconds(turn: Transaction, worker: Worker) -> float:
     """For how long the agent of a worker's node has been away; 0 where it is here."""
     node = turn.nodes.get(worker.node)
     return turn.now - node.since if node is not None and not node.connected else 0.0
 
 
-def unheard(turn: Turn) -> None:
+def unheard(turn: Transaction) -> None:
     """Members of a job that is being stopped whose agents are away: they cannot be told. The others go on
     without them to the last checkpoint; who alone holds a part of the state is waited for."""
     job, settings = turn.job, turn.settings
@@ -155,7 +155,7 @@ def called(worker: Worker) -> str:
     return f"worker {worker.device}" + (f" (pid {worker.pid})" if worker.pid else "")
 
 
-def _left(turn: Turn, how: str) -> None:
+def _left(turn: Transaction, how: str) -> None:
     if turn.job.starting:
         stop(turn, f"{how}, before the first step")
     elif not turn.job.unmet and all(worker.left for worker in _members(turn.job)):
@@ -171,7 +171,7 @@ def _members(job: JobState) -> list[Worker]:
     return [worker for worker in job.workers.values() if job.is_member(worker.device, worker.incarnation)]
 
 
-def deserted(turn: Turn) -> None:
+def deserted(turn: Transaction) -> None:
     """Members left before the last step while others stay, who can do no step without them: nobody died, so
     that no collective fails, and they would wait until their own patience ends."""
     gone = [worker for worker in turn.job.workers.values() if worker.left_at is not None]
@@ -183,7 +183,7 @@ def deserted(turn: Turn) -> None:
     stop(turn, f"{names} left before the last step: {why}")
 
 
-def orphaned(turn: Turn, node: str) -> None:
+def orphaned(turn: Transaction, node: str) -> None:
     """An agent was started again on `node`. The workers that spoke to the one before train on, and come back to
     it: no plan can be proposed before they have. Before the first plan they are waited for (`stranded`)."""
     workers = [worker for worker in turn.job.workers.values() if worker.node == node and not worker.left]
@@ -200,7 +200,7 @@ def orphaned(turn: Turn, node: str) -> None:
     turn.note("agent_restarted", text, node=node, devices=[worker.device for worker in workers])
 
 
-def stranded(turn: Turn) -> None:
+def stranded(turn: Transaction) -> None:
     """Workers that have not come back to the agent that their node has now, before the first plan. No agent saw
     them end, and no collective fails without them: all others would wait for ever."""
     patience = turn.settings.reconnect_seconds

@@ -51,7 +51,7 @@ from elasticd.machines.job.state.job_state import (
     Worker,
     stranger,
 )
-from elasticd.machines.job.state.transaction import Turn
+from elasticd.machines.job.state.transaction import Transaction
 from elasticd.wire.coordinator import FromClient, Frozen, Unreached, Unread, WorkerLost
 from elasticd.wire.main_thread import Halted
 from elasticd.wire.rendezvous import Join, Leave
@@ -88,19 +88,19 @@ OPENINGS = (Join, Leave, Hello)
 # -- handlers that are the machine's own ---------------------------------------------------------------------
 
 
-def ignored(turn: Turn, *heard: object) -> None:
+def ignored(turn: Transaction, *heard: object) -> None:
     """Nothing follows: a late or repeated word, which is expected in this phase."""
 
 
-def met(turn: Turn, worker: Worker, body: object) -> None:
+def met(turn: Transaction, worker: Worker, body: object) -> None:
     """Nothing follows but that this leader knows the worker from now on."""
 
 
-def only_due(turn: Turn, event: CoordinatorTick | Configured) -> None:
+def only_due(turn: Transaction, event: CoordinatorTick | Configured) -> None:
     """Nothing follows but what has become due."""
 
 
-def agent_up(turn: Turn, event: AgentUp) -> None:
+def agent_up(turn: Transaction, event: AgentUp) -> None:
     """An agent said hello; what its arrival means beyond this, the words of its workers tell."""
     stop_request.remind(turn, event.record.node)
     snapshots_gone(turn, event)
@@ -108,18 +108,18 @@ def agent_up(turn: Turn, event: AgentUp) -> None:
         lost_workers.orphaned(turn, event.record.node)
 
 
-def snapshots_gone(turn: Turn, event: AgentUp) -> None:
+def snapshots_gone(turn: Transaction, event: AgentUp) -> None:
     """What an agent kept in memory is gone once another took its place."""
     if event.anew:
         turn.set(snapshots=turn.job.snapshots.forgotten(event.record.node))
 
 
-def agent_down(turn: Turn, event: AgentDown) -> None:
+def agent_down(turn: Transaction, event: AgentDown) -> None:
     """Torchruns that wait for others are gone with their agent."""
     assembly.forget(turn, event.node)
 
 
-def hello(turn: Turn, node: str, up: FromClient, body: Hello) -> None:
+def hello(turn: Transaction, node: str, up: FromClient, body: Hello) -> None:
     """A worker is there, and is told if its job is being stopped."""
     if adoption.trains_unknown(turn.job, body):
         adoption.meet(turn, node, up, body)
@@ -128,13 +128,13 @@ def hello(turn: Turn, node: str, up: FromClient, body: Hello) -> None:
     stop_request.remind(turn, node)
 
 
-def finished(turn: Turn, worker: Worker, body: Finished) -> None:
+def finished(turn: Transaction, worker: Worker, body: Finished) -> None:
     """A member says that the last step's vote is complete."""
     if turn.job.binds(worker.device, worker.incarnation):
         job_end.finished(turn, body)
 
 
-def settle(turn: Turn) -> None:
+def settle(turn: Transaction) -> None:
     """A new leader's patience ends when all members have reported, or when it has waited long enough; a member
     that is missing then, on a node that did return, died while nobody led."""
     job = turn.job
@@ -265,14 +265,14 @@ def step(
     job: JobState, event: Event, nodes: Mapping[str, NodeState], epoch: int, settings: JobSettings, now: float
 ) -> tuple[JobState, tuple[Effect, ...]]:
     """The job after `event` at time `now` (seconds), and what its daemon is to do, in order."""
-    turn = Turn(job, nodes, epoch, settings, now)
+    turn = Transaction(job, nodes, epoch, settings, now)
     _hear(turn, event)
     if not _waits(job, turn.job, event):
         _due(turn)
     return turn.job, tuple(turn.effects)
 
 
-def _hear(turn: Turn, event: Event) -> None:
+def _hear(turn: Transaction, event: Event) -> None:
     """What the event does in the job's phase; where the table has nothing, the log has a line of it."""
     said: Any = event.message if isinstance(event, Received) else event
     up = said if isinstance(said, FromClient) else None
@@ -300,14 +300,14 @@ def _hear(turn: Turn, event: Event) -> None:
         handler(turn, *heard)
 
 
-def _speaker(turn: Turn, up: FromClient) -> Worker | None:
+def _speaker(turn: Transaction, up: FromClient) -> Worker | None:
     """The worker whose word this is, if it is heard."""
     if up.device not in turn.job.workers and turn.job.binds(up.device, up.incarnation):
         return turn.worker(stranger(up.device, up.incarnation, client=up.client))
     return turn.job.worker(up.device, up.incarnation)
 
 
-def _due(turn: Turn) -> None:
+def _due(turn: Transaction) -> None:
     if turn.job.unadopted is not None:
         return
     for act, phases, settled in DUE:
@@ -332,7 +332,7 @@ def _waits(before: JobState, after: JobState, event: Event) -> bool:
     return len(before.workers) > MANY
 
 
-def failed(turn: Turn, event: Event, error: Exception) -> None:
+def failed(turn: Transaction, event: Event, error: Exception) -> None:
     """A step of the job raised this: a defect of elasticd, whoever brought it about. A message costs itself;
     what no message asked for would come again with each tick, and costs the job."""
     what = f"{type(error).__name__}: {error}"
@@ -354,7 +354,7 @@ def _frames(error: Exception) -> Iterator[str]:
         at = at.tb_next
 
 
-def turned_away(turn: Turn, node: str, device: str, why: str) -> None:
+def turned_away(turn: Transaction, node: str, device: str, why: str) -> None:
     """A worker of the job was told that it cannot take part: the job ends if it waits for this one."""
     if turn.job.phase is JobPhase.ASSEMBLING and turn.job.joins(node, device):
         job_end.stop(turn, why)

@@ -21,7 +21,7 @@ from elasticd_planner.spec.mesh import MeshModel, MeshPlan
 from elasticd_planner.spec.model import item_size
 
 from elasticd.machines.job.state.job_state import Basis, JobState
-from elasticd.machines.job.state.transaction import Turn
+from elasticd.machines.job.state.transaction import Transaction
 from elasticd.records import MeshJobSpec
 
 
@@ -30,7 +30,7 @@ def is_measured(job: JobState) -> bool:
     return bool(job.last_steps) and job.last_steps[-1].plan == job.number
 
 
-def problem(turn: Turn, basis: Basis, spec: MeshJobSpec, cluster: Cluster) -> MeshProblem:
+def problem(turn: Transaction, basis: Basis, spec: MeshJobSpec, cluster: Cluster) -> MeshProblem:
     """A mesh for these devices, at the slowdowns and the seconds of a sample that were measured."""
     sample_seconds, other_seconds = _seconds(turn.job)
     return MeshProblem(
@@ -45,7 +45,7 @@ def problem(turn: Turn, basis: Basis, spec: MeshJobSpec, cluster: Cluster) -> Me
 
 
 def worth_it(
-    turn: Turn, plan: MeshPlan, new: MeshPlan, current_seconds: float | None, basis: Basis
+    turn: Transaction, plan: MeshPlan, new: MeshPlan, current_seconds: float | None, basis: Basis
 ) -> Decision:
     """Compares the saving of `new` with the price of the switch. Where shares alone change, nothing is made and
     nothing moves, so that the switch is free."""

@@ -28,7 +28,7 @@ from elasticd.machines.job.lifecycle.fence import fault
 from elasticd.machines.job.lifecycle.job_end import stop
 from elasticd.machines.job.lifecycle.stop_request import ends_unsaved
 from elasticd.machines.job.state.job_state import JobPhase, Worker, incarnations, stranger
-from elasticd.machines.job.state.transaction import Turn
+from elasticd.machines.job.state.transaction import Transaction
 from elasticd.machines.job.switch import propose
 from elasticd.records import Recovery, Vote
 from elasticd.wire.coordinator import Frozen
@@ -38,7 +38,7 @@ from elasticd.wire.worker import Copy, PeersLost, StateReport
 _NOBODY_ELSE = "they are waited for, as nobody else holds"
 
 
-def peers_lost(turn: Turn, worker: Worker, body: PeersLost) -> None:
+def peers_lost(turn: Transaction, worker: Worker, body: PeersLost) -> None:
     """A member lost the others: most likely one of them died, and the word of it is on its way. Or all members
     want an older state. Of who is no member, or lost those of another plan, the job lacks nothing: such words
     are said again to a new leader."""
@@ -51,19 +51,19 @@ def peers_lost(turn: Turn, worker: Worker, body: PeersLost) -> None:
             fault(turn, {}, body.reason, back=body.back)
 
 
-def froze(turn: Turn, node: str, message: Frozen) -> None:
+def froze(turn: Transaction, node: str, message: Frozen) -> None:
     """A worker does not answer its agent, or does again. That alone costs nothing: see `suspect`."""
     if (worker := turn.job.worker(message.device, message.incarnation)) is not None:
         turn.worker(worker, frozen=message.how)
 
 
-def stands(turn: Turn, worker: Worker, body: StateReport) -> None:
+def stands(turn: Transaction, worker: Worker, body: StateReport) -> None:
     """A worker's answer to a fence. One to a fence that is over is an old word, said again."""
     if turn.job.fence is not None and body.fence == turn.job.fence.number:
         turn.worker(worker, standing=body, peers_lost_at=None)
 
 
-def suspect(turn: Turn) -> None:
+def suspect(turn: Transaction) -> None:
     """Losses that nobody reports: of nodes that cannot be reached, and among members that all live."""
     job = turn.job
     since = min((w.peers_lost_at for w in job.workers.values() if w.peers_lost_at is not None), default=None)
@@ -105,14 +105,14 @@ def suspect(turn: Turn) -> None:
         regroup(turn, f"{who} lost the other members, and none of them is known to have died", at_once=True)
 
 
-def _without_steps(turn: Turn) -> float:
+def _without_steps(turn: Transaction) -> float:
     """Seconds without a step. They count while there is somebody to tell of one: agents that come back after a
     pause of their network, of etcd or of the leader come one after the other."""
     heard = max((turn.here_seconds(node) for node in {worker.node for worker in _owners(turn)}), default=0.0)
     return min(turn.now - turn.job.progress.at, max(heard, 0.0))
 
 
-def _spared(turn: Turn, found: Collection[str], why: str) -> bool:
+def _spared(turn: Transaction, found: Collection[str], why: str) -> bool:
     """Whether members that live, but stand still, are waited for: those that alone hold a part of the state,
     where there is none to go back to. Without them the job would end; and a step that takes longer than any of
     late, or a debugger, looks no different from a hang."""
@@ -125,7 +125,7 @@ def _spared(turn: Turn, found: Collection[str], why: str) -> bool:
     return True
 
 
-def lost_without(turn: Turn, found: Collection[str]) -> str:
+def lost_without(turn: Transaction, found: Collection[str]) -> str:
     """What nobody else holds if these devices are lost, where there is no older state to go back to: without
     them the job would end."""
     job, plan = turn.job, turn.job.plan
@@ -144,7 +144,7 @@ def lost_without(turn: Turn, found: Collection[str]) -> str:
     return lost_boxes(job.spec.specs, plan, holders - {*found}) if plan is not None else ""
 
 
-def _awaited(turn: Turn, nodes: Collection[str], away: Collection[str], why: str) -> bool:
+def _awaited(turn: Transaction, nodes: Collection[str], away: Collection[str], why: str) -> bool:
     """Whether nodes are waited for longer than others: the job would end without what they hold, and most
     networks that break are mended within a minute."""
     takeover = turn.job.patient_until - turn.settings.reconnect_seconds  # of nodes that this leader never met
@@ -152,7 +152,7 @@ def _awaited(turn: Turn, nodes: Collection[str], away: Collection[str], why: str
     return all(turn.now - each < turn.lone_seconds for each in since) and _spared(turn, away, why)
 
 
-def _unreachable(turn: Turn) -> dict[str, str]:
+def _unreachable(turn: Transaction) -> dict[str, str]:
     """Members on nodes that have been away for too long; nobody, where no member's node can be reached: then
     nobody is left to say that the steps have stopped, and it may be this leader who is cut off."""
     owners = _owners(turn)
@@ -168,7 +168,7 @@ def _unreachable(turn: Turn) -> dict[str, str]:
     return incarnations(worker for worker in owners if worker.node not in near)
 
 
-def recover(turn: Turn) -> None:
+def recover(turn: Transaction) -> None:
     """Proposes the recovery once all that live have said what they hold and there is a plan for them."""
     job = turn.job
     if job.fence is None:
@@ -194,7 +194,7 @@ def recover(turn: Turn) -> None:
         _go_on(turn, source)
 
 
-def _go_on(turn: Turn, source: Source) -> None:
+def _go_on(turn: Transaction, source: Source) -> None:
     job = turn.job
     assert job.fence is not None
     if job.remedy is not None:
@@ -203,7 +203,7 @@ def _go_on(turn: Turn, source: Source) -> None:
         propose(turn, job.remedy.plan, job.remedy.problem, job.fence.reason, source)
 
 
-def _once_more(turn: Turn, source: Source | str) -> None:
+def _once_more(turn: Transaction, source: Source | str) -> None:
     """The plan in force, under which its members make a last checkpoint (`raised`)."""
     problem = replan.problem_now(turn)
     if isinstance(source, Source) and problem is not None and turn.job.plan is not None:
@@ -212,7 +212,7 @@ def _once_more(turn: Turn, source: Source | str) -> None:
         stop(turn, f"{turn.job.failing}; no last checkpoint could be made")
 
 
-def _silent(turn: Turn, silent: list[Worker]) -> None:
+def _silent(turn: Transaction, silent: list[Worker]) -> None:
     """Who does not answer a fence is gone, too: frozen, or with a node that is away. An agent that is being
     started again has the time for that; and who may hold what nobody else does is waited for."""
     late = [worker for worker in silent if _late(turn, worker)]
@@ -234,7 +234,7 @@ def _silent(turn: Turn, silent: list[Worker]) -> None:
     fault(turn, incarnations(late), f"no answer to fence {turn.job.highest} from {names}")
 
 
-def _leavers_wait(turn: Turn, late: list[Worker]) -> float:
+def _leavers_wait(turn: Transaction, late: list[Worker]) -> float:
     """Seconds that these are waited for because all other workers drain, or their code raised: without these
     the job would end. That is not for long where the others were told to go: they end by themselves soon."""
     job, absent = turn.job, {worker.device for worker in late}
@@ -245,7 +245,7 @@ def _leavers_wait(turn: Turn, late: list[Worker]) -> float:
     return turn.settings.stand_seconds if saves else turn.settings.lone_seconds
 
 
-def _late(turn: Turn, worker: Worker) -> bool:
+def _late(turn: Transaction, worker: Worker) -> bool:
     """Whether it has had its time to answer. One that this leader never met had it while agents came back."""
     job, settings, node = turn.job, turn.settings, turn.nodes.get(worker.node)
     if worker.device in job.unmet:
@@ -257,7 +257,7 @@ def _late(turn: Turn, worker: Worker) -> bool:
     return turn.now - max(since, node.since if node is not None else since) >= settings.reconnect_seconds
 
 
-def _go_back(turn: Turn, lost: str, *, survivors: bool) -> None:
+def _go_back(turn: Transaction, lost: str, *, survivors: bool) -> None:
     """No plan's copies are whole: the newest older state is taken, or waited for. Before anything was trained,
     the job starts anew; else it ends, and says what is lost."""
     job = turn.job
@@ -283,7 +283,7 @@ def _go_back(turn: Turn, lost: str, *, survivors: bool) -> None:
     )
 
 
-def _begin_anew(turn: Turn) -> None:
+def _begin_anew(turn: Transaction) -> None:
     """Has another first plan made, as nothing was trained, for the workers that live. Where there are none,
     torchruns start others, and are counted again."""
     # The plan that was made meanwhile was to go on from a fence that is no more: another is asked for.
@@ -297,7 +297,7 @@ def _begin_anew(turn: Turn) -> None:
     turn.enter(JobPhase.PLANNING, joined=joined, world_size=len(workers))
 
 
-def survey(turn: Turn, nodes: Collection[str] | None = None) -> Source | str:
+def survey(turn: Transaction, nodes: Collection[str] | None = None) -> Source | str:
     """The plan that survivors (on these nodes) are farthest under and hold all of, or what is lacking of the
     best."""
     job = turn.job
@@ -334,24 +334,24 @@ def survey(turn: Turn, nodes: Collection[str] | None = None) -> Source | str:
     return lacking
 
 
-def _vote(turn: Turn, step: int) -> Vote | None:
+def _vote(turn: Transaction, step: int) -> Vote | None:
     """The outcome of the vote that led to `step`, where one that lives heard it."""
     heard = (said.vote for worker in turn.job.workers.values() if (said := _answer(turn, worker)) is not None)
     return next((vote for vote in heard if vote is not None and vote.step == step - 1), None)
 
 
-def _answer(turn: Turn, worker: Worker) -> StateReport | None:
+def _answer(turn: Transaction, worker: Worker) -> StateReport | None:
     """What it said after the last fence; what it said after one before may be no more."""
     fence, said = turn.job.fence, worker.standing
     return said if said is not None and fence is not None and said.fence == fence.number else None
 
 
-def _copies(turn: Turn, worker: Worker) -> tuple[Copy, ...]:
+def _copies(turn: Transaction, worker: Worker) -> tuple[Copy, ...]:
     said = _answer(turn, worker)
     return said.copies if said is not None else ()
 
 
-def _owners(turn: Turn) -> list[Worker]:
+def _owners(turn: Transaction) -> list[Worker]:
     """The living workers that may hold a copy of some plan: those that this leader knows, and those that it has
     not met yet, of which it knows the names."""
     job = turn.job

@@ -55,7 +55,7 @@ from elasticd.machines.job.state.job_state import (
     Remedy,
     Worker,
 )
-from elasticd.machines.job.state.transaction import Turn
+from elasticd.machines.job.state.transaction import Transaction
 from elasticd.machines.job.switch import no_capacity, propose
 from elasticd.records import AnyJobSpec, JobSpec, MeshJobSpec
 from elasticd.wire.worker import Report
@@ -74,7 +74,7 @@ MOST_WHY = 200
 _FEW = 0.01
 
 
-def measured(turn: Turn, worker: Worker, report: Report) -> None:
+def measured(turn: Transaction, worker: Worker, report: Report) -> None:
     """One rank's step. What the members measured of a step counts once all have reported it."""
     job, measurement = turn.job, report.measurement
     if report.loss is not None or report.tokens is not None:  # rank 0's, which speaks for the step
@@ -110,7 +110,7 @@ def measured(turn: Turn, worker: Worker, report: Report) -> None:
     _observe(turn, plan, step.whole(plan.number, measurement.step, plan.members))
 
 
-def _left_out(turn: Turn, report: Report) -> None:
+def _left_out(turn: Transaction, report: Report) -> None:
     """Tells of steps that change no weight: of the first, at every tenfold of them, and when they end."""
     before, step = turn.job.left_out, report.measurement.step
     if not report.left_out:
@@ -126,7 +126,7 @@ def _left_out(turn: Turn, report: Report) -> None:
         turn.note("no_progress", now.words, step=first, count=now.count)
 
 
-def _judged(turn: Turn, plan: JobPlan, step: Step) -> Observed:
+def _judged(turn: Transaction, plan: JobPlan, step: Step) -> Observed:
     """The slowdowns after a whole step."""
     job, detect = turn.job, turn.settings.detect
     if isinstance(plan, Plan) and expert_rows.unjudged(turn, plan):
@@ -156,13 +156,13 @@ def _timed(spec: JobSpec | None) -> list[str]:
     return [each.name for each in spec.modules if (each.profile if each.items else spec.profile) is not None]
 
 
-def _profiles(turn: Turn, plan: Plan, profile: ModelProfile) -> dict[str, ModelProfile]:
+def _profiles(turn: Transaction, plan: Plan, profile: ModelProfile) -> dict[str, ModelProfile]:
     """Of all modules of a plan of several, by name; `profile` is that of the module with the loss."""
     others = {module.name: module.profile for module in turn.job.modules}
     return {**others, plan.loss_module.module: profile}
 
 
-def _observe(turn: Turn, plan: JobPlan, step: Step) -> None:
+def _observe(turn: Transaction, plan: JobPlan, step: Step) -> None:
     """A whole step: who became slow or recovered, and one more sample for the profile's fit."""
     if isinstance(plan, Plan):
         step = with_work(step, expert_rows.work(turn, plan))  # a device with more rows is not slower
@@ -188,7 +188,7 @@ def _observe(turn: Turn, plan: JobPlan, step: Step) -> None:
     turn.set(first_step=first, sampled=sampled)
 
 
-def _fit(turn: Turn, plan: Plan) -> None:
+def _fit(turn: Transaction, plan: Plan) -> None:
     """Fits the profile once there are steps enough. The first report of the next step brings it about: the last
     one of a step brings about its judgement, which is enough for one message."""
     profile, sampled = turn.job.profile, turn.job.sampled
@@ -219,7 +219,7 @@ def _fit(turn: Turn, plan: Plan) -> None:
     turn.note("fitted", text, number=plan.number, block_seconds=block, step_seconds=seconds)
 
 
-def _fit_modules(turn: Turn, plan: Plan, profile: ModelProfile, steps: tuple[Step, ...]) -> ModelProfile:
+def _fit_modules(turn: Transaction, plan: Plan, profile: ModelProfile, steps: tuple[Step, ...]) -> ModelProfile:
     """Fits the profiles of all modules. Returns that of the module with the loss. Raises Invalid as `fit`."""
     job, settings, loss = turn.job, turn.settings, plan.loss_module.module
 
@@ -236,7 +236,7 @@ def _fit_modules(turn: Turn, plan: Plan, profile: ModelProfile, steps: tuple[Ste
     return fitted[loss]
 
 
-def _teaches(turn: Turn, plan: Plan, profile: ModelProfile) -> bool:
+def _teaches(turn: Transaction, plan: Plan, profile: ModelProfile) -> bool:
     """Whether steps of `plan` tell what the profile only guesses: seconds, before the first fit, or those of
     an all-reduce in groups as wide as the plan's, which may have been rehearsed, but not in steps."""
     if not profile.fitted or not all(module.profile.fitted for module in turn.job.modules):
@@ -245,7 +245,7 @@ def _teaches(turn: Turn, plan: Plan, profile: ModelProfile) -> bool:
     return profile.block.collectives > 0 and not plan.loss_view.tp_widths <= known
 
 
-def request(turn: Turn) -> None:
+def request(turn: Transaction) -> None:
     """Asks for a plan where one is due: for the start, and whenever rates, profile or devices are not those
     of the last decision. A request about others is stale, and this one takes its place. Until the profile is
     fitted a running plan stays: derived seconds cannot tell whether a move pays. It also stays while replanning
@@ -269,7 +269,7 @@ def request(turn: Turn) -> None:
         stop(turn, f"job {job.job} cannot be planned: {error}")
 
 
-def _request(turn: Turn) -> None:
+def _request(turn: Transaction) -> None:
     job = turn.job
     assert job.spec is not None
     profile = _profile(turn)
@@ -305,7 +305,7 @@ def _request(turn: Turn) -> None:
     turn.note("planning", f"planning for {len(devices)} devices, slow: {slow or 'none'}", rates=basis.rates)
 
 
-def _profile(turn: Turn) -> ModelProfile | None:
+def _profile(turn: Transaction) -> ModelProfile | None:
     """The profile to plan with, the first one made now; None of a job on a mesh."""
     spec = turn.job.pipeline_spec
     if spec is None:
@@ -318,13 +318,13 @@ def _profile(turn: Turn) -> ModelProfile | None:
     return turn.job.profile
 
 
-def _kept(turn: Turn) -> bool:
+def _kept(turn: Transaction) -> bool:
     """Whether no plan is replaced by a better one, but only where its devices are lost or are to leave."""
     spec = turn.job.spec
     return turn.settings.policy.paused or (spec is not None and spec.keep_plan)
 
 
-def _told_kept(turn: Turn, basis: Basis) -> None:
+def _told_kept(turn: Transaction, basis: Basis) -> None:
     """Says once for each basis that no plan is asked for."""
     if basis == turn.job.decided:
         return
@@ -355,11 +355,11 @@ def first_profile(spec: JobSpec, flops: float, memory_bandwidth: float = 0.0) ->
     return evaluated(profile, before, spec.packed.lengths, rise, rows=True)
 
 
-def _guessed(turn: Turn, spec: JobSpec) -> ModelProfile:
+def _guessed(turn: Transaction, spec: JobSpec) -> ModelProfile:
     return first_profile(spec, turn.settings.flops, turn.settings.memory_bandwidth)
 
 
-def _guessed_modules(turn: Turn, spec: JobSpec) -> tuple[ModuleProblem, ...]:
+def _guessed_modules(turn: Transaction, spec: JobSpec) -> tuple[ModuleProblem, ...]:
     return module_problems(spec, turn.settings.flops, turn.settings.memory_bandwidth)
 
 
@@ -402,7 +402,7 @@ def loss_module(spec: JobSpec) -> str:
     return next((module.name for module in spec.modules if not module.items), "model")
 
 
-def problem_now(turn: Turn) -> JobProblem | None:
+def problem_now(turn: Transaction) -> JobProblem | None:
     """What a plan would be made for now; None before the first was."""
     job, devices = turn.job, _devices(turn)
     if job.spec is None or not devices or (job.profile is None and job.pipeline_spec is not None):
@@ -410,7 +410,7 @@ def problem_now(turn: Turn) -> JobProblem | None:
     return _problem(turn, _basis(turn, devices, job.profile), job.spec)
 
 
-def _basis(turn: Turn, devices: tuple[Device, ...], profile: ModelProfile | None) -> Basis:
+def _basis(turn: Transaction, devices: tuple[Device, ...], profile: ModelProfile | None) -> Basis:
     """Chunks make a search several times as long: not while survivors stand still. They are asked for again
     once the job runs."""
     rates = turn.job.rates.rates
@@ -433,7 +433,7 @@ def _basis(turn: Turn, devices: tuple[Device, ...], profile: ModelProfile | None
     )
 
 
-def _experts(turn: Turn) -> ExpertLoad | None:
+def _experts(turn: Transaction) -> ExpertLoad | None:
     """The load by which experts are placed, with the copies that the policy allows now."""
     load, policy = turn.job.experts, turn.settings.policy
     if load is None or policy.experts != "load":
@@ -441,7 +441,7 @@ def _experts(turn: Turn) -> ExpertLoad | None:
     return msgspec.structs.replace(load, replicas=policy.expert_replicas)
 
 
-def _modules(turn: Turn, profile: ModelProfile) -> tuple[ModuleProblem, ...]:
+def _modules(turn: Transaction, profile: ModelProfile) -> tuple[ModuleProblem, ...]:
     """The modules of items. Those that no steps have taught take as many times longer than by their shapes as
     the module with the loss does."""
     spec = turn.job.pipeline_spec
@@ -461,7 +461,7 @@ def _paced(module: ModuleProblem, pace: float) -> ModuleProblem:
     return msgspec.structs.replace(module, profile=msgspec.structs.replace(profile, **sections))
 
 
-def _problem(turn: Turn, basis: Basis, spec: AnyJobSpec) -> JobProblem:
+def _problem(turn: Transaction, basis: Basis, spec: AnyJobSpec) -> JobProblem:
     if isinstance(spec, MeshJobSpec):
         return mesh_plans.problem(turn, basis, spec, _cluster(turn, basis.devices))
     assert basis.profile is not None
@@ -494,7 +494,7 @@ def _due(job: JobState, basis: Basis) -> float:
     return max(job.not_before, setback.until if setback is not None and setback.basis == basis else 0.0)
 
 
-def first_plan(turn: Turn, event: Planned) -> None:
+def first_plan(turn: Transaction, event: Planned) -> None:
     """The planner's answer while the job waits for its first plan: proposed, or the job ends."""
     if (asked := _answered(turn, event)) is None:
         return
@@ -506,7 +506,7 @@ def first_plan(turn: Turn, event: Planned) -> None:
     stop(turn, f"there is no plan for this job: {why}{remedy(turn.job.spec, why)}")
 
 
-def next_plan(turn: Turn, event: Planned) -> None:
+def next_plan(turn: Transaction, event: Planned) -> None:
     """The planner's answer while a plan runs: weighed against it."""
     if ending(turn) or (_kept(turn) and not to_leave(turn)):
         if turn.job.asked is not None and turn.job.asked.token == event.token:
@@ -525,7 +525,7 @@ def next_plan(turn: Turn, event: Planned) -> None:
     _weigh(turn, job.plan, Deferred(basis=asked.basis, problem=asked.problem, answer=event.answer, step=step))
 
 
-def recovery_plan(turn: Turn, event: Planned) -> None:
+def recovery_plan(turn: Transaction, event: Planned) -> None:
     """The planner's answer after a fence: kept until the survivors have said what they hold."""
     if (asked := _answered(turn, event)) is None:
         return
@@ -537,7 +537,7 @@ def recovery_plan(turn: Turn, event: Planned) -> None:
         no_capacity(turn, why)
 
 
-def _answered(turn: Turn, event: Planned) -> Asked | None:
+def _answered(turn: Transaction, event: Planned) -> Asked | None:
     """The request that this answers, if it is the newest; it is decided by now."""
     asked = turn.job.asked
     if asked is None or asked.token != event.token:
@@ -558,7 +558,7 @@ def ripe(job: JobState) -> bool:
     return job.deferred is not None and job.rates.step >= job.deferred.step
 
 
-def _weigh(turn: Turn, plan: JobPlan | None, found: Deferred) -> None:
+def _weigh(turn: Transaction, plan: JobPlan | None, found: Deferred) -> None:
     """An answer against the running plan: proposed, kept for later, or done with."""
     new = found.answer.plan
     assert plan is not None
@@ -583,7 +583,7 @@ def _weigh(turn: Turn, plan: JobPlan | None, found: Deferred) -> None:
     )
 
 
-def _worth_it(turn: Turn, plan: JobPlan, new: JobPlan, found: Deferred) -> Decision:
+def _worth_it(turn: Transaction, plan: JobPlan, new: JobPlan, found: Deferred) -> Decision:
     job, policy = turn.job, turn.settings.policy
     if leave := to_leave(turn):
         return Decision(replan=True, reason=words(turn, leave))
@@ -625,7 +625,7 @@ def _bytes_to_move(problem: Problem, old: Plan, new: Plan) -> int:
     )
 
 
-def all_there(turn: Turn) -> bool:
+def all_there(turn: Transaction) -> bool:
     """Whether a proposal could be prepared now: all members reported, on nodes that can be reached."""
     job = turn.job
     if job.settle_until is not None and job.phase in (JobPhase.RUNNING, JobPhase.RECOVERING):
@@ -636,7 +636,7 @@ def all_there(turn: Turn) -> bool:
     return job.all_reported and all(map(turn.here, nodes))
 
 
-def _devices(turn: Turn) -> tuple[Device, ...]:
+def _devices(turn: Transaction) -> tuple[Device, ...]:
     """The devices that have a worker of this job, by name, but for those that are to be left."""
     if turn.job.phase is JobPhase.RECOVERING and ending(turn):
         return _last_devices(turn)
@@ -654,13 +654,13 @@ def _devices(turn: Turn) -> tuple[Device, ...]:
     return stay
 
 
-def _last_devices(turn: Turn) -> tuple[Device, ...]:
+def _last_devices(turn: Transaction) -> tuple[Device, ...]:
     """The devices whose workers recover to make a last checkpoint: those that hold the state, by name. A worker
     that stands by is about to leave."""
     return _held(turn, {worker.device for worker in turn.job.holders} if saving(turn) else set[str]())
 
 
-def _held(turn: Turn, there: set[str]) -> tuple[Device, ...]:
+def _held(turn: Transaction, there: set[str]) -> tuple[Device, ...]:
     """Those of `there` that can be used, by name, drained or not."""
     nodes = usable(turn, dict(Counter(node_of(device) for device in there)))
     listed = [
@@ -669,7 +669,7 @@ def _held(turn: Turn, there: set[str]) -> tuple[Device, ...]:
     return tuple(device for device in listed if device.name in there)
 
 
-def _cluster(turn: Turn, devices: tuple[Device, ...]) -> Cluster:
+def _cluster(turn: Transaction, devices: tuple[Device, ...]) -> Cluster:
     nodes: dict[str, list[Device]] = {}
     for device in devices:
         usable = msgspec.structs.replace(device, memory=turn.settings.usable(device.memory))

@@ -25,7 +25,7 @@ from elasticd.machines.job.lifecycle.fence import fault, resolved
 from elasticd.machines.job.lifecycle.job_end import aborted, stop
 from elasticd.machines.job.lifecycle.stop_request import ends_unsaved
 from elasticd.machines.job.state.job_state import JobPhase, JobProgress, Setback, Worker, incarnations
-from elasticd.machines.job.state.transaction import Turn, doubled
+from elasticd.machines.job.state.transaction import Transaction, doubled
 from elasticd.records import AnyHistoryRecord, HistoryRecord, MeshHistoryRecord, PlanRecord, Proposal
 from elasticd.wire.worker import InDoubt, Prepared, Refused, StayedOnPlan, Switched
 
@@ -36,7 +36,9 @@ AGAIN_SECONDS = 1.0
 MOST_MOVED = 4
 
 
-def propose(turn: Turn, plan: JobPlan, problem: JobProblem, reason: str, source: Source | None = None) -> None:
+def propose(
+    turn: Transaction, plan: JobPlan, problem: JobProblem, reason: str, source: Source | None = None
+) -> None:
     """Opens a proposal of `plan` under a number of its own, bound to the workers that are there. It goes on
     from the plan in force; after a fence, from its `source`."""
     job = turn.job
@@ -96,7 +98,7 @@ def _history(number: int, plan: JobPlan, problem: JobProblem, reason: str) -> An
     return HistoryRecord(number=number, plan=plan, problem=problem, reason=reason)
 
 
-def _does_not_fit(turn: Turn, wrong: str) -> None:
+def _does_not_fit(turn: Transaction, wrong: str) -> None:
     job = turn.job
     if job.phase is JobPhase.RECOVERING:
         turn.set(remedy=None)  # another is made once more devices are there
@@ -108,7 +110,7 @@ def _does_not_fit(turn: Turn, wrong: str) -> None:
         turn.note("refused", f"plan {job.number} stays, the new one does not fit: {wrong}", number=job.number)
 
 
-def no_capacity(turn: Turn, why: str) -> None:
+def no_capacity(turn: Transaction, why: str) -> None:
     """There is no plan for those that live: the job waits for more. One that is to end does not."""
     if ending(turn):
         ends_unsaved(turn, why)
@@ -116,7 +118,7 @@ def no_capacity(turn: Turn, why: str) -> None:
         waits(turn, why)
 
 
-def prepared(turn: Turn, worker: Worker, body: Prepared) -> None:
+def prepared(turn: Transaction, worker: Worker, body: Prepared) -> None:
     """A member votes for the proposal from now on."""
     proposal = turn.job.proposal
     if proposal is None or proposal.number != body.number or worker.prepared >= body.number:
@@ -134,13 +136,13 @@ def prepared(turn: Turn, worker: Worker, body: Prepared) -> None:
         turn.note("prepared", f"all members prepared plan {body.number}", number=body.number)
 
 
-def refused(turn: Turn, worker: Worker, body: Refused) -> None:
+def refused(turn: Transaction, worker: Worker, body: Refused) -> None:
     """A member cannot prepare it."""
     if _open(turn, body.number):
         turn.give_up(f"{worker.device} cannot prepare it: {body.reason}")
 
 
-def kept(turn: Turn, worker: Worker, body: StayedOnPlan) -> None:
+def kept(turn: Transaction, worker: Worker, body: StayedOnPlan) -> None:
     """A member goes on under the old plan. It may say so of an open proposal: its all-gather said no."""
     proposal = turn.job.proposal
     if proposal is None or proposal.number != body.number:
@@ -151,7 +153,7 @@ def kept(turn: Turn, worker: Worker, body: StayedOnPlan) -> None:
         turn.give_up(f"{worker.device} kept the old plan: {body.reason or 'no reason given'}")
 
 
-def swapped(turn: Turn, worker: Worker, body: Switched) -> None:
+def swapped(turn: Transaction, worker: Worker, body: Switched) -> None:
     """A member runs the proposal's plan: that decides it for all. The first such report records it."""
     if worker.swapped >= body.number:
         return
@@ -185,7 +187,7 @@ def swapped(turn: Turn, worker: Worker, body: Switched) -> None:
         _record(turn, proposal, body.step)
 
 
-def _cost(turn: Turn, body: Switched) -> None:
+def _cost(turn: Transaction, body: Switched) -> None:
     """Adds what the switch cost this member: bytes sum up, and the longest pause is everybody's."""
     moved = turn.job.moved
     if not moved or moved[-1].number != body.number:
@@ -199,7 +201,7 @@ def _cost(turn: Turn, body: Switched) -> None:
     turn.set(moved=(*moved[:-1], cost)[-MOST_MOVED:])
 
 
-def _record(turn: Turn, proposal: Proposal, step: int) -> None:
+def _record(turn: Transaction, proposal: Proposal, step: int) -> None:
     kept_it = [other.device for other in turn.job.workers.values() if other.kept == proposal.number]
     job = turn.job
     rates = job.decided.rates if job.decided is not None else job.rates.rates
@@ -231,7 +233,7 @@ def _record(turn: Turn, proposal: Proposal, step: int) -> None:
         fault(turn, {}, f"{who} kept the plan before {proposal.number} while others swapped to it")
 
 
-def _go_back(turn: Turn, step: int) -> None:
+def _go_back(turn: Transaction, step: int) -> None:
     """The steps from `step` on are made again: they count once, as they will be."""
     job = turn.job
     turn.set(
@@ -240,13 +242,13 @@ def _go_back(turn: Turn, step: int) -> None:
     )
 
 
-def doubt(turn: Turn, worker: Worker, body: InDoubt) -> None:
+def doubt(turn: Transaction, worker: Worker, body: InDoubt) -> None:
     """A member does not know which plan holds, and stands still: what all hold tells."""
     if body.number > turn.job.highest - 1 and worker.peers_lost_at is None:
         turn.worker(worker, peers_lost_at=turn.now)
 
 
-def overdue(turn: Turn) -> None:
+def overdue(turn: Transaction) -> None:
     """Gives an open proposal up that is not prepared in time, or that an unreachable node cannot hear of."""
     job = turn.job
     if job.give_up or job.proposal is None:
@@ -271,7 +273,7 @@ def overdue(turn: Turn) -> None:
             turn.give_up(f"not ready within {turn.settings.prepare_seconds:g} s: {', '.join(late)}")
 
 
-def unrecovered(turn: Turn) -> None:
+def unrecovered(turn: Transaction) -> None:
     """A recovery that was given up leaves no plan to go on under: another is made, after a while."""
     job = turn.job
     if not job.give_up or job.proposal is None or job.proposal.recovery is None:
@@ -287,7 +289,7 @@ def unrecovered(turn: Turn) -> None:
         regroup(turn, f"the recovery {job.proposal.number} failed: {why}")
 
 
-def abort(turn: Turn) -> None:
+def abort(turn: Transaction) -> None:
     """Marks a proposal aborted that was given up; with no plan to go on under the job stops."""
     job = turn.job
     if not job.give_up:
@@ -302,7 +304,7 @@ def abort(turn: Turn) -> None:
     turn.write(proposal, notes=(told,))
 
 
-def all_kept(turn: Turn) -> None:
+def all_kept(turn: Transaction) -> None:
     """The old plan goes on once every one of its members has said so."""
     job = turn.job
     if job.proposal is None:
@@ -326,7 +328,7 @@ def all_kept(turn: Turn) -> None:
         )
 
 
-def _setback(turn: Turn) -> Setback | None:
+def _setback(turn: Transaction) -> Setback | None:
     """What was given up now would be again, unless rates or devices change: each time that it is, the next
     attempt waits twice as long."""
     job, settings = turn.job, turn.settings
@@ -344,6 +346,6 @@ def _setback(turn: Turn) -> Setback | None:
     return Setback(basis=job.decided, times=times, until=turn.now + seconds)
 
 
-def _open(turn: Turn, number: int) -> bool:
+def _open(turn: Transaction, number: int) -> bool:
     proposal = turn.job.proposal
     return turn.job.phase is JobPhase.PROPOSED and proposal is not None and proposal.number == number

@@ -26,7 +26,7 @@ from elasticd.models.huggingface.adapters import (
 )
 from elasticd.models.huggingface.anatomy import text_of
 from elasticd.models.huggingface.batches import FOR_LAYERS, HfBatches
-from elasticd.models.huggingface.export import HfPretrained
+from elasticd.models.huggingface.export import HfExporter
 from elasticd.models.huggingface.folder import FolderWeights, folder_of, model_on_meta
 from elasticd.models.huggingface.fused_experts import CutIn, routers_of
 from elasticd.models.huggingface.image_batches import sample_of
@@ -156,7 +156,7 @@ def from_hf(
         longest=limits.positions,
     )
     if adapters is None:
-        described.pretrained = HfPretrained.of(model, sections, described.ties)
+        described.pretrained = HfExporter.of(model, sections, described.ties)
     else:
         described.leaves_out_frozen = True
         described.pretrained = PeftPretrained.of(model, adapters, sections, described.ties)

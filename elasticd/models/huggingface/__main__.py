@@ -30,7 +30,7 @@ from elasticd.checkpoints.folder import look
 from elasticd.checkpoints.manifest import VALUES, Manifest, TensorEntry
 from elasticd.checkpoints.reader import CheckpointReader, Wanted
 from elasticd.models.huggingface.described import from_description
-from elasticd.models.huggingface.export import HfPretrained
+from elasticd.models.huggingface.export import HfExporter
 from elasticd.models.huggingface.folder import FolderWeights, model_on_meta
 from elasticd.models.huggingface.peft_export import PeftPretrained
 from elasticd.runtime.model.pretrained import SHARD_SIZE, Pretrained
@@ -97,10 +97,10 @@ def _pretrained(manifest: Manifest, base: Path | None) -> Pretrained:
             "the checkpoint does not describe its model, because an earlier elasticd wrote it or it is none of "
             "transformers: name the folder of the model that was trained, --base FOLDER"
         )
-    return with_values_of(base, pretrained) if isinstance(pretrained, HfPretrained) else pretrained
+    return with_values_of(base, pretrained) if isinstance(pretrained, HfExporter) else pretrained
 
 
-def with_values_of(base: Path | None, pretrained: HfPretrained) -> HfPretrained:
+def with_values_of(base: Path | None, pretrained: HfExporter) -> HfExporter:
     """The model with the base's values of what no section holds, as modules that forward does not call."""
     shapes = {name: tuple(value.shape) for name, value in pretrained.skeleton.state_dict().items()}
     lacking = [name for name in shapes if name not in pretrained.owners and name not in pretrained.values]
@@ -111,11 +111,11 @@ def with_values_of(base: Path | None, pretrained: HfPretrained) -> HfPretrained:
     return replace(pretrained, values={**pretrained.values, **values})
 
 
-def _of_base(base: Path) -> HfPretrained:
+def _of_base(base: Path) -> HfExporter:
     from elasticd.models.huggingface import from_hf
 
     made = from_hf(model_on_meta(base)).pretrained
-    assert isinstance(made, HfPretrained)
+    assert isinstance(made, HfExporter)
     return made
 
 

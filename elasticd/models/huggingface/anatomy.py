@@ -107,7 +107,7 @@ def is_outer(path: str, module: nn.Module, layers: str) -> bool:
     return layers.startswith(f"{path}.") or isinstance(module, nn.ModuleList | nn.ModuleDict)
 
 
-class Watched:
+class AnatomyTrace:
     """One forward pass of a model, noted by hooks on its layers and on the parts beside them."""
 
     anatomy: Anatomy

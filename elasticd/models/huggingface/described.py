@@ -7,7 +7,7 @@ import json
 
 import torch
 
-from elasticd.models.huggingface.export import HfPretrained
+from elasticd.models.huggingface.export import HfExporter
 from elasticd.models.huggingface.peft_export import PeftPretrained, with_adapter
 from elasticd.runtime.model.pretrained import Pretrained
 from elasticd.runtime.model.validation import ModelError
@@ -32,7 +32,7 @@ def from_description(text: str) -> Pretrained:
     if said["generation_config"] is not None:
         model.generation_config = type(model.generation_config).from_dict(said["generation_config"])
     if "adapter" not in said:
-        return HfPretrained.with_paths(model, said["paths"], said["ties"])
+        return HfExporter.with_paths(model, said["paths"], said["ties"])
     model, adapters = with_adapter(model, said["adapter"])
-    whole = HfPretrained.with_paths(model, said["paths"], said["ties"])
+    whole = HfExporter.with_paths(model, said["paths"], said["ties"])
     return PeftPretrained(skeleton=whole.skeleton, adapters=adapters, whole=whole)

@@ -47,7 +47,7 @@ class Shard:
 
 
 @dataclass(frozen=True, kw_only=True)
-class HfPretrained:
+class HfExporter:
     """Writes a model of transformers: a `Pretrained`."""
 
     skeleton: Any  #: the model without storage, ties kept
@@ -57,7 +57,7 @@ class HfPretrained:
     values: Mapping[str, Tensor] = field(default_factory=dict)  #: by name in the model: what no section holds
 
     @classmethod
-    def of(cls, model: Any, sections: Iterable[tuple[str, Any]], ties: Mapping[str, str]) -> HfPretrained:
+    def of(cls, model: Any, sections: Iterable[tuple[str, Any]], ties: Mapping[str, str]) -> HfExporter:
         """Of a model that elasticd trains, with its sections by full name and the ties between them."""
         paths = {
             f"{section}.{child}": path
@@ -67,7 +67,7 @@ class HfPretrained:
         return cls.with_paths(model, paths, ties)
 
     @classmethod
-    def with_paths(cls, model: Any, paths: Mapping[str, str], ties: Mapping[str, str]) -> HfPretrained:
+    def with_paths(cls, model: Any, paths: Mapping[str, str], ties: Mapping[str, str]) -> HfExporter:
         """Of a model whose modules have these paths."""
         named = model.state_dict(keep_vars=True)
         owners: dict[str, str] = {}

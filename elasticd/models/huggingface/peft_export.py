@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from elasticd.models.huggingface.adapters import Adapters, adapters_of, is_lora, named_forms, stand_in
-from elasticd.models.huggingface.export import NOT_COPIED, HfPretrained, failure_of, write_shard
+from elasticd.models.huggingface.export import NOT_COPIED, HfExporter, failure_of, write_shard
 from elasticd.runtime.model.pretrained import ReadValues
 
 #: PEFT's names of its files.
@@ -34,14 +34,14 @@ class PeftPretrained:
 
     skeleton: Any  #: the model of transformers with its adapter, without storage
     adapters: Adapters
-    whole: HfPretrained  #: of all parameters, by their names with adapters
+    whole: HfExporter  #: of all parameters, by their names with adapters
 
     @classmethod
     def of(
         cls, model: Any, adapters: Adapters, sections: Iterable[tuple[str, Any]], ties: Mapping[str, str]
     ) -> PeftPretrained:
         """Of a model that elasticd trains, with its sections by full name and the ties between them."""
-        whole = HfPretrained.of(model, sections, ties)
+        whole = HfExporter.of(model, sections, ties)
         return cls(skeleton=whole.skeleton, adapters=adapters, whole=whole)
 
     @property
@@ -147,7 +147,7 @@ def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 class Merged:
     """A model whose adapter is merged into its base."""
 
-    plain: HfPretrained  #: of the base's class
+    plain: HfExporter  #: of the base's class
     adapted: PeftPretrained
     #: By name in the plain model: the path of its module with adapters, and the parameter's name in it.
     places: Mapping[str, tuple[str, str]]
@@ -167,7 +167,7 @@ class Merged:
             model: Any = type(skeleton)(_config(skeleton))
         model.generation_config, model.name_or_path = skeleton.generation_config, skeleton.name_or_path
         owners = {name: name for name in model.state_dict() if name in places}
-        plain = HfPretrained(skeleton=model, paths={}, ties={}, owners=owners)
+        plain = HfExporter(skeleton=model, paths={}, ties={}, owners=owners)
         return cls(plain=plain, adapted=adapted, places=places)
 
     def dtypes(self, dtypes: Mapping[str, torch.dtype]) -> dict[str, torch.dtype]:

@@ -26,7 +26,7 @@ from elasticd.models.huggingface.adapters import Adapters, plain_modules
 from elasticd.models.huggingface.anatomy import (
     REMEDY,
     Anatomy,
-    Watched,
+    AnatomyTrace,
     arguments,
     layers_path,
     logits_of,
@@ -209,7 +209,7 @@ def compared(copy: SmallModel) -> tuple[Anatomy, bool]:
     Returns its anatomy, and whether they are equal to the bit. Raises ModelError where they are further apart
     than rounding explains."""
     model, name = copy.model, copy.name
-    watched = Watched(model, copy.ids)
+    watched = AnatomyTrace(model, copy.ids)
     width = getattr(text_of(model.config), "hidden_size", None)
     if watched.inputs[0].shape[-1] != width:
         raise ModelError(
@@ -232,7 +232,7 @@ def compared(copy: SmallModel) -> tuple[Anatomy, bool]:
     return watched.anatomy, exact
 
 
-def _outputs(copy: SmallModel, sections: Sections, watched: Watched) -> tuple[Tensor, bool]:
+def _outputs(copy: SmallModel, sections: Sections, watched: AnatomyTrace) -> tuple[Tensor, bool]:
     """The sections' logits, and whether all outputs on the way are equal to the bit."""
     given: list[dict[str, Any]] = []
     hooks = [
@@ -264,7 +264,7 @@ def _note(given: list[dict[str, Any]], _: nn.Module, args: tuple[Any, ...], kwar
     given.append(named | {key: value for key, value in kwargs.items() if key != "hidden_states"})
 
 
-def _why(name: str, section: str, given: Sequence[Mapping[str, Any]], watched: Watched) -> str:
+def _why(name: str, section: str, given: Sequence[Mapping[str, Any]], watched: AnatomyTrace) -> str:
     if section == "embed":
         return f"what {name} gives its first layer is not what its embedding gives"
     index = len(given) - 1
@@ -453,7 +453,7 @@ def _draws(kind: Any, base: Any, dropouts: Mapping[str, float]) -> bool:
     copy = copy_of(kind, tiny_config.with_numbers(base, dropouts))
     for layer in copy.model.modules():  # layers that are dropped whole are not called
         layer.training = False
-    anatomy = Watched(copy.model, copy.ids).anatomy
+    anatomy = AnatomyTrace(copy.model, copy.ids).anatomy
     before = torch.default_generator.get_state()
     x: Any = {"inputs": copy.ids}
     try:

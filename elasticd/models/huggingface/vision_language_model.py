@@ -10,7 +10,7 @@ from torch import Tensor
 
 from elasticd.models.huggingface.adapters import adapters_of
 from elasticd.models.huggingface.batches import FOR_LAYERS
-from elasticd.models.huggingface.export import HfPretrained
+from elasticd.models.huggingface.export import HfExporter
 from elasticd.models.huggingface.folder import FolderWeights
 from elasticd.models.huggingface.fused_experts import CutIn, routers_of
 from elasticd.models.huggingface.image_batches import HfImageBatches
@@ -71,7 +71,7 @@ def vision_language_model(
     own_loss = split.proof.shifts is not None and not has_own_loss_function(model)
     language.loss = causal_lm_loss if own_loss else None
     if adapters is None:
-        language.pretrained = HfPretrained.of(model, sections, ties)
+        language.pretrained = HfExporter.of(model, sections, ties)
     else:
         language.pretrained = PeftPretrained.of(model, adapters, sections, ties)
         for module in modules.values():

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from elasticd.models.huggingface import tiny_config
 from elasticd.models.huggingface.adapters import Adapters
-from elasticd.models.huggingface.anatomy import REMEDY, Anatomy, Watched, arguments, logits_of
+from elasticd.models.huggingface.anatomy import REMEDY, Anatomy, AnatomyTrace, arguments, logits_of
 from elasticd.models.huggingface.encoder import EncoderAnatomy, NotInBlocks, encoder_anatomy, features_of
 from elasticd.models.huggingface.proof import (
     ModelMaker,
@@ -359,7 +359,7 @@ def samples_of(model: Any) -> tuple[list[ImageSample], Seam, Anatomy]:
     with torch.no_grad():
         samples = [_sample(model, inner, list(islice(pool, count)), by_sample=by_sample) for count in COUNTS]
     text = samples[COUNTS.index(0)]
-    anatomy = Watched(model, text.ids, within=language, beside=text.beside).anatomy
+    anatomy = AnatomyTrace(model, text.ids, within=language, beside=text.beside).anatomy
     caught: list[dict[str, Any]] = []
     hook = model.get_submodule(language).register_forward_pre_hook(
         lambda _, args, kwargs: caught.append(constants(kwargs)), with_kwargs=True

@@ -47,16 +47,16 @@ from elasticd.runtime.api.step import Step
 from elasticd.runtime.api.train_loop import Loop, Next
 from elasticd.runtime.checkpoint.options import CheckpointingOptions
 from elasticd.runtime.checkpoint.saver import Saver
-from elasticd.runtime.comm.all_reduce_probe import Rehearser, plan_groups_of
+from elasticd.runtime.comm.all_reduce_probe import AllReduceProbe, plan_groups_of
 from elasticd.runtime.comm.communicators import settle
 from elasticd.runtime.control.agent_client import RejectedByAgent
 from elasticd.runtime.control.one_process import EndSignals, OneProcess, ended
 from elasticd.runtime.control.preemption_notice import PreemptionNotice
-from elasticd.runtime.control.user_exceptions import Farewell, Uncaught
+from elasticd.runtime.control.user_exceptions import Uncaught, UserExceptionExit
 from elasticd.runtime.data.options import DataOptions
 from elasticd.runtime.data.prefetch import Dataset, NothingRead, SampleError
 from elasticd.runtime.data.sample_ledger import LedgerError
-from elasticd.runtime.data.step_samples import Mapped
+from elasticd.runtime.data.step_samples import MapStyleSamples
 from elasticd.runtime.data.stream import Stream
 from elasticd.runtime.engine.engine import Engine
 from elasticd.runtime.engine.parallelism import ParallelismOptions
@@ -70,11 +70,11 @@ from elasticd.runtime.model.optimizer_check import MakeScheduler, ScriptOptimize
 from elasticd.runtime.model.parameter_groups import MakeOptimizer
 from elasticd.runtime.model.pretrained import SHARD_SIZE
 from elasticd.runtime.snapshot.restore import Snapshots
-from elasticd.runtime.snapshot.snapshotter import Snapper
+from elasticd.runtime.snapshot.snapshotter import Snapshotter
 from elasticd.runtime.switch.move import JobMoves
 from elasticd.runtime.switch.switcher import Switcher
 from elasticd.runtime.telemetry.device_probe import Prober
-from elasticd.runtime.telemetry.emulation import Pacer
+from elasticd.runtime.telemetry.emulation import SpeedEmulator
 from elasticd.runtime.telemetry.main_thread import during, during_task, shared
 from elasticd.system import logs
 from elasticd.system.logs import is_first_worker
@@ -270,7 +270,7 @@ class Job(RankInfo):
                 user=f"process {os.getpid()} on {socket.gethostname()}" if control.alone else "",
             )
         if snaps is not None and not control.alone:  # else no agent is there to keep any
-            self._snapper = Snapper(
+            self._snapper = Snapshotter(
                 snaps,
                 spec.job,
                 lambda: control.welcome,
@@ -287,7 +287,7 @@ class Job(RankInfo):
         self._folder: Folder | None = None  # that `save_pretrained` is writing
         self._announced: int | None = None  # the plan that callbacks were called with last
         recipe = self._recipe
-        pacer = Pacer(self._control.welcome.pace)
+        pacer = SpeedEmulator(self._control.welcome.pace)
         self._where = shared()
         moves = JobMoves(recipe, pacer)
         self._switcher = Switcher(moves, self._control, self._control.key_value(), pacer, self._where)
@@ -305,7 +305,7 @@ class Job(RankInfo):
         self._prober = Prober(self._idle, pacer.product, self._control.send, recipe.accelerator)
         device, address = self._control.welcome.device, self._control.welcome.address
         make_groups = plan_groups_of(device, address, self._control.key_value())
-        self._rehearser = Rehearser(
+        self._rehearser = AllReduceProbe(
             device, make_groups, self._idle, pacer.product, self._control.send, recipe.accelerator
         )
         logs.for_worker(self._about)
@@ -314,7 +314,7 @@ class Job(RankInfo):
         self._show()
         self._failed, self._pid = False, os.getpid()
         self._uncaught = Uncaught(self._fail_later)
-        self._farewell = Farewell(self._depart, self._control.alone)
+        self._farewell = UserExceptionExit(self._depart, self._control.alone)
         self._grace = grace
         self._notice = self._make_notice()
         if not self._control.alone:
@@ -448,7 +448,7 @@ class Job(RankInfo):
         if self._running is None or self._now is None:
             raise RuntimeError("ask job.next(total) which step it is before each job.step(batch)")
         feed = self._recipe.feed
-        if not isinstance(feed, Mapped):
+        if not isinstance(feed, MapStyleSamples):
             raise RuntimeError("a stream's samples are trained on in its own order: loop over job.steps(total)")
         if self._recipe.model.graph is not None and any(isinstance(each, Mapping) for each in batch):
             raise ValueError(

@@ -29,9 +29,9 @@ from elasticd.runtime.engine.engine import Engine, StepDone
 from elasticd.runtime.engine.vote import Draining, UnlikeChoices
 from elasticd.runtime.exits import JobStopped, stopped
 from elasticd.runtime.garbage_collector import GarbageCollector
-from elasticd.runtime.snapshot.snapshotter import Snapper
+from elasticd.runtime.snapshot.snapshotter import Snapshotter
 from elasticd.runtime.switch.switcher import Switcher
-from elasticd.runtime.telemetry.emulation import Pacer
+from elasticd.runtime.telemetry.emulation import SpeedEmulator
 from elasticd.runtime.telemetry.main_thread import during
 from elasticd.system.logs import say
 from elasticd.wire.main_thread import SAVING
@@ -69,11 +69,11 @@ class Loop:
 
     switcher: Switcher[Engine]
     control: Control
-    pacer: Pacer
+    pacer: SpeedEmulator
     feed: Feed  #: must know the samples of a step when the loop is resumed after its `Next`
     between_steps: BetweenSteps
     saver: Saver | None  #: None: the job makes no checkpoints
-    snapper: Snapper | None  #: None: the job makes no snapshots
+    snapper: Snapshotter | None  #: None: the job makes no snapshots
     #: The script wants the next step to be the last.
     stopping: bool = field(default=False, init=False)
     #: Updates after which a vote ended the job, for the script of a rank had stopped it. None: no vote did.

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from elasticd.checkpoints.checksums import SummedStream
+from elasticd.checkpoints.checksums import ChecksumWriter
 from elasticd.checkpoints.manifest import Manifest, Record
 
 #: Names a key of the state dict: plain torch nests by it.
@@ -54,7 +54,7 @@ def data_file(rank: int) -> str:
     return f"__{rank}_0.distcp"
 
 
-def write_tensor(stream: SummedStream, file: str, tensor: torch.Tensor) -> tuple[Record, int]:
+def write_tensor(stream: ChecksumWriter, file: str, tensor: torch.Tensor) -> tuple[Record, int]:
     """Appends a host tensor that fills its storage; where it lies, and where in the file its bytes begin."""
     record = _save(stream, file, tensor)
     start = _data(stream.head)
@@ -64,7 +64,7 @@ def write_tensor(stream: SummedStream, file: str, tensor: torch.Tensor) -> tuple
     return record, record.at + start
 
 
-def _save(stream: SummedStream, file: str, value: Any) -> Record:
+def _save(stream: ChecksumWriter, file: str, value: Any) -> Record:
     at = stream.mark()
     torch.save(value, cast(IO[bytes], stream))
     return Record(file=file, at=at, length=stream.size - at)
@@ -90,7 +90,7 @@ def paths_of(role: str, names: Sequence[str], plane: str) -> list[Path]:
     return [("model", name) for name in names]
 
 
-def write_small(stream: SummedStream, file: str, manifest: Manifest) -> list[Small]:
+def write_small(stream: ChecksumWriter, file: str, manifest: Manifest) -> list[Small]:
     """All that the manifest has as text, once more for plain torch."""
     return [
         Small(path, _save(stream, file, value), value if isinstance(value, torch.Tensor) else None)

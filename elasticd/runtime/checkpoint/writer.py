@@ -19,7 +19,7 @@ from elasticd_planner.layout.layouts import Item
 from elasticd_planner.spec.box import Box
 from elasticd_planner.spec.mesh import JobPlan
 
-from elasticd.checkpoints.checksums import FileSums, SummedStream
+from elasticd.checkpoints.checksums import ChecksumWriter, FileSums
 from elasticd.checkpoints.disk import Disk
 from elasticd.checkpoints.folder import UNFINISHED, name_of
 from elasticd.checkpoints.manifest import (
@@ -105,7 +105,7 @@ def write_part(disk: Disk, task: Task, check: Callable[[], None]) -> None:
     schema = task.small.schema()
     name = dcp_format.data_file(task.rank)
     with closing(disk.create(task.path / name)) as stream:
-        summed = SummedStream(stream, check)
+        summed = ChecksumWriter(stream, check)
         tensors = _write_tensors(summed, name, task, schema)
         file = summed.finish(name)
     part = Part(
@@ -119,7 +119,7 @@ def write_part(disk: Disk, task: Task, check: Callable[[], None]) -> None:
     disk.sync_folder(task.path)
 
 
-def _write_tensors(stream: SummedStream, file: str, task: Task, schema: Schema) -> Tensors:
+def _write_tensors(stream: ChecksumWriter, file: str, task: Task, schema: Schema) -> Tensors:
     planes: dict[Item, dict[str, PlaneEntry]] = {item: {} for item in task.shapes}
     for item, plane, box, values in _in_parts(task):
         record, data = dcp_format.write_tensor(stream, file, values)
@@ -171,7 +171,7 @@ def write_whole(disk: Disk, task: Task, serial: int, check: Callable[[], None]) 
     )
     small = dcp_format.data_file(len(task.members))
     with closing(disk.create(task.path / small)) as stream:
-        summed = SummedStream(stream, check)
+        summed = ChecksumWriter(stream, check)
         records = dcp_format.write_small(summed, small, manifest)
         files = [*manifest.files, summed.finish(small)]
     files.append(_write_file(disk, task.path / METADATA, dcp_format.metadata(manifest, records), check))
@@ -184,7 +184,7 @@ def write_whole(disk: Disk, task: Task, serial: int, check: Callable[[], None]) 
 
 def _write_file(disk: Disk, path: Path, data: bytes, check: Callable[[], None]) -> FileSums:
     with closing(disk.create(path)) as stream:
-        summed = SummedStream(stream, check)
+        summed = ChecksumWriter(stream, check)
         summed.write(data)
         return summed.finish(path.name)
 

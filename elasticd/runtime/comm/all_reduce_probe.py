@@ -66,7 +66,7 @@ def all_reduce_seconds(
     return float(group.all_gather(mine).amin(dim=0).median())
 
 
-class Rehearser:
+class AllReduceProbe:
     """Answers a leader's `Rehearse` in a thread, if the device has no work."""
 
     def __init__(

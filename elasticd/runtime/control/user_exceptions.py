@@ -3,9 +3,9 @@
 An exception in a step, or in a callback, passes through the job's own generator. One that the body of the
 script's loop raises does not: it is heard of when it is about to end the process (`sys.excepthook`). Before
 that the interpreter closes the generator, as it does at a `break`, and nothing tells the one from the other.
-So a worker whose loop was left takes its leave a moment later (`Farewell`): once no exception was on its way
-for that long. On its way are those that the main thread handles now and did not handle as the loop was left (in
-a `finally`, a `with`, an `except` that may raise it again), and one that the interpreter is showing.
+So a worker whose loop was left takes its leave a moment later (`UserExceptionExit`): once no exception was on
+its way for that long. On its way are those that the main thread handles now and did not handle as the loop was
+left (in a `finally`, a `with`, an `except` that may raise it again), and one that the interpreter is showing.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class Uncaught:
                 self._told(error)
 
 
-class Farewell:
+class UserExceptionExit:
     """Calls `leave` once at most: at once (`now`); or, on another thread, when the main thread has ended
     (`at_end`), or no exception was on its way for a while (`later`); or not at all, if it was `withdrawn`
     before. alone: there are no other ranks, of which a line would speak."""

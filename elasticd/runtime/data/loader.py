@@ -30,7 +30,7 @@ from elasticd.runtime.data.prefetch import (
 from elasticd.runtime.data.sample_ledger import entries
 from elasticd.runtime.data.step_samples import Samples
 from elasticd.runtime.model.batch_format import BatchFormat
-from elasticd.runtime.model.rng import DATASET, Drawing
+from elasticd.runtime.model.rng import DATASET, ModelRng
 from elasticd.system.user_line import described
 
 #: The number of first samples that can stand in for a micro-batch of which none can be read.
@@ -260,7 +260,7 @@ class Loader:
         reader: Samples,
         collate: Collate,
         reads: BatchFormat | None = None,
-        drawing: Drawing | None = None,
+        drawing: ModelRng | None = None,
         *,
         counts: Mapping[str, Sequence[int]] | None = None,
         part: Collection[str] | None = None,
@@ -277,7 +277,7 @@ class Loader:
                 are read whole.
         """
         self._reader, self._collate, self._reads = reader, reading(reads, collate), reads
-        self._drawing = drawing if drawing is not None else Drawing()
+        self._drawing = drawing if drawing is not None else ModelRng()
         self._own = collate is not pad  # it may draw, and change its samples
         self._items, self._part = counts or {}, None if part is None else tuple(part)
         self.asked: list[int] = []
@@ -458,7 +458,7 @@ class ItemLoader(Loader):
         reader: Samples,
         key: str,
         counts: Mapping[str, Sequence[int]],
-        drawing: Drawing,
+        drawing: ModelRng,
         part: Collection[str] | None,
     ) -> None:
         """

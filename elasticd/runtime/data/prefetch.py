@@ -69,13 +69,13 @@ class NothingRead(RuntimeError):
     on, and no other rank knows. The cause is the first `SampleError`."""
 
 
-class SampleReader:
+class SamplePrefetcher:
     """Reads samples in the order in which they are wanted, each once for each use.
 
     A dataset that draws from generators which the whole process shares (torch's, Python's, NumPy's) cannot be
     read beside training: blocks that draw, or are recomputed, would draw other numbers, and the dataset's own
     would repeat. So reads are watched, and once one has drawn the training thread reads all further samples,
-    inside `Drawing.keyed`.
+    inside `ModelRng.keyed`.
     """
 
     #: Whether a sample is read by the thread that takes it.

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from elasticd_migration.text_codec import from_text, to_text
-from elasticd_planner.spec.batch import BatchLengths, BatchPlan, Sampler, TokenSampler
+from elasticd_planner.spec.batch import BatchLengths, BatchPlan, Sampler, TokenBatchSampler
 from elasticd_planner.spec.plan import Plan
 from elasticd_planner.spec.sample_order import order_for
 from msgspec import structs
@@ -32,7 +32,7 @@ _REMEMBERED = 2
 
 
 class Samples(Protocol):
-    """Gives samples by their ids, as `elasticd.runtime.data.prefetch.SampleReader`."""
+    """Gives samples by their ids, as `elasticd.runtime.data.prefetch.SamplePrefetcher`."""
 
     @property
     def here(self) -> bool:
@@ -92,12 +92,12 @@ class BatchesDiffer(RuntimeError):
     """Ranks gave different batches for one step."""
 
 
-class Mapped:
+class MapStyleSamples:
     """The `Feed` of a map-style dataset: a step's samples are those of the sampler, or those of the script."""
 
     def __init__(
         self,
-        sampler: Sampler | TokenSampler,
+        sampler: Sampler | TokenBatchSampler,
         reader: Samples,
         length: Callable[[int], int] | None,
         linear: int,
@@ -228,8 +228,8 @@ class Mapped:
 class _Given:
     """A global batch of the script: sample ids, the samples (None: those of the dataset), and a hash."""
 
-    def __init__(self, batch: Sequence[Any], sampler: Sampler | TokenSampler) -> None:
-        if isinstance(sampler, TokenSampler):
+    def __init__(self, batch: Sequence[Any], sampler: Sampler | TokenBatchSampler) -> None:
+        if isinstance(sampler, TokenBatchSampler):
             if not len(batch):  # a tensor, whose truth is another
                 raise ValueError("job.step() got no sample: a batch has one at least")
         elif len(batch) != sampler.global_batch:

@@ -45,17 +45,19 @@ def asked(recompute: Recompute, layers: int) -> tuple[bool | Literal["always"], 
     )
 
 
-def recomputed_blocks(stage: Stage, blocks: Collection[int], local: LocalModel) -> dict[str, Recomputed]:
+def recomputed_blocks(stage: Stage, blocks: Collection[int], local: LocalModel) -> dict[str, CheckpointedBlock]:
     """The blocks of a stage that recompute, by section: all where the plan says so, and those in `blocks`."""
     return {
-        (section := f"blocks.{layer}"): Recomputed(section, local.modules[section], local.passes[section])
+        (section := f"blocks.{layer}"): CheckpointedBlock(
+            section, local.modules[section], local.passes[section]
+        )
         for start, stop in stage.chunks
         for layer in range(start, stop)
         if stage.recompute or layer in blocks
     }
 
 
-class Recomputed:
+class CheckpointedBlock:
     """One block that runs forward twice."""
 
     def __init__(self, section: str, module: nn.Module, passed: Callable[..., Any]) -> None:

@@ -35,7 +35,7 @@ from elasticd.runtime.engine.pipeline_stage import StageRunner
 from elasticd.runtime.engine.recipe import Recipe
 from elasticd.runtime.engine.step_state import Passed
 from elasticd.runtime.model.batch_format import BatchFormat
-from elasticd.runtime.model.buffer_check import Constants
+from elasticd.runtime.model.buffer_check import BufferCheck
 from elasticd.runtime.model.local_model import LocalModel, local_model
 from elasticd.runtime.model.model import Loss, Model
 from elasticd.runtime.model.validation import ModelError
@@ -45,7 +45,7 @@ from elasticd.runtime.parallel.expert_pairs import ExpertPairs
 from elasticd.runtime.parallel.gradient_reduction import GradientReducer, gradient_dtype
 from elasticd.runtime.parallel.router_balance import RouterBalance
 from elasticd.runtime.parallel.router_choices import RouterChoices
-from elasticd.runtime.parallel.sequence_parallel import TokenSlices
+from elasticd.runtime.parallel.sequence_parallel import SequenceSlices
 from elasticd.runtime.parallel.zero import ZeroState
 from elasticd.runtime.telemetry.step_times import Telemetry
 
@@ -73,8 +73,8 @@ class ModuleEngine:
     owned: list[Owned]
     zero: ZeroState  #: its parameters, and the parts of them that its optimizer steps on
     reducer: GradientReducer  #: reduces its gradients, and measures the seconds of that
-    slices: TokenSlices | None  #: those of its TP group, under sequence parallelism
-    constants: Constants  #: the buffers that no pass may change
+    slices: SequenceSlices | None  #: those of its TP group, under sequence parallelism
+    constants: BufferCheck  #: the buffers that no pass may change
     exchange: ExpertExchange | None  #: of rows for experts; None: its lane has all of them
     choices: RouterChoices  #: of the routers here
     balance: RouterBalance | None  #: of the routers here
@@ -120,7 +120,9 @@ class ModuleEngine:
         self.zero = ZeroState(
             layouts, peers, local, self.reducer, recipe.master, recipe.accelerator, counts=model.biases
         )
-        self.constants = Constants({self.prefix + section: module for section, module in local.modules.items()})
+        self.constants = BufferCheck(
+            {self.prefix + section: module for section, module in local.modules.items()}
+        )
         self.choices = RouterChoices(recipe.accelerator.device)
         self._pairs = ExpertPairs(model.spec)
         self.owned: list[Owned] = []
@@ -242,7 +244,7 @@ class ModuleEngine:
             return
         shared = self.exchange.sections if self.exchange is not None else ()
         if stage.sliced:
-            self.slices = TokenSlices(team, stage.shares)
+            self.slices = SequenceSlices(team, stage.shares)
         for section, module in self.local.modules.items():
             tp_hooks.attach(model, section, module, stage, team, self.slices, shared, self._pairs)
 

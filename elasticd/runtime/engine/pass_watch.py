@@ -16,14 +16,14 @@ from typing import Protocol
 from elasticd_planner.spec.batch import MicroBatch
 from torch import Tensor, nn
 
-from elasticd.runtime.engine.activation_checkpoint import Recomputed
+from elasticd.runtime.engine.activation_checkpoint import CheckpointedBlock
 from elasticd.runtime.engine.compiled_blocks import BlockCalls
 from elasticd.runtime.engine.step_state import MicroBatchState
 from elasticd.runtime.model.bundle import Bundle, Gradients, sizes, tensors
-from elasticd.runtime.model.rng import Drawing, Draws, watching
+from elasticd.runtime.model.rng import Draws, ModelRng, watching
 from elasticd.runtime.model.section_passes import GraphSegment, SectionWatch, back
 from elasticd.runtime.parallel.expert_pairs import ExpertPairs
-from elasticd.runtime.parallel.sequence_parallel import TokenSlices
+from elasticd.runtime.parallel.sequence_parallel import SequenceSlices
 from elasticd.runtime.telemetry.comm_timer import Stopwatch
 from elasticd.runtime.telemetry.step_times import SequenceHere, Telemetry
 from elasticd.wire.main_thread import BACKWARD, FORWARD
@@ -80,12 +80,12 @@ class PassWatch(SectionWatch):
         telemetry: Telemetry,
         stopwatch: Stopwatch,
         pace: PassPacer,
-        drawing: Drawing,
+        drawing: ModelRng,
         modules: Mapping[str, nn.Module],
-        recomputed: Mapping[str, Recomputed],
+        recomputed: Mapping[str, CheckpointedBlock],
         share: float,
         layers: int,
-        slices: TokenSlices | None,
+        slices: SequenceSlices | None,
         pairs: ExpertPairs,
         calls: BlockCalls | None,
         on_section_done: Callable[[str], None],

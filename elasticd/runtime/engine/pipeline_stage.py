@@ -70,7 +70,7 @@ from elasticd.runtime.parallel.expert_exchange import ExpertExchange
 from elasticd.runtime.parallel.expert_pairs import ExpertPairs
 from elasticd.runtime.parallel.packed_row import PackedRow, current_row, passing
 from elasticd.runtime.parallel.router_balance import RouterBalance, sample_of
-from elasticd.runtime.parallel.sequence_parallel import TokenSlices, single
+from elasticd.runtime.parallel.sequence_parallel import SequenceSlices, single
 from elasticd.runtime.telemetry.step_times import CAPTURED, Telemetry
 from elasticd.system.user_line import described
 from elasticd.wire.main_thread import BACKWARD, FORWARD, LOSS
@@ -140,7 +140,7 @@ class StageRunner:
         pace: PassPacer,
         on_section_done: Callable[[str], None],
         sums_begin: bool = True,
-        slices: TokenSlices | None = None,
+        slices: SequenceSlices | None = None,
         exchange: ExpertExchange | None = None,
         pairs: ExpertPairs | None = None,
         balance: RouterBalance | None = None,

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from elasticd_planner.cost.schedule import Pass, passes
 from elasticd_planner.numeric import Ints
-from elasticd_planner.spec.batch import Sampler, TokenSampler
+from elasticd_planner.spec.batch import Sampler, TokenBatchSampler
 from elasticd_planner.spec.sample_packing import linear_of
 
 from elasticd.runtime.accelerator import CPU, Accelerator
@@ -21,8 +21,8 @@ from elasticd.runtime.comm.communicators import Connect
 from elasticd.runtime.data.loader import item_rows, length_of, sample_tokens
 from elasticd.runtime.data.options import DataOptions
 from elasticd.runtime.data.packing import all_lengths
-from elasticd.runtime.data.prefetch import Dataset, SampleReader, reading_threads
-from elasticd.runtime.data.step_samples import Feed, Mapped
+from elasticd.runtime.data.prefetch import Dataset, SamplePrefetcher, reading_threads
+from elasticd.runtime.data.step_samples import Feed, MapStyleSamples
 from elasticd.runtime.data.stream import Stream, Streamed
 from elasticd.runtime.engine.activation_checkpoint import asked
 from elasticd.runtime.engine.item_rows import FirstItem, first_item
@@ -255,10 +255,10 @@ class Recipe:
         return 0 if isinstance(self.dataset, Stream) else len(self.dataset)
 
     @cached_property
-    def sampler(self) -> Sampler | TokenSampler:
+    def sampler(self) -> Sampler | TokenBatchSampler:
         """Draws the samples of each step from a map-style dataset."""
         if self.data.global_tokens is not None:
-            return TokenSampler(self.lengths, self.data.global_tokens, self.seed)
+            return TokenBatchSampler(self.lengths, self.data.global_tokens, self.seed)
         return Sampler(size=self.samples, global_batch=self.global_batch, seed=self.seed)
 
     @cached_property
@@ -269,19 +269,19 @@ class Recipe:
         linear, packing = linear_of(self.model.spec), self.data.packing
         if isinstance(self.dataset, Stream):
             return Streamed(self.dataset, self.global_batch, linear, self.data.readers, packing, self.reads)
-        reader = SampleReader(self.dataset, self._reading)
-        return Mapped(self.sampler, reader, self.length, linear, packing)
+        reader = SamplePrefetcher(self.dataset, self._reading)
+        return MapStyleSamples(self.sampler, reader, self.length, linear, packing)
 
-    def reader_of(self, dataset: Dataset) -> SampleReader:
+    def reader_of(self, dataset: Dataset) -> SamplePrefetcher:
         """The reader of a held-out dataset, the same one for all evaluations, with the threads that read the
         training's samples."""
-        return self._readers.setdefault(id(dataset), SampleReader(dataset, self._reading))
+        return self._readers.setdefault(id(dataset), SamplePrefetcher(dataset, self._reading))
 
     @cached_property
     def _reading(self) -> DaemonThreads | None:
         return reading_threads(self.data.readers)
 
     @cached_property
-    def _readers(self) -> dict[int, SampleReader]:
+    def _readers(self) -> dict[int, SamplePrefetcher]:
         """By the identity of the dataset, which its reader keeps."""
         return {}

@@ -17,7 +17,7 @@ import torch
 from torch.distributed import Work
 
 from elasticd.runtime.live.world import functional_collectives as functional
-from elasticd.runtime.telemetry.main_thread import Where, during
+from elasticd.runtime.telemetry.main_thread import MainThread, during
 from elasticd.wire.main_thread import OTHER, SCRIPT
 
 
@@ -32,7 +32,7 @@ class CollectiveWaits:
         where: is told of the waits.
     """
 
-    def __init__(self, decided: Callable[[Exception], bool], where: Where) -> None:
+    def __init__(self, decided: Callable[[Exception], bool], where: MainThread) -> None:
         self.seconds = 0.0  # waited so far
         self._decided, self._where = decided, where
         self._before: tuple[Any, Any] | None = None

@@ -34,7 +34,7 @@ from elasticd.records import Vote
 from elasticd.runtime.comm.groups import Cancelled, PeerLost
 from elasticd.runtime.control.control import Control
 from elasticd.runtime.control.preemption_notice import PreemptionNotice
-from elasticd.runtime.control.user_exceptions import Farewell, Uncaught, lost_within, raised
+from elasticd.runtime.control.user_exceptions import Uncaught, UserExceptionExit, lost_within, raised
 from elasticd.runtime.data.sample_ledger import LedgerError
 from elasticd.runtime.engine.vote import Draining, RankRecord
 from elasticd.runtime.exits import Drained, JobOver, JobStopped, is_told, stopped
@@ -45,9 +45,9 @@ from elasticd.runtime.live.live_state import LiveRefusal, SmallState
 from elasticd.runtime.live.loop_step import LoopStep, counts_of
 from elasticd.runtime.live.moves import LiveMoves
 from elasticd.runtime.live.refusals import refuse_kept_gradients, refuse_later_moves
-from elasticd.runtime.snapshot.snapshotter import Snapper
+from elasticd.runtime.snapshot.snapshotter import Snapshotter
 from elasticd.runtime.switch.switcher import Switcher
-from elasticd.runtime.telemetry.emulation import Pacer
+from elasticd.runtime.telemetry.emulation import SpeedEmulator
 from elasticd.runtime.telemetry.main_thread import shared
 from elasticd.system import logs
 from elasticd.wire.main_thread import Whereabouts
@@ -90,11 +90,11 @@ class LiveLoop:
         self._control, self._total, self._samples = control, steps, samples
         self._data, self._collate = data, collate or default_collate
         self._where = shared()
-        pacer = self._pacer = Pacer(control.welcome.pace)
+        pacer = self._pacer = SpeedEmulator(control.welcome.pace)
         self._switcher: Switcher[LiveCopy] = Switcher(moves, control, control.key_value(), pacer, self._where)
         self._snapper = None
         if snapshot_every is not None and not control.alone:
-            self._snapper = Snapper(
+            self._snapper = Snapshotter(
                 snapshot_every, job, lambda: control.welcome, lambda message, fd: control.send(message, fd=fd)
             )
         self._step: LoopStep | None = None
@@ -113,7 +113,7 @@ class LiveLoop:
         control.start(self._hear)
         self._show()
         self._uncaught = Uncaught(self._fail_later)
-        self._farewell = Farewell(self._depart, control.alone)
+        self._farewell = UserExceptionExit(self._depart, control.alone)
         self._grace = grace
         self._notice = PreemptionNotice(grace, self._drain)
         if not control.alone:  # one process has no other rank for its state, and keeps no checkpoints

@@ -30,7 +30,7 @@ class _Seen(NamedTuple):
     values: Tensor | None
 
 
-class Constants:
+class BufferCheck:
     """The buffers of the local modules, by section."""
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:

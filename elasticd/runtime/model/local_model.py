@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from elasticd.runtime.accelerator import CPU, Accelerator
 from elasticd.runtime.model.bundle import unfit
 from elasticd.runtime.model.model import Model
-from elasticd.runtime.model.rng import Drawing, Dropout, DropoutCut
+from elasticd.runtime.model.rng import Dropout, DropoutCut, ModelRng
 from elasticd.runtime.model.tp_rules import Sharded, attribute_holders, listed, sides_of
 from elasticd.runtime.model.validation import ModelError
 
@@ -58,7 +58,7 @@ class LocalModel:
     passes: dict[str, Callable[..., Any]]
     parameters: dict[str, LocalParameter]  #: by full name
     buffers: dict[str, Tensor]  #: the persistent ones, by full name
-    drawing: Drawing = field(default_factory=Drawing)  #: keys the modules' random draws
+    drawing: ModelRng = field(default_factory=ModelRng)  #: keys the modules' random draws
     #: By section: have its modules see their fused parameters as one, before a graph of torch.compile that the
     #: section is a part of.
     views: dict[str, list[Callable[..., None]]] = field(default_factory=dict)
@@ -228,7 +228,7 @@ def _sizes(model: Model, section: str, module: nn.Module) -> list[tuple[nn.Modul
 
 
 def _tell_dropouts(
-    model: Model, section: str, module: nn.Module, stage: Stage, position: int, drawing: Drawing
+    model: Model, section: str, module: nn.Module, stage: Stage, position: int, drawing: ModelRng
 ) -> None:
     """Dropouts learn their keys and cuts."""
     for path, submodule in module.named_modules(prefix=section):
@@ -240,7 +240,7 @@ def _tell_dropouts(
                 submodule.cut = DropoutCut(dim=rule.dim, first=units.start, units=len(units))
 
 
-def pass_of(section: str, module: nn.Module, drawing: Drawing) -> Callable[..., Any]:
+def pass_of(section: str, module: nn.Module, drawing: ModelRng) -> Callable[..., Any]:
     """A pass of a section, or of several that are one module. Nothing is hooked to the module, whose calls are
     torch's quick ones.
 

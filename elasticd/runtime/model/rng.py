@@ -54,7 +54,7 @@ EVALUATION = -1
 _BITS = 24
 
 
-class Drawing:
+class ModelRng:
     """Keys the random draws of a local model.
 
     `begin` sets seed and step; `samples` is set before each forward and backward pass. In a step the generators
@@ -292,9 +292,9 @@ class SeededSection:
     """
 
     def __init__(
-        self, drawing: Drawing, section: str, module: nn.Module, check: Callable[[Any, Any], None]
+        self, drawing: ModelRng, section: str, module: nn.Module, check: Callable[[Any, Any], None]
     ) -> None:
-        """As `Drawing.around`."""
+        """As `ModelRng.around`."""
         self._drawing, self._module, self._check = drawing, module, check
         self._section, self._place = section, f"{section}/0".encode()
         self._watched = 0  # passes that were watched; none drew from the host's generators
@@ -678,7 +678,7 @@ class Dropout(nn.Module):
     def __init__(self, p: float, site: str = "") -> None:
         super().__init__()
         self.p, self.site = p, site
-        self.drawing = Drawing()
+        self.drawing = ModelRng()
         self.cut: DropoutCut | None = None
         self.first_token: Callable[[int], int] | None = None
         self.ready: Tensor | None = None

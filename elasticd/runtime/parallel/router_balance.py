@@ -25,7 +25,7 @@ from torch.autograd.function import once_differentiable
 
 from elasticd.runtime.model.balance import Balance, BalancedBlock
 from elasticd.runtime.model.graph_breaks import breaks_graphs
-from elasticd.runtime.model.rng import Drawing
+from elasticd.runtime.model.rng import ModelRng
 from elasticd.runtime.model.validation import ModelError
 from elasticd.runtime.parallel.packed_row import PackedRow, current_row
 
@@ -41,7 +41,7 @@ class RouterBalance:
         self,
         balance: Balance,
         blocks: Mapping[str, BalancedBlock],
-        drawing: Drawing,
+        drawing: ModelRng,
         length: Callable[[int], int] | None,
     ) -> None:
         """

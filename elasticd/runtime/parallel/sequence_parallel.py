@@ -45,7 +45,7 @@ _MIXING: tuple[type[nn.Module], ...] = (
 )
 
 
-class TokenSlices:
+class SequenceSlices:
     """The slices of a TP group's tokens in the pass that is under way."""
 
     length: int  #: tokens of the samples in the pass, all slices together; set before each pass
@@ -218,7 +218,7 @@ class Entrance:
     reduce-scattered once. A saved tensor in the gathered one's memory is saved as its slice.
     """
 
-    def __init__(self, tokens: TokenSlices, section: str) -> None:
+    def __init__(self, tokens: SequenceSlices, section: str) -> None:
         self._tokens, self._section = tokens, section
         self._inside: set[str] = set()
         self._keeping = ExitStack()
@@ -382,7 +382,7 @@ def _refused(where: str, why: str) -> ModelError:
     return ModelError(f"{where} {why}. {_REMEDY}")
 
 
-def tell_dropouts(module: nn.Module, tokens: TokenSlices) -> None:
+def tell_dropouts(module: nn.Module, tokens: SequenceSlices) -> None:
     """Tells the dropouts of a block where its slice of the tokens begins."""
     for inner in module.modules():
         if isinstance(inner, Dropout):

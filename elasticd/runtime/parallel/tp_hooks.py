@@ -38,7 +38,7 @@ from elasticd.runtime.parallel.redistribute import (
     whole,
 )
 from elasticd.runtime.parallel.self_attention import self_attention
-from elasticd.runtime.parallel.sequence_parallel import Entrance, TokenSlices, single
+from elasticd.runtime.parallel.sequence_parallel import Entrance, SequenceSlices, single
 
 
 class _Entering:
@@ -81,7 +81,7 @@ def attach(
     module: nn.Module,
     stage: Stage,
     group: Team,
-    tokens: TokenSlices | None = None,
+    tokens: SequenceSlices | None = None,
     shared: Collection[str] = (),
     pairs: ExpertPairs | None = None,
 ) -> None:
@@ -224,7 +224,7 @@ class _SlicedHooks(_Hooks):
         section: str,
         stage: Stage,
         group: Team,
-        tokens: TokenSlices,
+        tokens: SequenceSlices,
         module: nn.Module,
     ) -> None:
         super().__init__(model, section, stage, group)

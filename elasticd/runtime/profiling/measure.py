@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 import torch
 from elasticd_planner.cost.model_profile import derive
-from elasticd_planner.profiling.samples import Collective, Samples, SectionTiming, Update, Whole, kind_name
+from elasticd_planner.profiling.samples import Collective, Samples, SectionSample, Update, Whole, kind_name
 from elasticd_planner.readable import counted
 from elasticd_planner.spec.model import ModelSpec, apportion
 from elasticd_planner.value import refuse
@@ -78,8 +78,8 @@ class _Point:
     kept_again: int
     working: int
 
-    def timing(self) -> SectionTiming:
-        return SectionTiming(
+    def timing(self) -> SectionSample:
+        return SectionSample(
             section=self.part.label,
             width=self.part.width,
             share=self.part.share,

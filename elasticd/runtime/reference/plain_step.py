@@ -24,7 +24,7 @@ from elasticd.runtime.engine.module_engine import draw_seed
 from elasticd.runtime.engine.recipe import Recipe
 from elasticd.runtime.model.handed_over import REGISTERED
 from elasticd.runtime.model.model import Loss, Model
-from elasticd.runtime.model.rng import Drawing, Dropout, watching
+from elasticd.runtime.model.rng import Dropout, ModelRng, watching
 from elasticd.runtime.model.validation import replace_dropouts, sum_and_count
 from elasticd.runtime.parallel.packed_row import passing
 
@@ -122,7 +122,7 @@ class _PlainModule:
             parameters: by their names in it.
         """
         self._prefix, self._sections, self._parameters = prefix, sections, parameters
-        self.drawing, self.outputs = Drawing(), {}
+        self.drawing, self.outputs = ModelRng(), {}
         self.drawing.begin(seed, 0)
 
     def forward(self, batch: MicroBatch, entered: Any = None) -> Any:
@@ -238,7 +238,7 @@ def _places(model: Model, sections: Mapping[str, nn.Module]) -> Iterator[tuple[s
                 yield f"{section}.{described.name}", module.get_submodule(path), leaf
 
 
-def _with_keyed_dropouts(section: str, module: nn.Module, drawing: Drawing) -> nn.Module:
+def _with_keyed_dropouts(section: str, module: nn.Module, drawing: ModelRng) -> nn.Module:
     """The section with dropouts that draw as those of the engine's copy: blocks may share a module."""
     module = replace_dropouts(section, module)
     for path, each in module.named_modules(prefix=section):

@@ -19,7 +19,7 @@ from elasticd.runtime.comm.torch_store import TorchStore
 from elasticd.runtime.engine.engine import Engine, first_state
 from elasticd.runtime.engine.recipe import Recipe
 from elasticd.runtime.model.local_model import LocalParameter
-from elasticd.runtime.parallel.sequence_parallel import TokenSlices
+from elasticd.runtime.parallel.sequence_parallel import SequenceSlices
 from elasticd.runtime.reference.layouts import Variation
 
 
@@ -173,7 +173,7 @@ def _keep(terms: dict[str, Tensor], name: str, parameter: Tensor) -> None:
     terms[name] = parameter.grad.detach().clone()
 
 
-def _follow(section: str, module: nn.Module, seen: Member, slices: TokenSlices | None) -> None:
+def _follow(section: str, module: nn.Module, seen: Member, slices: SequenceSlices | None) -> None:
     """Notes the output of a section, and in which submodule a forward pass is. Members have `slices` of it, or
     each has all of it."""
 

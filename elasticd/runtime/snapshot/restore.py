@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from elasticd_migration.local_state import LocalState
 from elasticd_planner.layout.holdings import JobTensors, holdings_of
-from elasticd_planner.layout.snapshot_layouts import StoodIn
+from elasticd_planner.layout.snapshot_layouts import SnapshotLayouts
 from elasticd_planner.spec.cluster import node_of
 from elasticd_planner.spec.mesh import JobPlan
 
@@ -68,7 +68,7 @@ class Snapshots:
         return state
 
 
-def stood_in(tensors: JobTensors, old: JobPlan, recovery: Recovery) -> StoodIn:
+def stood_in(tensors: JobTensors, old: JobPlan, recovery: Recovery) -> SnapshotLayouts:
     """Where everything lies once all have read the snapshots that they are to."""
     layouts = holdings_of(tensors, old)
-    return StoodIn(layouts, shares=shares(layouts), stands=recovery.snapshots)
+    return SnapshotLayouts(layouts, shares=shares(layouts), stands=recovery.snapshots)

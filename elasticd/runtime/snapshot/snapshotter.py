@@ -39,7 +39,7 @@ _LEAVE = 5.0
 Tell = Callable[[Message, int], None]
 
 
-class Snapper:
+class Snapshotter:
     """Makes this rank's snapshots every `every` steps. `welcome` gives who this worker is now.
 
     The thread that trains calls `ready` for a vote's record and `voted` after it, and `copied` before the state

@@ -21,7 +21,7 @@ from elasticd_migration.transport import ProcessGroupTransport, Transport
 from elasticd_planner.layout.channels import Channel
 from elasticd_planner.layout.holdings import Holdings, JobTensors, holdings_of
 from elasticd_planner.layout.layouts import Layouts
-from elasticd_planner.layout.surviving_layouts import Remains
+from elasticd_planner.layout.surviving_layouts import SurvivingLayouts
 from elasticd_planner.spec.mesh import JobPlan
 from elasticd_planner.spec.plan import Plan
 
@@ -192,7 +192,7 @@ def source_of(tensors: JobTensors, old: JobPlan, recovery: Recovery | None) -> H
     if recovery.snapshots:
         return stood_in(tensors, old, recovery)
     gone = [device for device in old.members if device not in recovery.sources]
-    return Remains(holdings_of(tensors, old), gone=gone, stale=recovery.stale)
+    return SurvivingLayouts(holdings_of(tensors, old), gone=gone, stale=recovery.stale)
 
 
 def move(prepared: PreparedPlan[Engine], engine: Engine | None, step: int, recipe: Recipe) -> MoveResult:

@@ -31,8 +31,8 @@ from elasticd.runtime.exits import Drained, JobOver, JobStopped, refused, stoppe
 from elasticd.runtime.switch.copies import Copies
 from elasticd.runtime.switch.move import SOUND
 from elasticd.runtime.switch.plan_copy import Held, MoveResult, PlanMoves, PreparedPlan
-from elasticd.runtime.telemetry.emulation import Pacer
-from elasticd.runtime.telemetry.main_thread import Where, during
+from elasticd.runtime.telemetry.emulation import SpeedEmulator
+from elasticd.runtime.telemetry.main_thread import MainThread, during
 from elasticd.system.logs import say
 from elasticd.system.user_line import described, raised_by_user
 from elasticd.wire.main_thread import IDLE
@@ -75,12 +75,12 @@ class Switcher(Generic[Held]):
         moves: PlanMoves[Held],
         control: Control,
         store: BootstrapKeyValue,
-        pacer: Pacer,
-        where: Where | None = None,
+        pacer: SpeedEmulator,
+        where: MainThread | None = None,
     ) -> None:
         self.engine: Held | None = None
         self.step = 0
-        self._moves, self._where = moves, where or Where()
+        self._moves, self._where = moves, where or MainThread()
         self._control, self._store, self._pacer = control, store, pacer
         self._device, self._address = control.welcome.device, control.welcome.address
         self._state = sw.SwitchState()

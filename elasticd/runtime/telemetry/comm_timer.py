@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from time import perf_counter
 
-from elasticd.runtime.telemetry.device_timer import Spans
-from elasticd.runtime.telemetry.main_thread import Where
+from elasticd.runtime.telemetry.device_timer import DeviceTimer
+from elasticd.runtime.telemetry.main_thread import MainThread
 from elasticd.wire.main_thread import LABELS, OTHER
 
 #: Communication inside of a section's computation: in its TP group, and with lanes that share sequences.
@@ -20,8 +20,8 @@ class Stopwatch:
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
-        self.marks: Spans | None = None
-        self.where = Where()
+        self.marks: DeviceTimer | None = None
+        self.where = MainThread()
 
     def measure(self, label: str, rank: int | None = None) -> Measure:
         """A context whose time counts for `label`; `rank` of the plan is waited for, if it is one."""

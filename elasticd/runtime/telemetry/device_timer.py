@@ -33,7 +33,7 @@ class _Span:
         return self.begin.elapsed_time(self.end) / 1e3
 
 
-class Spans:
+class DeviceTimer:
     """One device's. `make` makes an event; those that were read are used again."""
 
     def __init__(self, make: Callable[[], Event]) -> None:
@@ -95,6 +95,6 @@ class Spans:
         return self._free.pop() if self._free else self._make()
 
 
-def spans_of(accelerator: Accelerator) -> Spans | None:
+def spans_of(accelerator: Accelerator) -> DeviceTimer | None:
     """Those of a device; None for processors, whose work is done when a call returns."""
-    return None if accelerator.immediate else Spans(partial(accelerator.event, timing=True))
+    return None if accelerator.immediate else DeviceTimer(partial(accelerator.event, timing=True))

@@ -17,7 +17,7 @@ from elasticd.wire.worker import EmulatedSpeed
 PRODUCT_SECONDS = 0.02
 
 
-class Pacer:
+class SpeedEmulator:
     """Paces one device. `pace` may be replaced from another thread at any time (chaos)."""
 
     def __init__(self, pace: EmulatedSpeed | None) -> None:

@@ -19,7 +19,7 @@ _FADING = 0.9
 _MOST_CHANGES = CHANGE << 30
 
 
-class Where:
+class MainThread:
     """Where the main thread is, told by it alone; here for nobody to read."""
 
     place = SCRIPT
@@ -39,7 +39,7 @@ class Where:
 
 
 @contextlib.contextmanager
-def during(where: Where, place: int) -> Iterator[None]:
+def during(where: MainThread, place: int) -> Iterator[None]:
     """It is there meanwhile, and afterwards where it was."""
     before = where.place
     where.at(place)
@@ -50,7 +50,7 @@ def during(where: Where, place: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def during_task(where: Where, number: int) -> Iterator[None]:
+def during_task(where: MainThread, number: int) -> Iterator[None]:
     """A task of all members is under way meanwhile, by its place in `TASKS`."""
     where.task(number)
     try:
@@ -60,7 +60,7 @@ def during_task(where: Where, number: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def during_step(where: Where, step: int, plan: int) -> Iterator[None]:
+def during_step(where: MainThread, step: int, plan: int) -> Iterator[None]:
     """A step of a plan is trained meanwhile. A step that fails says nothing of how long one takes."""
     began, seconds = perf_counter(), None
     where.begin(step, plan)
@@ -71,7 +71,7 @@ def during_step(where: Where, step: int, plan: int) -> Iterator[None]:
         where.end(seconds)
 
 
-class Shared(Where):
+class SharedMainThread(MainThread):
     """In a memory file. `fd`: the file, for the agent; `signal`: at which stacks are written into it, 0 where
     that cannot be had."""
 
@@ -139,11 +139,11 @@ class Shared(Where):
             self._words[3], self._words[4] = int(self._usual * 1e6), int(self._stay * 1e6)
 
 
-def shared() -> Shared:
+def shared() -> SharedMainThread:
     """This process's: a handler of a signal, and what it writes to, stay as long as the process does."""
     return _of(os.getpid())
 
 
 @lru_cache(maxsize=1)
-def _of(pid: int) -> Shared:
-    return Shared()
+def _of(pid: int) -> SharedMainThread:
+    return SharedMainThread()

@@ -17,7 +17,7 @@ from elasticd_planner.spec.sequence_lengths import bucket
 
 from elasticd.runtime.accelerator import CPU
 from elasticd.runtime.telemetry.comm_timer import INSIDE, Stopwatch
-from elasticd.runtime.telemetry.device_timer import Spans
+from elasticd.runtime.telemetry.device_timer import DeviceTimer
 
 #: What a block's computation is told apart in.
 PASSES = ("blocks", "forward", "backward", "recompute")
@@ -59,7 +59,7 @@ class Telemetry:
         device: str,
         stopwatch: Stopwatch,
         memory: Callable[[], int] = CPU.used_bytes,
-        spans: Spans | None = None,
+        spans: DeviceTimer | None = None,
     ) -> None:
         self._device, self._stopwatch, self._memory, self._spans = device, stopwatch, memory, spans
         stopwatch.marks = spans

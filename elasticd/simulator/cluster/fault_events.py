@@ -10,7 +10,7 @@ from collections.abc import Callable
 from elasticd_planner.spec.cluster import node_of
 
 from elasticd.chaos.faults import Fault
-from elasticd.simulator.cluster.launcher import Operator
+from elasticd.simulator.cluster.launcher import Launcher
 from elasticd.simulator.cluster.leader import SimulatedLeader
 from elasticd.simulator.cluster.nodes import Node
 from elasticd.simulator.cluster.worker import SimulatedWorker
@@ -19,7 +19,7 @@ from elasticd.simulator.engine import FAULT
 from elasticd.simulator.scenarios.scenario import Scenario
 
 
-class Script:
+class FaultScript:
     """Faults by step and by time. `leader` is the one that leads, or the last one where none is alive;
     `take_over` ends it; `tell` puts a line on the timeline."""
 
@@ -28,7 +28,7 @@ class Script:
         scenario: Scenario,
         worker_group: WorkerGroup,
         nodes: dict[str, Node],
-        operator: Operator,
+        operator: Launcher,
         leader: Callable[[], SimulatedLeader],
         take_over: Callable[[], None],
         tell: Callable[[str, str, dict[str, object]], None],

@@ -18,7 +18,7 @@ from elasticd.simulator.results.progress import Trained
 from elasticd.simulator.scenarios.scenario import Scenario
 
 
-class Operator:
+class Launcher:
     """`job` is the name of the newest start. `tell` puts a line on the timeline."""
 
     def __init__(

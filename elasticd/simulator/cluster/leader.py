@@ -11,7 +11,7 @@ from elasticd_planner.problem import JobProblem
 from elasticd_planner.spec.plan import Plan
 
 from elasticd.clock import Due
-from elasticd.coordinator.store_transactions import Ledger, Sweep
+from elasticd.coordinator.store_transactions import StoreTransactions, Sweep
 from elasticd.coordinator.store_writer import drains, stored
 from elasticd.machines.coordinator import machine
 from elasticd.machines.coordinator.machine import CoordinatorState
@@ -94,7 +94,7 @@ class SimulatedLeader:
         self._store = MemoryStore(server)
         self._leadership = campaign(self._store, keys.leader, name, name, _LEASE)
         known = self._store.snapshot(keys.jobs).items
-        self._ledger = Ledger(keys, self._store.limits, known)
+        self._ledger = StoreTransactions(keys, self._store.limits, known)
         jobs = self._read(stored(keys, known))
         drained = drains(keys, self._store.snapshot(keys.drains).items)
         self.state: CoordinatorState = machine.takeover(

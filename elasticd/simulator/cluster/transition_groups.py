@@ -11,7 +11,7 @@ from elasticd_planner.spec.plan import Plan
 from elasticd.machines.worker import switch as sw
 from elasticd.records import Proposal
 from elasticd.simulator.cluster.worker import SimulatedWorker, SimulationError
-from elasticd.simulator.devices.device_model import Truth
+from elasticd.simulator.devices.device_model import DeviceModel
 from elasticd.simulator.devices.transfer_time import Move, move
 from elasticd.simulator.engine import EventEngine
 from elasticd.simulator.scenarios.scenario import Times
@@ -56,7 +56,7 @@ class GroupHost(Protocol):
 class Transitions:
     """Transition groups by their plan's number; one is forgotten after its all-gather of ok."""
 
-    def __init__(self, engine: EventEngine, truth: Truth, times: Times, worker_group: GroupHost) -> None:
+    def __init__(self, engine: EventEngine, truth: DeviceModel, times: Times, worker_group: GroupHost) -> None:
         self._engine, self._truth, self._times, self._worker_group = engine, truth, times, worker_group
         self._open: dict[int, Transition] = {}
 

@@ -18,7 +18,7 @@ from elasticd_planner.spec.plan import Plan
 from elasticd.machines.worker import switch as sw
 from elasticd.simulator.cluster.transition_groups import Transition, Transitions
 from elasticd.simulator.cluster.worker import SimulatedWorker, SimulationError
-from elasticd.simulator.devices.device_model import StepTimes, Truth
+from elasticd.simulator.devices.device_model import DeviceModel, StepTimes
 from elasticd.simulator.engine import EventEngine
 from elasticd.simulator.scenarios.scenario import Scenario
 from elasticd.wire.worker import Finished, PeersLost, Report
@@ -57,7 +57,7 @@ class WorkerGroup:
     def __init__(
         self,
         engine: EventEngine,
-        truth: Truth,
+        truth: DeviceModel,
         scenario: Scenario,
         *,
         limit: Callable[[float], int],

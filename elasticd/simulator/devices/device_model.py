@@ -53,7 +53,7 @@ class StepTimes:
 MOST_KEPT = 64
 
 
-class Truth:
+class DeviceModel:
     """The cluster as it is. `factors` are how many times slower each living device runs now, in cluster order;
     `dead` devices do nothing. `of` gives what a normal device takes for samples of so many tokens. `modules`:
     those of items, of a model of several."""

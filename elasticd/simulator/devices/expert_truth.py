@@ -18,7 +18,7 @@ from elasticd_planner.spec.expert_load import ExpertLoad, blocks_of, fractions_i
 from elasticd_planner.spec.measurement import Measurement
 from elasticd_planner.spec.plan import Plan
 
-from elasticd.simulator.devices.device_model import StepTimes, Truth
+from elasticd.simulator.devices.device_model import DeviceModel, StepTimes
 from elasticd.simulator.devices.plan_arrays import Compiled
 
 Floats = npt.NDArray[np.float64]
@@ -29,7 +29,7 @@ REPORTED = 10
 RETURNS = 0.02
 
 
-class ExpertTruth(Truth):
+class ExpertTruth(DeviceModel):
     """The cluster, of a model with experts in all of its blocks."""
 
     def __init__(
@@ -47,13 +47,13 @@ class ExpertTruth(Truth):
     ) -> None:
         """
         Args:
-            cluster: as in `Truth`.
+            cluster: as in `DeviceModel`.
             of: likewise.
             tokens: likewise.
             load: rows of experts of a step in which all are alike, and what experts cost.
             zipf: the chance of the n-th expert falls as n to the power of -zipf.
             drift: how much the logarithm of each changes from step to step.
-            seed: as in `Truth`.
+            seed: as in `DeviceModel`.
             noise: likewise.
             overhead: likewise.
         """

@@ -27,7 +27,7 @@ from elasticd_planner.spec.measurement import Measurement, ModuleMeasurement
 from elasticd_planner.spec.plan import Plan
 
 from elasticd.chaos.faults import Fault
-from elasticd.simulator.devices.device_model import FORWARD, MOST_KEPT, TYPICAL, StepTimes, Truth
+from elasticd.simulator.devices.device_model import FORWARD, MOST_KEPT, TYPICAL, DeviceModel, StepTimes
 from elasticd.simulator.devices.plan_arrays import Compiled, compiled
 
 #: By module what it takes in a step.
@@ -62,7 +62,7 @@ class PlayedStep:
     last: dict[str, float]  # by member: when its last pass ends [s]
 
 
-class ModuleTruth(Truth):
+class ModuleTruth(DeviceModel):
     """The cluster as it is, of a job of several modules. A shift to so many items gives each sample as many of
     each kind, in the mean."""
 
@@ -83,7 +83,7 @@ class ModuleTruth(Truth):
     ):
         """
         Args:
-            cluster: as for `Truth`, like `of`, `tokens`, `seed`, `noise`, `overhead`.
+            cluster: as for `DeviceModel`, like `of`, `tokens`, `seed`, `noise`, `overhead`.
             of: of the module with the loss.
             tokens: of a sample.
             modules: those of items, with what a normal device takes.
@@ -111,7 +111,7 @@ class ModuleTruth(Truth):
         return next((each.profile for each in self.modules if each.name == module), self.profile)
 
     def strike(self, fault: Fault) -> None:
-        """As `Truth.strike`; a shift may be of the items."""
+        """As `DeviceModel.strike`; a shift may be of the items."""
         if fault.kind == "shift" and fault.items:
             self.modules = tuple(
                 msgspec.structs.replace(module, items_a_sample=fault.items) for module in self.modules

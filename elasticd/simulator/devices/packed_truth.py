@@ -23,7 +23,7 @@ from elasticd_planner.spec.measurement import Measurement
 from elasticd_planner.spec.plan import Pipeline, Plan
 from elasticd_planner.spec.sequence_lengths import bucket
 
-from elasticd.simulator.devices.device_model import TYPICAL, StepTimes, Truth
+from elasticd.simulator.devices.device_model import TYPICAL, DeviceModel, StepTimes
 from elasticd.simulator.devices.packed_rows import Gang, seconds, staged_seconds
 from elasticd.simulator.devices.plan_arrays import Compiled
 
@@ -47,7 +47,7 @@ class PackedWork:
     follow: bool  # whether the shares of lanes follow their speeds
 
 
-class PackedTruth(Truth):
+class PackedTruth(DeviceModel):
     """The cluster as it is, of a job that packs its sequences. A shift to so many tokens makes all sequences
     longer, in proportion."""
 

@@ -9,7 +9,7 @@ from elasticd_planner.placement.state_movement import bytes_by_member
 from elasticd_planner.spec.cluster import NODE, Place
 from elasticd_planner.spec.plan import Plan
 
-from elasticd.simulator.devices.device_model import Truth
+from elasticd.simulator.devices.device_model import DeviceModel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +25,7 @@ class Move:
         return sum(self.lacking.values())
 
 
-def move(truth: Truth, old: Plan | None, new: Plan, sources: Collection[str] | None = None) -> Move:
+def move(truth: DeviceModel, old: Plan | None, new: Plan, sources: Collection[str] | None = None) -> Move:
     """Of all modules of two plans. A job's first plan is filled from the seed and moves nothing. After a fault
     only `sources` hold what they held under the old plan.
 

@@ -22,7 +22,7 @@ from elasticd_planner.spec.plan import Plan
 from elasticd_planner.spec.sample_packing import linear_of
 
 from elasticd.chaos.faults import Fault
-from elasticd.simulator.devices.device_model import TYPICAL, Truth
+from elasticd.simulator.devices.device_model import TYPICAL, DeviceModel
 from elasticd.simulator.devices.expert_truth import ExpertTruth
 from elasticd.simulator.devices.module_truth import ModuleTruth
 from elasticd.simulator.devices.packed_truth import PackedTruth, PackedWork
@@ -36,7 +36,7 @@ from elasticd.simulator.scenarios.expert_drift import ExpertDrift
 from elasticd.simulator.scenarios.scenario import Scenario
 
 
-def truth_of(scenario: Scenario, *, follow: bool = True) -> Truth:
+def truth_of(scenario: Scenario, *, follow: bool = True) -> DeviceModel:
     """The modelled cluster at the beginning. `follow`: whether the shares of lanes follow their speeds, where
     the scenario lets them."""
     cluster, model, data = scenario.cluster.cluster(), scenario.model, scenario.data
@@ -67,7 +67,7 @@ def truth_of(scenario: Scenario, *, follow: bool = True) -> Truth:
             **rest,
         )
     if data is None:
-        return Truth(cluster, scenario.truth, model.tokens, seed=scenario.seed, **rest)
+        return DeviceModel(cluster, scenario.truth, model.tokens, seed=scenario.seed, **rest)
     linear = linear_of(model.spec())
     work = PackedWork(
         drawn=lambda step, scale: data.drawn(scenario.seed, step, model.global_batch, scale),
@@ -104,7 +104,7 @@ class Given:
     bounds: Bounds
     planner: Planner
 
-    def plan(self, truth: Truth, without: frozenset[str]) -> Plan | None:
+    def plan(self, truth: DeviceModel, without: frozenset[str]) -> Plan | None:
         """The best plan on healthy devices of the other nodes, or None where the model does not fit there."""
         model = self.scenario.model
         nodes = tuple(node for node in truth.cluster.nodes if node.name not in without)
@@ -124,7 +124,7 @@ class Given:
         assert best is None or isinstance(best, Plan)
         return best
 
-    def truth(self) -> Truth:
+    def truth(self) -> DeviceModel:
         """A modelled cluster for one run alone. Devices that the script kills at step 0 are dead in it from the
         beginning."""
         made = truth_of(self.scenario, follow=False)  # that is a reaction
@@ -134,7 +134,7 @@ class Given:
         return made
 
 
-class Run(ABC):
+class BaselineRun(ABC):
     """One run: from event to event at a speed that only changes there."""
 
     def __init__(self, given: Given) -> None:
@@ -214,7 +214,7 @@ class Run(ABC):
         return True
 
 
-class Bound(Run):
+class Bound(BaselineRun):
     """No plan is faster than this at any moment."""
 
     def step_seconds(self) -> float:
@@ -222,7 +222,7 @@ class Bound(Run):
         return self.given.bounds.seconds(self.truth.speeds, self.truth.profile, self.truth.modules)
 
 
-class Still(Run):
+class Still(BaselineRun):
     """The healthy plan, whatever becomes slow."""
 
     def __init__(self, given: Given) -> None:

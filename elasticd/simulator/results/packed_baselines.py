@@ -184,7 +184,7 @@ def _first_fit(lengths: Sequence[int], room: int) -> list[list[int]]:
     return packs
 
 
-#: By the names that a scenario's [data] takes (`corpora.BASELINES`).
+#: By the names that a scenario's [data] takes (`corpus.BASELINES`).
 PLANNERS: dict[str, Planner] = {
     "DHP": dhp,
     "DHP by length": dhp_by_length,

@@ -35,7 +35,7 @@ from elasticd_planner.value import Value, refuse
 from elasticd.chaos.faults import KINDS, REAL, Fault
 from elasticd.config.tree import ConfigError, section, text_of, toml, with_keys
 from elasticd.records import ModuleSpec
-from elasticd.simulator.scenarios.corpora import BASELINES, Corpus
+from elasticd.simulator.scenarios.corpus import BASELINES, Corpus
 from elasticd.simulator.scenarios.expert_drift import ExpertDrift
 from elasticd.simulator.scenarios.model_shapes import PRESETS, Shapes, model_spec
 from elasticd.simulator.scenarios.random_faults import RandomFaults, draw

@@ -53,7 +53,7 @@ NONE = CusumState()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Detector:
+class CusumTest:
     """Page's test for a shift of residuals."""
 
     shift: float  # the shift that is tested for, above 0
@@ -63,7 +63,7 @@ class Detector:
     mean_weight: float  # what one step weighs on average once the signal has shifted
 
     @classmethod
-    def of(cls, shift: float, sigma: float, false_alarms: float, min_steps: int) -> Detector:
+    def of(cls, shift: float, sigma: float, false_alarms: float, min_steps: int) -> CusumTest:
         """The test that raises `false_alarms` alarms a step by noise alone, and none before `min_steps` steps.
 
         A shift below `VISIBLE` standard deviations is tested for as one of `VISIBLE`: half of that is still

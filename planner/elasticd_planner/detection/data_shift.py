@@ -20,7 +20,7 @@ from statistics import median
 
 import msgspec
 
-from elasticd_planner.detection.cusum import NONE, CusumState, Detector, trimmed
+from elasticd_planner.detection.cusum import NONE, CusumState, CusumTest, trimmed
 from elasticd_planner.detection.fleet_baseline import noise
 from elasticd_planner.detection.settings import DetectSettings
 from elasticd_planner.spec.sequence_lengths import Lengths
@@ -60,7 +60,7 @@ class Signal(Value, frozen=True, kw_only=True):
         """The signal after one more step, and for how many steps it has shifted (0: not at all)."""
         heard = noise(self.noise, self.seen, None if self.last is None else abs(value - self.last))
         sigma = max(SPREAD, heard)
-        test = Detector.of(math.log1p(settings.shift), sigma, settings.false_alarms, settings.min_steps)
+        test = CusumTest.of(math.log1p(settings.shift), sigma, settings.false_alarms, settings.min_steps)
         up, down = test.add(self.cusum_up, value - expected), test.add(self.cusum_down, expected - value)
         made = Signal(last=value, noise=heard, seen=self.seen + 1, cusum_up=up, cusum_down=down)
         return made, next((each.since for each in (up, down) if test.passed(each)), 0)

@@ -23,7 +23,7 @@ SURE = 3.0
 LATELY = 4
 
 
-class TrackedMean(Value, frozen=True, kw_only=True):
+class MeanShift(Value, frozen=True, kw_only=True):
     """The mean of a number that each step has another sample of."""
 
     reference: float  # above 0
@@ -36,7 +36,7 @@ class TrackedMean(Value, frozen=True, kw_only=True):
         """Of the last steps."""
         return math.fsum(self.recent) / len(self.recent) if self.recent else self.reference
 
-    def after(self, value: float, settings: DetectSettings) -> tuple[TrackedMean, bool]:
+    def after(self, value: float, settings: DetectSettings) -> tuple[MeanShift, bool]:
         """The state after one more step, and whether the reference is another one now."""
         signal, since = self.signal.after(value / self.reference, 1.0, settings)
         now = msgspec.structs.replace(self, recent=(*self.recent, value)[-KEPT:], signal=signal)
@@ -65,22 +65,22 @@ class TrackedMean(Value, frozen=True, kw_only=True):
         """Returns True if the mean is off the reference by more than this fraction, and above 0."""
         return self.mean > 0 and abs(self.mean / self.reference - 1) > part
 
-    def anew(self) -> TrackedMean:
+    def anew(self) -> MeanShift:
         """With the mean of the last steps as the reference."""
         noise = Signal(noise=self.signal.noise * self.reference / self.mean, seen=self.signal.seen)
-        return TrackedMean(reference=self.mean, recent=self.recent, signal=noise, refined=True)
+        return MeanShift(reference=self.mean, recent=self.recent, signal=noise, refined=True)
 
 
 class ItemShiftState(Value, frozen=True, kw_only=True):
     """The knowledge of the items that a module takes."""
 
-    items: TrackedMean  # of a sample
-    rows: TrackedMean  # of an item
+    items: MeanShift  # of a sample
+    rows: MeanShift  # of an item
 
     @classmethod
     def begin(cls, items_a_sample: float, rows_an_item: float) -> ItemShiftState:
         """With the numbers that plans are made with so far."""
-        return cls(items=TrackedMean(reference=items_a_sample), rows=TrackedMean(reference=rows_an_item))
+        return cls(items=MeanShift(reference=items_a_sample), rows=MeanShift(reference=rows_an_item))
 
     def after(
         self, items: float, rows: float, samples: int, settings: DetectSettings

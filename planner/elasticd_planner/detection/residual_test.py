@@ -1,8 +1,8 @@
 """The residual test: whether a device's slowdown changes, after one more residual.
 
-`stragglers` has the rules. A few devices are judged one by one (`Judge.after`). Many are judged at once
-(`Judge.after_all`): the same sums are made in arrays, and only the devices whose sums show a change are then
-judged one by one.
+`stragglers` has the rules. A few devices are judged one by one (`ResidualTest.after`). Many are judged at once
+(`ResidualTest.after_all`): the same sums are made in arrays, and only the devices whose sums show a change are
+then judged one by one.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from elasticd_planner.detection.cusum import NONE, CusumState, Detector, trimmed
+from elasticd_planner.detection.cusum import NONE, CusumState, CusumTest, trimmed
 from elasticd_planner.detection.device_rates import AGE, DOWN, OFFSET, RATE, SEEN, UP, DeviceRate, Devices
 from elasticd_planner.detection.settings import DetectSettings
 from elasticd_planner.detection.slowness_history import MOST_KEPT, Episode
@@ -48,7 +48,7 @@ def rounded(ratio: float, rounding: float) -> float:
     return float(round(max(NORMAL, round(ratio / step) * step), 6))
 
 
-class Judge:
+class ResidualTest:
     """Judges the devices of one step by their residuals."""
 
     def __init__(self, settings: DetectSettings, sigma: float, step: int, fleet: str) -> None:
@@ -60,7 +60,7 @@ class Judge:
         self.settings, self.step, self.fleet = settings, step, fleet
         self._kept, self._limit = settings.kept, math.log1p(settings.tolerance)
         self._slow, self._moved = (
-            Detector.of(math.log(ratio), sigma, settings.false_alarms, settings.min_steps)
+            CusumTest.of(math.log(ratio), sigma, settings.false_alarms, settings.min_steps)
             for ratio in (settings.slow, 1 + settings.slowdown_change)
         )
 

@@ -39,7 +39,7 @@ from elasticd_planner.detection.fleet_baseline import (
     noise,
 )
 from elasticd_planner.detection.residual_test import Change as Change
-from elasticd_planner.detection.residual_test import Judge, Kind
+from elasticd_planner.detection.residual_test import Kind, ResidualTest
 from elasticd_planner.detection.residual_test import rounded as rounded
 from elasticd_planner.detection.settings import DetectSettings as DetectSettings
 from elasticd_planner.detection.slowness_history import Slowness, classify
@@ -151,7 +151,7 @@ def judged(
     pairs = ((y, state.devices.get(name)) for name, y in residuals.items() if name not in rates)
     moves = [abs(y - known.residuals[-1]) for y, known in pairs if known is not None and known.residuals]
     heard = noise(state.noise, state.seen, median(moves) if moves else None)
-    judge = Judge(settings, max(settings.noise, heard), state.step, fleet)
+    judge = ResidualTest(settings, max(settings.noise, heard), state.step, fleet)
     devices = dict(state.devices)
     changes: list[Change] = []
     for name in sorted(residuals):
@@ -175,7 +175,7 @@ def all_believed(
         ratios: by device: how many times longer than `fleet` it took, and its new slowdown; None: the old one
             stays.
     """
-    judge = Judge(settings, max(settings.noise, state.noise), state.step, fleet)
+    judge = ResidualTest(settings, max(settings.noise, state.noise), state.step, fleet)
     known, changes = dict[str, DeviceRate](), list[Change]()
     for device, (ratio, found) in ratios.items():
         before = state.devices.get(device, _UNKNOWN)
@@ -268,7 +268,7 @@ def _judged_many(
     devices = _in_columns(state, names)
     change = _middle_change(devices.table[:, : len(names)], residuals)
     heard = noise(state.noise, state.seen, change)
-    judge = Judge(settings, max(settings.noise, heard), state.step, fleet)
+    judge = ResidualTest(settings, max(settings.noise, heard), state.step, fleet)
     devices, changes = judge.after_all(devices, residuals)
     seen = state.seen + (change is not None)
     state = msgspec.structs.replace(state, devices=devices, noise=heard, seen=seen, window=settings.window)

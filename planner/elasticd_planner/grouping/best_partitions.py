@@ -49,7 +49,7 @@ def add_groups(best: Floats, taken: Sequence[int], counts: Sequence[int], pace: 
         np.maximum(after, before + pace, out=after)
 
 
-class Leading:
+class BestPartitions:
     """The divisions of a node with so many devices by class. `paces`: 1 / c of each of the `groups`."""
 
     def __init__(

@@ -18,7 +18,7 @@ import numpy as np
 from elasticd_planner.cost.group_bound import Paces, hull
 from elasticd_planner.cost.memory import most_layers
 from elasticd_planner.cost.model import CostModel, GroupCost
-from elasticd_planner.grouping.best_partitions import Leading, Taken, possible, tractable
+from elasticd_planner.grouping.best_partitions import BestPartitions, Taken, possible, tractable
 from elasticd_planner.numeric import Floats
 from elasticd_planner.spec.cluster import Cluster, Device, Link, Node, Rates, rate_of
 
@@ -199,7 +199,7 @@ def hosts(cluster: Cluster, rates: Rates, cost: CostModel) -> list[tuple[tuple[D
     return joined
 
 
-class Divider:
+class NodePartitioner:
     """Makes the candidates of node kinds; what is equal is made once, in this problem and, where the cost can
     be told from others, in later ones (`divider`)."""
 
@@ -208,7 +208,7 @@ class Divider:
         self._types: dict[tuple[tuple[tuple[float, int], ...], Link], tuple[GroupType, ...]] = {}
         self._divided: dict[Form, list[Division]] = {}
         self._listed: dict[Form, _Listed] = {}
-        self._programmes: dict[Form, Leading] = {}
+        self._programmes: dict[Form, BestPartitions] = {}
         self._chosen: dict[tuple[Form, int | None], Paces] = {}
 
     @property
@@ -257,9 +257,9 @@ class Divider:
         for part in LEAN:
             taken = possible(kind.counts, widths)
             paces = [1 / self._lean(kind, _members(t), part).block for t in taken]
-            yield from self._led(kind, Leading(kind.counts, widths, taken, paces), part)
+            yield from self._led(kind, BestPartitions(kind.counts, widths, taken, paces), part)
 
-    def _led(self, kind: NodeKind, leading: Leading, part: float | None) -> Iterator[Division]:
+    def _led(self, kind: NodeKind, leading: BestPartitions, part: float | None) -> Iterator[Division]:
         for taken in leading.divisions():
             groups = list(map(_members, taken))
             if part is None:
@@ -274,13 +274,13 @@ class Divider:
         lean = [t for t in listed if max(t.shares) <= most * sum(t.shares) * (1 + 1e-9)]
         return min(lean, key=lambda t: t.block) if lean else min(listed, key=lambda t: max(t.shares))
 
-    def _leading(self, kind: NodeKind) -> Leading:
+    def _leading(self, kind: NodeKind) -> BestPartitions:
         """The programme of a kind, with the fastest shares."""
         if kind.form not in self._programmes:
             widths = self.cost.widths(kind.devices)
             taken = possible(kind.counts, widths)
             paces = [1 / self.types_of(kind, _members(t))[0].block for t in taken]
-            self._programmes[kind.form] = Leading(kind.counts, widths, taken, paces)
+            self._programmes[kind.form] = BestPartitions(kind.counts, widths, taken, paces)
         return self._programmes[kind.form]
 
     def _neighbours_suffice(self, kind: NodeKind) -> bool:
@@ -394,20 +394,20 @@ def _sorted(types: Sequence[GroupType], groups: Sequence[tuple[int, ...]]) -> Di
     return Division(types=tuple(t for t, _ in made), members=tuple(members for _, members in made))
 
 
-def divider(cost: CostModel) -> Divider:
+def divider(cost: CostModel) -> NodePartitioner:
     """A divider that remembers what it made for an equal cost, if costs can be compared quickly (hashed)."""
     try:
         made = _remembered(cast(Hashable, cost))
     except TypeError:
-        return Divider(cost)
+        return NodePartitioner(cost)
     if made.size > REMEMBERED:
         _remembered.cache_clear()
     return made
 
 
 @lru_cache(maxsize=4)
-def _remembered(cost: Hashable) -> Divider:
-    return Divider(cast(CostModel, cost))
+def _remembered(cost: Hashable) -> NodePartitioner:
+    return NodePartitioner(cast(CostModel, cost))
 
 
 def _equal(kind: NodeKind, size: int) -> list[tuple[int, ...]]:

@@ -1,8 +1,8 @@
 """Holdings: the device that holds each box of everything that a job keeps, however its plan is made.
 
 State moves, is kept and is looked for by holdings alone. A plan of pipelines has them (`Layouts`), and the plan
-of a mesh (`MeshLayouts`); so has what a fault left of either (`Remains`), and what was read from snapshots
-(`StoodIn`).
+of a mesh (`MeshLayouts`); so has what a fault left of either (`SurvivingLayouts`), and what was read from
+snapshots (`SnapshotLayouts`).
 """
 
 from __future__ import annotations

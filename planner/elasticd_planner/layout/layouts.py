@@ -13,7 +13,7 @@ from functools import cached_property
 from itertools import chain
 from typing import Literal, NamedTuple
 
-from elasticd_planner.layout.optimizer_sharding import Dealer, Dealt, Part, joined
+from elasticd_planner.layout.optimizer_sharding import Dealt, OptimizerSharder, Part, joined
 from elasticd_planner.spec.box import Box, Holding, TensorLayout
 from elasticd_planner.spec.model import Kind, ModelSpec, Parameter, Specs, block_of, member_boxes
 from elasticd_planner.spec.plan import HeldExperts, Plan, Stage
@@ -234,7 +234,7 @@ class Layouts:
 
     def _dealt_family(self, name: str) -> _Family:
         if not self._dealt:
-            dealer = Dealer(self.plan)
+            dealer = OptimizerSharder(self.plan)
             for family in self._families.values():
                 family.deal(dealer)
             self._dealt = True
@@ -381,7 +381,7 @@ class _Family:
         own = self._computing.get(device, ())
         return (*carried, *computed) if role == "state" and self._dealt is not None else (*own, *carried)
 
-    def deal(self, dealer: Dealer) -> None:
+    def deal(self, dealer: OptimizerSharder) -> None:
         """Takes the layout of the state."""
         holders: dict[Box, list[str]] = defaultdict(list)
         for device, boxes in self._computing.items():

@@ -72,7 +72,7 @@ class _Ring(NamedTuple):
     keepers: tuple[tuple[str, ...], ...]
 
 
-class Dealer:
+class OptimizerSharder:
     """Deals the state of a model's parameters, one after the other, over the members of a plan."""
 
     def __init__(self, plan: Plan) -> None:

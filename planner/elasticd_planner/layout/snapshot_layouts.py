@@ -15,7 +15,7 @@ from elasticd_planner.spec.mesh import JobPlan
 from elasticd_planner.value import refuse
 
 
-class StoodIn:
+class SnapshotLayouts:
     """The `layouts` of a plan as its members' `shares` lie on the devices of `stands`.
 
     shares: by member the disjoint boxes that it was dealt of each item; together they are everything. stands:

@@ -17,7 +17,7 @@ from elasticd_planner.spec.box import Box, Holding, TensorLayout, subtract
 from elasticd_planner.spec.mesh import JobPlan
 
 
-class Remains:
+class SurvivingLayouts:
     """The holdings `layouts` without `gone`, and without what `stale` devices get from others."""
 
     def __init__(self, layouts: Holdings, *, gone: Collection[str], stale: Collection[str] = ()) -> None:

@@ -14,7 +14,7 @@ from statistics import median
 import numpy as np
 from numpy.typing import NDArray
 
-from elasticd_planner.profiling.samples import SectionTiming
+from elasticd_planner.profiling.samples import SectionSample
 from elasticd_planner.value import Value, refuse
 
 #: Token counts that can be left out one by one, for the check, from.
@@ -56,7 +56,7 @@ class SectionFit(Value, frozen=True, kw_only=True):
     noise: float
 
 
-def regress(timings: Sequence[SectionTiming], *, one_size: bool = False) -> SectionFit:
+def regress(timings: Sequence[SectionSample], *, one_size: bool = False) -> SectionFit:
     """Fits one section's timings.
 
     Args:
@@ -92,7 +92,7 @@ def regress(timings: Sequence[SectionTiming], *, one_size: bool = False) -> Sect
     )
 
 
-def solve(timings: Sequence[SectionTiming]) -> Coefficients:
+def solve(timings: Sequence[SectionSample]) -> Coefficients:
     """The coefficients of least relative squares over timings of one section. Where noise leaves no growth at
     some width, one slope stands for all of them; the errors then say how well."""
     widths = sorted({timing.width for timing in timings})
@@ -119,14 +119,14 @@ def _coefficients(fixed: float, slopes: Sequence[float], widths: Sequence[int]) 
     return Coefficients(fixed=fixed, per_token=per_token, slowdown=dict(zip(widths, factors, strict=True)))
 
 
-def _slopes(timings: Sequence[SectionTiming], columns: NDArray[np.float64]) -> tuple[float, list[float]]:
+def _slopes(timings: Sequence[SectionSample], columns: NDArray[np.float64]) -> tuple[float, list[float]]:
     seconds = np.array([timing.seconds for timing in timings])
     columns = np.column_stack([np.ones(len(timings)), columns]) / seconds[:, None]
     fixed, *slopes = least_squares(columns, np.ones(len(timings))).tolist()
     return fixed, slopes
 
 
-def errors(coefficients: Coefficients, timings: Sequence[SectionTiming]) -> Errors:
+def errors(coefficients: Coefficients, timings: Sequence[SectionSample]) -> Errors:
     """The errors of the coefficients at these timings."""
     off = [abs(coefficients.seconds(t.width, t.share, t.tokens) / t.seconds - 1) for t in timings]
     return Errors(median=median(off), worst=max(off))
@@ -160,7 +160,7 @@ def line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     return intercept, slope
 
 
-def _held_out(timings: Sequence[SectionTiming]) -> Errors | None:
+def _held_out(timings: Sequence[SectionSample]) -> Errors | None:
     """What is predicted of each token count by all the others."""
     counts = sorted({timing.tokens for timing in timings})
     if len(counts) < HELD_OUT_FROM:

@@ -8,7 +8,7 @@ import msgspec
 
 from elasticd_planner.cost.model_profile import ModelProfile, SectionProfile, derive, suited
 from elasticd_planner.profiling.regression import SectionFit, line, regress
-from elasticd_planner.profiling.samples import Samples, SectionTiming, kind_name
+from elasticd_planner.profiling.samples import Samples, SectionSample, kind_name
 from elasticd_planner.profiling.section_bytes import section_with_bytes
 from elasticd_planner.value import Value, refuse
 
@@ -70,7 +70,7 @@ def _growing(fit: SectionFit, per_token: float) -> SectionFit:
     return msgspec.structs.replace(fit, coefficients=coefficients)
 
 
-def _section(base: SectionProfile, fit: SectionFit, timings: Sequence[SectionTiming]) -> SectionProfile:
+def _section(base: SectionProfile, fit: SectionFit, timings: Sequence[SectionSample]) -> SectionProfile:
     """Seconds of the fit, and the bytes of a token: at each width the most of all token counts."""
     return msgspec.structs.replace(
         section_with_bytes(base, [timing.bytes for timing in timings]),

@@ -39,7 +39,7 @@ class ModelBytes(Value, frozen=True, kw_only=True):
         return tuple(each for each in self.sections if each.section == section)
 
 
-class SectionTiming(Value, frozen=True, kw_only=True):
+class SectionSample(Value, frozen=True, kw_only=True):
     """Medians over the repeats of one section ("embed", "head", "block", or "block.K" of kind K) on a member
     that holds `share` of it in a TP group of `width`, for one micro-batch of `tokens` tokens.
 
@@ -120,7 +120,7 @@ class Samples(Value, frozen=True, kw_only=True):
     threads: int
     torch: str
     repeats: int
-    timings: tuple[SectionTiming, ...]
+    timings: tuple[SectionSample, ...]
     updates: tuple[Update, ...] = ()
     collectives: tuple[Collective, ...] = ()
     whole: Whole | None = None
@@ -130,12 +130,12 @@ class Samples(Value, frozen=True, kw_only=True):
     numbers: Numbers | None = None
     items: str = ""
 
-    def of(self, section: str) -> tuple[SectionTiming, ...]:
+    def of(self, section: str) -> tuple[SectionSample, ...]:
         """The timings of one section."""
         return tuple(timing for timing in self.timings if timing.section == section)
 
     @property
-    def blocks(self) -> tuple[SectionTiming, ...]:
+    def blocks(self) -> tuple[SectionSample, ...]:
         """One block as the mean over the model's layers in seconds, and the most of them in bytes."""
         kinds = [self.of(kind_name(self.model, kind)) for kind in range(len(self.model.kinds))]
         layers = self.model.layers
@@ -150,7 +150,7 @@ def kind_name(model: ModelSpec, kind: int) -> str:
     return "block" if len(model.kinds) == 1 else f"block.{kind}"
 
 
-def _mean(alike: tuple[SectionTiming, ...], parts: list[float]) -> SectionTiming:
+def _mean(alike: tuple[SectionSample, ...], parts: list[float]) -> SectionSample:
     if len({(timing.width, timing.tokens) for timing in alike}) > 1:
         refuse("samples: every kind of block must be measured at the same widths and tokens")
 

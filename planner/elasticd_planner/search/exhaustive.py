@@ -179,7 +179,7 @@ def orders(chosen: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
             yield (item, *rest)
 
 
-class Exact:
+class ExhaustiveSearch:
     """One enumeration. `slack`: how much worse than the best (as a fraction) a plan may be and still count;
     `best`: seconds of a plan already known, inf for none. `budget`: shapes and combinations looked at before
     it ends without having looked at all (`complete` says so), a curve made counting as CURVE of them; `spent`

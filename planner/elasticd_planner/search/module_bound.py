@@ -9,8 +9,8 @@ A step takes no less than
 
 and what comes after the passes of the module with the loss. The least over the settings and the numbers of
 pipelines of the larger of the two is the bound. On few devices all plans of the module with the loss alone are
-enumerated, with the quickest shares that there could be (`Exact`, relaxed): what the best of them takes is no
-more than that module takes beside others.
+enumerated, with the quickest shares that there could be (`ExhaustiveSearch`, relaxed): what the best of them
+takes is no more than that module takes beside others.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import msgspec
 from elasticd_planner.cost.profile_cost import ProfileCost
 from elasticd_planner.numeric import EQUAL
 from elasticd_planner.problem import Problem
-from elasticd_planner.search.exhaustive import Exact
+from elasticd_planner.search.exhaustive import ExhaustiveSearch
 from elasticd_planner.search.large import LargeSearch
 from elasticd_planner.search.module_cost import ModuleCosts
 from elasticd_planner.search.options import Settings, roomy, task_of
@@ -92,7 +92,7 @@ class ModuleBound:
         if low >= known * (1 - EQUAL) or not few or self._left <= 0:
             return low
         equal = replace(task, cost=task.cost.equal())
-        exact = Exact(equal, best=known, budget=self._left, relaxed=equal.cost is not task.cost)
+        exact = ExhaustiveSearch(equal, best=known, budget=self._left, relaxed=equal.cost is not task.cost)
         exact.run()
         self._left -= exact.spent
         return max(low, exact.best) if exact.proved else low

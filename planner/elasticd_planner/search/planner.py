@@ -22,7 +22,7 @@ from elasticd_planner.problem import Answer, JobAnswer, JobProblem, MeshProblem,
 from elasticd_planner.search import experts, given_plan, interleave, lanes, modules, packed
 from elasticd_planner.search.balance.micro_batch_split import split_micro_batches
 from elasticd_planner.search.device_swaps import swapped
-from elasticd_planner.search.exhaustive import Combination, Exact, place
+from elasticd_planner.search.exhaustive import Combination, ExhaustiveSearch, place
 from elasticd_planner.search.infeasible import impossible_pin
 from elasticd_planner.search.large import LargeSearch
 from elasticd_planner.search.mesh import plan_mesh
@@ -37,7 +37,7 @@ from elasticd_planner.search.options import (
     setting_of,
     task_of,
 )
-from elasticd_planner.search.recompute import Selective, flagged
+from elasticd_planner.search.recompute import SelectiveRecompute, flagged
 from elasticd_planner.search.refine import Refiner
 from elasticd_planner.search.regroup import regrouped
 from elasticd_planner.search.regular import RegularLayout
@@ -289,7 +289,7 @@ class Planner:
                 return planning, answer
             space = self.problem.search_space
             if space.recompute is True:
-                kept = Selective(task=planning.task).pipelines(answer.plan.pipelines)
+                kept = SelectiveRecompute(task=planning.task).pipelines(answer.plan.pipelines)
                 answer = planning.with_less(answer, kept)
             if space.sequence_parallel is True:
                 assert answer.plan is not None
@@ -329,7 +329,7 @@ class Planner:
         options = [current] if current is not None and self.fits(current) else []
         options += self.regular_plans
         known = min(map(self.task.seconds, options), default=math.inf)
-        exact = Exact(self.task, slack=self.slack, best=min(known, self.known), budget=self.left[0])
+        exact = ExhaustiveSearch(self.task, slack=self.slack, best=min(known, self.known), budget=self.left[0])
         combinations = exact.run()
         self.left[0] -= exact.spent
         found = [*islice(self.candidates(exact, combinations), COMPARED), *self.regular_plans]
@@ -339,7 +339,7 @@ class Planner:
         proved = exact.best if exact.complete and self._proves(exact) else None
         return self._answered(found, exact.candidates + len(found), proved)
 
-    def _proves(self, exact: Exact) -> bool:
+    def _proves(self, exact: ExhaustiveSearch) -> bool:
         """Returns True if an enumeration proves that no plan is better than its best.
 
         A table's seconds are those of the formula. In the schedule's time it must have looked at all layers and
@@ -483,7 +483,7 @@ class Planner:
             return None
         return self.task.seconds(plan)
 
-    def candidates(self, exact: Exact, combinations: Sequence[Combination]) -> Iterator[Plan]:
+    def candidates(self, exact: ExhaustiveSearch, combinations: Sequence[Combination]) -> Iterator[Plan]:
         """Plans near the best: first those made from the current one, which move the least."""
         current = self.current
         if current is not None and self.fits(current):

@@ -24,7 +24,7 @@ from elasticd_planner.spec.plan import Pipeline, Stage
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Selective:
+class SelectiveRecompute:
     """Switches recomputation off in pipelines of one task."""
 
     task: Task

@@ -182,7 +182,7 @@ class Sampler(Value, frozen=True, kw_only=True):
         return tuple(found)
 
 
-class TokenSampler:
+class TokenBatchSampler:
     """The same for steps of about so many tokens: a function of (seed, step), too.
 
     The samples of all epochs, one after the other, lie along a line of tokens. A step has those that begin in

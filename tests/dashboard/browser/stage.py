@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from elasticd.chaos.client import Chaos
-from elasticd.client import Api, CannotReach
+from elasticd.client import ApiClient, CannotReach
 from elasticd.config.credentials import Credentials
 from elasticd.config.tree import load
 from elasticd.coordinator.api_types import JobStatus
@@ -239,18 +239,18 @@ class Stage:
 
     # -- what the leader says ----------------------------------------------------------------------------------
 
-    def reached(self, ask: Callable[[Api], T]) -> T | None:
+    def reached(self, ask: Callable[[ApiClient], T]) -> T | None:
         """What the leader answers, None while nobody leads."""
         try:
             leader = read_leader(self._store, self.keys.leader)
             if leader is None:
                 return None
-            with Api(leader.value, self._known) as api:
+            with ApiClient(leader.value, self._known) as api:
                 return ask(api)
         except (CannotReach, StoreError):
             return None
 
-    def asked(self, ask: Callable[[Api], T]) -> T:
+    def asked(self, ask: Callable[[ApiClient], T]) -> T:
         """What the leader answers, as soon as there is one."""
         found: list[T] = []
 

@@ -16,7 +16,7 @@ pytest.importorskip("playwright.sync_api", reason="playwright is not installed: 
 from playwright.sync_api import Browser, expect
 
 from elasticd.cli.app import elasticd
-from elasticd.client import Api
+from elasticd.client import ApiClient
 from elasticd.testing.waiting import until
 from elasticd.wire.node_health import DeviceHealth
 from tests.dashboard.browser.pages import Person, figure
@@ -59,7 +59,7 @@ def alice(browser: Browser, stage: Stage) -> Iterator[Person]:
         yield person
 
 
-def plan_number(api: Api) -> int:
+def plan_number(api: ApiClient) -> int:
     found = api.status().job(JOB)
     return found.plan.number if found is not None and found.plan is not None else 0
 
@@ -533,7 +533,7 @@ def first_lines(text: str) -> list[str]:
     return [" ".join(line.split()) for line in text.splitlines()[:2]]
 
 
-def metrics(api: Api) -> dict[str, float]:
+def metrics(api: ApiClient) -> dict[str, float]:
     """The leader's, by name and labels beside that of the cluster."""
     text = re.sub(r'cluster="[^"]*",?', "", api._ask("GET", "/metrics").decode())
     return {

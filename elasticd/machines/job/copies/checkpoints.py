@@ -17,7 +17,7 @@ from elasticd.machines.job.state.events import CheckpointAsked, CoordinatorNote
 from elasticd.machines.job.state.job_state import JobPhase, JobState, Worker
 from elasticd.machines.job.state.last_checkpoint import is_dead, newest
 from elasticd.machines.job.state.snapshot_sets import Moment
-from elasticd.machines.job.state.transaction import Turn
+from elasticd.machines.job.state.transaction import Transaction
 from elasticd.names import harmless
 from elasticd.records import CheckpointsRecord, PublishedCheckpoint
 from elasticd.wire.worker import Saved, SaveFailed, SaveNow
@@ -55,12 +55,12 @@ def offered(job: JobState) -> tuple[str, ...]:
     return tuple(name for name in seen[some] if name in common)
 
 
-def saved(turn: Turn, worker: Worker, body: Saved) -> None:
+def saved(turn: Transaction, worker: Worker, body: Saved) -> None:
     """A worker says that a checkpoint is whole on disk."""
     _publish(turn, body)
 
 
-def failed(turn: Turn, worker: Worker, body: SaveFailed) -> None:
+def failed(turn: Transaction, worker: Worker, body: SaveFailed) -> None:
     """A rank says why a checkpoint is not made. A new leader may hear it of one that others followed."""
     job, last = turn.job, newest(turn.job)
     if last is not None and (last.plan, last.step) >= (body.plan, body.step):
@@ -97,7 +97,7 @@ def _told(job: JobState) -> Worker | None:
     return next((each for each in members if each and not (each.left or each.frozen or each.orphan)), None)
 
 
-def asked(turn: Turn, event: CheckpointAsked) -> None:
+def asked(turn: Transaction, event: CheckpointAsked) -> None:
     """Tells one member: the others learn of it by the vote. Should it be lost with the word, nothing is made;
     whoever asked sees no checkpoint, and asks again."""
     worker = _told(turn.job)
@@ -105,7 +105,7 @@ def asked(turn: Turn, event: CheckpointAsked) -> None:
         turn.send(worker.node, worker.client, SaveNow())
 
 
-def _publish(turn: Turn, body: Saved) -> None:
+def _publish(turn: Transaction, body: Saved) -> None:
     """Publishes a checkpoint whose plan is recorded. It is written again when it is said again: the agent may
     not have taken the word of a leader before this one. One writing answers all who said so: see `due`."""
     job = turn.job
@@ -138,7 +138,7 @@ def _waits(job: JobState, body: Saved) -> bool:
     return proposal.recovery.step < body.step
 
 
-def due(turn: Turn) -> None:
+def due(turn: Transaction) -> None:
     """Publishes what need not wait any more, and writes the list again for those who said again what is in it,
     all of them at once."""
     _publish_waiting(turn)
@@ -147,12 +147,12 @@ def due(turn: Turn) -> None:
         _write(turn)
 
 
-def _write(turn: Turn, *notes: CoordinatorNote) -> None:
+def _write(turn: Transaction, *notes: CoordinatorNote) -> None:
     turn.write(CheckpointsRecord(published=turn.job.published, epoch=turn.epoch), notes=notes)
     turn.set(republish=False, published_at=turn.now)
 
 
-def _publish_waiting(turn: Turn) -> None:
+def _publish_waiting(turn: Transaction) -> None:
     """A saver says it once, and is busy until it is published."""
     ready = [body for body in turn.job.unpublished if not _waits(turn.job, body)]
     if ready:
@@ -161,7 +161,7 @@ def _publish_waiting(turn: Turn) -> None:
             _publish(turn, body)
 
 
-def recorded(turn: Turn) -> None:
+def recorded(turn: Transaction) -> None:
     """A plan was recorded: what waited for it is published. If the job went back, checkpoints of later steps
     are dead from now on."""
     job = turn.job

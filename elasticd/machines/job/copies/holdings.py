@@ -6,7 +6,7 @@ from collections.abc import Collection, Hashable
 
 from elasticd_migration.reshard import span
 from elasticd_planner.layout.holdings import JobTensors, holdings_of
-from elasticd_planner.layout.surviving_layouts import Remains
+from elasticd_planner.layout.surviving_layouts import SurvivingLayouts
 from elasticd_planner.spec.box import cells
 from elasticd_planner.spec.mesh import JobPlan
 
@@ -30,7 +30,7 @@ def lost_boxes(tensors: JobTensors, plan: JobPlan, live: Collection[str], stale:
         return ""
     lost = [
         f"{item} {span(box)}"
-        for item, boxes in Remains(holdings_of(tensors, plan), gone=gone, stale=stale).lost()
+        for item, boxes in SurvivingLayouts(holdings_of(tensors, plan), gone=gone, stale=stale).lost()
         for box in boxes
     ]
     more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""

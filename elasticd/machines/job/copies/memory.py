@@ -25,7 +25,7 @@ from elasticd_planner.value import Value
 
 from elasticd.machines.job.copies.rollback import Source
 from elasticd.machines.job.copies.snapshots import secured
-from elasticd.machines.job.state.transaction import Turn
+from elasticd.machines.job.state.transaction import Transaction
 
 #: The part of a node's free memory that old copies may take during a switch.
 HOST_PART = 0.75
@@ -42,7 +42,7 @@ class Room(Value, frozen=True, kw_only=True):
     aside: tuple[str, ...] = ()
 
 
-def room_for(turn: Turn, plan: JobPlan, source: Source | None) -> Room:
+def room_for(turn: Transaction, plan: JobPlan, source: Source | None) -> Room:
     """For a switch to `plan` from the plan in force; after a fence, from `source`. Cramped: state can move in
     place, which is safe. Of a job on a mesh no bytes are known."""
     job, spec = turn.job, turn.job.pipeline_spec
@@ -109,7 +109,7 @@ def room(
     )
 
 
-def _hosts_hold(turn: Turn, changing: Mapping[str, float]) -> bool:
+def _hosts_hold(turn: Transaction, changing: Mapping[str, float]) -> bool:
     """Whether each of these devices has memory of its own, and its node has room for what changes there."""
     asked: dict[str, float] = defaultdict(float)
     for device, size in changing.items():

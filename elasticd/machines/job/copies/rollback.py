@@ -16,7 +16,7 @@ from elasticd.machines.job.copies.snapshots import plan_of, words
 from elasticd.machines.job.state.job_state import JobPhase
 from elasticd.machines.job.state.last_checkpoint import is_dead
 from elasticd.machines.job.state.snapshot_sets import Moment, stand_ins
-from elasticd.machines.job.state.transaction import Turn
+from elasticd.machines.job.state.transaction import Transaction
 from elasticd.records import Proposal, Recovery
 
 #: The name of all checkpoints: members read the first that all can.
@@ -49,7 +49,7 @@ def set_name(plan: int, step: int) -> str:
     return f"the snapshots of plan {plan} at step {step}"
 
 
-def waits(turn: Turn, why: str) -> None:
+def waits(turn: Transaction, why: str) -> None:
     """The job cannot go on as things are: it waits, its state safe, for more to come."""
     if turn.job.reason != why:
         what = "waiting for capacity" if turn.job.phase is JobPhase.RECOVERING else "waiting"
@@ -57,12 +57,12 @@ def waits(turn: Turn, why: str) -> None:
         turn.note("waiting", f"{what}: {why}", number=turn.job.number)
 
 
-def older_state(turn: Turn) -> bool:
+def older_state(turn: Transaction) -> bool:
     """Whether there is any state to go back to."""
     return bool(_sets(turn) or _checkpoints(turn))
 
 
-def older(turn: Turn, *, survivors: bool) -> Source | str | None:
+def older(turn: Transaction, *, survivors: bool) -> Source | str | None:
     """The newest older state that the plan at hand can go on from, or what to wait for, for people (empty while
     a plan is on its way); None if there is no older state at all. survivors: members of the plan in force live,
     and stand still meanwhile."""
@@ -101,7 +101,7 @@ class _Option(Value, frozen=True, kw_only=True):
     lacking: tuple[str, ...] = ()  # nodes that cannot be reached now, and alone hold some of it
 
 
-def _sets(turn: Turn) -> list[_Option]:
+def _sets(turn: Transaction) -> list[_Option]:
     """The sets of snapshots that agents hold all of."""
     snapshots = turn.job.snapshots
     there = turn.connected
@@ -119,7 +119,7 @@ def _sets(turn: Turn) -> list[_Option]:
     return found
 
 
-def _checkpoints(turn: Turn) -> list[_Option]:
+def _checkpoints(turn: Transaction) -> list[_Option]:
     names = checkpoint_names(turn)
     if not names or turn.job.snapshots.failed.get(CHECKPOINTS, 0) >= MOST_TRIES:
         return []
@@ -128,7 +128,7 @@ def _checkpoints(turn: Turn) -> list[_Option]:
     return [_Option(moment=known.get(names[0], Moment(0, -1)), words=f"checkpoint {names[0]}")]
 
 
-def checkpoint_names(turn: Turn) -> tuple[str, ...]:
+def checkpoint_names(turn: Transaction) -> tuple[str, ...]:
     """What members may try, the newest first: those that the job published, then others that workers saw as
     they came. What is beyond a step that the job went back to is no part of its history."""
     published = sorted(turn.job.published, key=lambda one: (one.plan, one.step), reverse=True)
@@ -140,7 +140,7 @@ def checkpoint_names(turn: Turn) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _coming(turn: Turn) -> str:
+def _coming(turn: Transaction) -> str:
     """Workers that are on their way, while a plan without them need not be made in haste."""
     job, settings = turn.job, turn.settings
     since = max(job.since, job.arrived)
@@ -153,7 +153,7 @@ def _coming(turn: Turn) -> str:
     return ""
 
 
-def _source(turn: Turn, option: _Option, plan: JobPlan) -> Source | str:
+def _source(turn: Transaction, option: _Option, plan: JobPlan) -> Source | str:
     """What a proposal of `plan` says of it, or what is lacking."""
     job = turn.job
     assert job.fence is not None

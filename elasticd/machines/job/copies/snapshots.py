@@ -7,14 +7,14 @@ import msgspec
 from elasticd_planner.spec.mesh import JobPlan
 
 from elasticd.machines.job.state.snapshot_sets import Moment
-from elasticd.machines.job.state.transaction import Turn
+from elasticd.machines.job.state.transaction import Transaction
 from elasticd.wire.snapshots import SnapshotInventory, SnapshotSetComplete
 
 #: Seconds between two notes of a whole set: one is made every few steps, and `status` shows the newest.
 NOTE_SECONDS = 10.0
 
 
-def keeps(turn: Turn, node: str, body: SnapshotInventory) -> None:
+def keeps(turn: Transaction, node: str, body: SnapshotInventory) -> None:
     """All that an agent holds of this job. Said again it changes nothing. A node that has no part in the job
     has no say in this: its agent repeats it once a worker of the job says hello there."""
     sender = turn.nodes.get(node)
@@ -36,7 +36,7 @@ def keeps(turn: Turn, node: str, body: SnapshotInventory) -> None:
         turn.order(node, _complete(turn, before))  # it missed the word, or a leader before this one gave it
 
 
-def _whole(turn: Turn, moment: Moment, plan: JobPlan) -> None:
+def _whole(turn: Transaction, moment: Moment, plan: JobPlan) -> None:
     snapshots = turn.job.snapshots
     turn.set(snapshots=msgspec.structs.replace(snapshots, whole=moment))
     for node in sorted(snapshots.kept):
@@ -49,21 +49,21 @@ def _whole(turn: Turn, moment: Moment, plan: JobPlan) -> None:
         turn.note("snapshot", text, number=plan.number, step=moment.step, nodes=nodes)
 
 
-def _complete(turn: Turn, moment: Moment) -> SnapshotSetComplete:
+def _complete(turn: Transaction, moment: Moment) -> SnapshotSetComplete:
     return SnapshotSetComplete(job=turn.job.job, plan=moment.plan, step=moment.step)
 
 
-def plan_of(turn: Turn, number: int) -> JobPlan | None:
+def plan_of(turn: Transaction, number: int) -> JobPlan | None:
     """The plan of this number, if this leader knows it: from the store, or with a snapshot."""
     known = next((plan for plan in turn.job.candidates if plan.number == number), None)
     return known or turn.job.snapshots.plans.get(number)
 
 
-def _takers(turn: Turn) -> set[str]:
+def _takers(turn: Transaction) -> set[str]:
     return {name for name, node in turn.nodes.items() if node.record.snapshots}
 
 
-def secured(turn: Turn, plan: JobPlan) -> Moment | None:
+def secured(turn: Transaction, plan: JobPlan) -> Moment | None:
     """The newest moment of `plan` whose snapshots can be read now, each on some node, if there is one."""
     for moment in turn.job.snapshots.moments():
         if moment.plan == plan.number:

@@ -31,7 +31,7 @@ from elasticd_planner.spec.mesh import JobPlan
 
 from elasticd.machines.job.copies.rollback import older_state
 from elasticd.machines.job.state.job_state import JobPhase, JobState, Worker
-from elasticd.machines.job.state.transaction import Turn
+from elasticd.machines.job.state.transaction import Transaction
 from elasticd.wire.main_thread import Halted
 
 #: Characters that are kept of a place and a stack, whatever an agent says.
@@ -40,7 +40,7 @@ MOST_PLACE, MOST_STACK = 80, 8000
 TOLD_SECONDS, MOST_NAMED = 10.0, 3
 
 
-def stood(turn: Turn, node: str, message: Halted) -> None:
+def stood(turn: Transaction, node: str, message: Halted) -> None:
     """A worker's main thread stands still, or moves again. That alone costs nothing: see `culprits`."""
     worker = turn.job.worker(message.device, message.incarnation)
     if worker is None:
@@ -54,7 +54,7 @@ def stood(turn: Turn, node: str, message: Halted) -> None:
     turn.worker(worker, halted=found, halted_at=turn.now - seconds)
 
 
-def culprits(turn: Turn) -> tuple[Worker, ...]:
+def culprits(turn: Transaction) -> tuple[Worker, ...]:
     """The members that all others wait for, and that have no reason to let them. Never more than half of them:
     what befalls most of a job is no fault of its devices. A job's only member is one beyond the limit, where
     another device can go on from a copy of the state."""
@@ -68,7 +68,7 @@ def culprits(turn: Turn) -> tuple[Worker, ...]:
     return ()
 
 
-def _replaceable(turn: Turn, members: Sequence[Worker]) -> bool:
+def _replaceable(turn: Transaction, members: Sequence[Worker]) -> bool:
     """Returns True if a job's only member stands still beyond the limit beside a device that could go on from
     an older state. That is done again once the job has come farther: code that hangs on one may hang on the
     next."""
@@ -106,7 +106,7 @@ def _waits(worker: Worker) -> bool:
     return worker.halted is not None and worker.halted.waits
 
 
-def apart(turn: Turn) -> str:
+def apart(turn: Transaction) -> str:
     """Why members that wait for one another never come together: they are at different places of the script."""
     members = _training(turn.job)
     halts = [worker.halted for worker in members if worker.halted is not None and worker.halted.waits]
@@ -155,7 +155,7 @@ def _mutual(job: JobState, members: Sequence[Worker]) -> str:
     return f"its workers wait for one another: {', '.join(waits)}{_more(members)}"
 
 
-def tell(turn: Turn) -> None:
+def tell(turn: Transaction) -> None:
     """Of members that stand still for longer than they may, though none is a culprit, since they are most of
     the job's or another one may still: whom the job waits for, and their stacks. Of each step once."""
     job = turn.job
@@ -200,7 +200,7 @@ def _too_long_outside(job: JobState, worker: Worker, now: float, limit: float) -
     return limit > 0 and now - worker.halted_at >= limit + late
 
 
-def busy(turn: Turn, worker: Worker) -> bool:
+def busy(turn: Transaction, worker: Worker) -> bool:
     """Whether a worker that is silent is known to be in its script's own code, in its loader or in its plan's
     first steps, and may be."""
     if worker.frozen or worker.halted is None or worker.halted.waits or worker.halted.computes:
@@ -208,7 +208,7 @@ def busy(turn: Turn, worker: Worker) -> bool:
     return not _too_long_outside(turn.job, worker, turn.now, turn.settings.detect.outside_seconds)
 
 
-def described(turn: Turn, found: tuple[Worker, ...]) -> str:
+def described(turn: Transaction, found: tuple[Worker, ...]) -> str:
     """Who stands still, where and for how long, and which others wait."""
     texts = []
     for worker in found:
@@ -234,7 +234,7 @@ def _waiting(plan: JobPlan | None, device: str, halted: Halted) -> str:
     return f"{device} (in {halted.place}{source})"
 
 
-def note(turn: Turn, found: tuple[Worker, ...]) -> None:
+def note(turn: Transaction, found: tuple[Worker, ...]) -> None:
     """Tells of each, with its stack."""
     for worker in found:
         assert worker.halted is not None

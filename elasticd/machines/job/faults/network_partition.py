@@ -23,7 +23,7 @@ from elasticd.machines.job.lifecycle.job_end import stop
 from elasticd.machines.job.state.data_network import Out, nodes_name
 from elasticd.machines.job.state.job_state import JobPhase, Worker, incarnations
 from elasticd.machines.job.state.reachable_nodes import Pair, together, words
-from elasticd.machines.job.state.transaction import Turn, doubled
+from elasticd.machines.job.state.transaction import Transaction, doubled
 from elasticd.wire.coordinator import TryReach, Unreached
 
 #: Seconds for which a round's answers are waited for.
@@ -41,7 +41,7 @@ MOST_REGROUPS = 8
 HEALING_SECONDS = 60.0
 
 
-def regroup(turn: Turn, why: str, *, at_once: bool = False) -> None:
+def regroup(turn: Transaction, why: str, *, at_once: bool = False) -> None:
     """Its members stand still though nobody is lost: they are to recover together, each time after a longer
     pause, but for the first time `at_once`."""
     count = turn.job.network.regroups + 1
@@ -58,13 +58,13 @@ def regroup(turn: Turn, why: str, *, at_once: bool = False) -> None:
     turn.set(not_before=0.0 if at_once and count == 1 else turn.now + pause)
 
 
-def stepped(turn: Turn) -> None:
+def stepped(turn: Transaction) -> None:
     """The members made a step together."""
     if turn.job.network.regroups:
         _changed(turn, regroups=0)
 
 
-def heard(turn: Turn, node: str, body: Unreached) -> None:
+def heard(turn: Transaction, node: str, body: Unreached) -> None:
     """An agent tried whom it reaches."""
     network = turn.job.network
     if node in network.asked and body.round == network.round:
@@ -72,7 +72,7 @@ def heard(turn: Turn, node: str, body: Unreached) -> None:
         turn.set(network=network.answered(node, others))
 
 
-def due(turn: Turn) -> None:
+def due(turn: Transaction) -> None:
     """Ends a round, acts on what is known, and begins the next."""
     network = turn.job.network
     under_way = network.asked and turn.now - network.asked_at < ANSWER_SECONDS
@@ -83,7 +83,7 @@ def due(turn: Turn) -> None:
     _ask(turn)
 
 
-def _judge(turn: Turn) -> None:
+def _judge(turn: Transaction) -> None:
     """Closes what pairs that are apart can never bring to an end. While survivors say what they hold, nothing
     is under way: `divided` looks when all have."""
     job = turn.job
@@ -99,7 +99,7 @@ def _judge(turn: Turn) -> None:
             turn.give_up(words(apart))
 
 
-def _stands_still(turn: Turn) -> bool:
+def _stands_still(turn: Transaction) -> bool:
     """Whether members of a plan that was running have lost each other, or made no step for too long."""
     job = turn.job
     if job.fence is not None or job.plan is None:
@@ -109,7 +109,7 @@ def _stands_still(turn: Turn) -> bool:
     return late or any(worker.peers_lost_at is not None for worker in job.workers.values())
 
 
-def _ask(turn: Turn) -> None:
+def _ask(turn: Transaction) -> None:
     """Begins a round where one is due."""
     job, network = turn.job, turn.job.network
     if network.asked or turn.now < network.next_at:
@@ -127,7 +127,7 @@ def _ask(turn: Turn) -> None:
     _changed(turn, round=number, asked=tuple(asked), asked_at=turn.now, heard={}, next_at=turn.now + pause)
 
 
-def _asked(turn: Turn, nodes: Collection[str]) -> tuple[list[str], float]:
+def _asked(turn: Transaction, nodes: Collection[str]) -> tuple[list[str], float]:
     """Who is to try whom they reach, and seconds until the next round."""
     job, network = turn.job, turn.job.network
     long = job.phase is JobPhase.PROPOSED and turn.now - job.since >= PATIENT_SECONDS
@@ -144,7 +144,7 @@ def _asked(turn: Turn, nodes: Collection[str]) -> tuple[list[str], float]:
     return [node for node in nodes if node in troubled], OUT_SECONDS
 
 
-def divided(turn: Turn, owners: Iterable[Worker], restores: Callable[[frozenset[str]], bool]) -> bool:
+def divided(turn: Transaction, owners: Iterable[Worker], restores: Callable[[frozenset[str]], bool]) -> bool:
     """All that live have said what they hold. Has a plan made for those who can go on, and then fences off the
     others; whether there was something to do, or to wait for. restores: whether the copies on these nodes are a
     whole state."""
@@ -173,7 +173,7 @@ def divided(turn: Turn, owners: Iterable[Worker], restores: Callable[[frozenset[
     return True
 
 
-def unplanned(turn: Turn, why: str) -> bool:
+def unplanned(turn: Transaction, why: str) -> bool:
     """There is no plan for the devices at hand: the next smaller set of nodes is tried, if this one was chosen
     from parts of a network. Whether it was."""
     network = turn.job.network
@@ -183,11 +183,11 @@ def unplanned(turn: Turn, why: str) -> bool:
     return True
 
 
-def _changed(turn: Turn, **changes: Any) -> None:
+def _changed(turn: Transaction, **changes: Any) -> None:
     turn.set(network=msgspec.structs.replace(turn.job.network, **changes))
 
 
-def _replanned(turn: Turn) -> bool:
+def _replanned(turn: Transaction) -> bool:
     """Whether the plan at hand has nodes that the survivors do not reach: another is made, without them."""
     remedy = turn.job.remedy
     if remedy is None:
@@ -199,7 +199,7 @@ def _replanned(turn: Turn) -> bool:
     return True
 
 
-def _leave_out(turn: Turn, nodes: Iterable[str]) -> None:
+def _leave_out(turn: Transaction, nodes: Iterable[str]) -> None:
     """Each further time they are left out for twice as long, until they were with the others for the longest of
     such times."""
     network, settings = turn.job.network, turn.settings
@@ -212,7 +212,7 @@ def _leave_out(turn: Turn, nodes: Iterable[str]) -> None:
     _changed(turn, out=out)
 
 
-def _hopeless(turn: Turn, apart: frozenset[Pair]) -> None:
+def _hopeless(turn: Transaction, apart: frozenset[Pair]) -> None:
     network = turn.job.network
     since = turn.now if network.hopeless_since is None else network.hopeless_since
     _changed(turn, hopeless_since=since)
@@ -228,7 +228,7 @@ def _hopeless(turn: Turn, apart: frozenset[Pair]) -> None:
         waits(turn, f"{why}; the job goes on once they do, or ends after {HEALING_SECONDS:g} s")
 
 
-def usable(turn: Turn, devices: dict[str, int]) -> set[str]:
+def usable(turn: Transaction, devices: dict[str, int]) -> set[str]:
     """Those of these nodes, with so many devices each, that a plan may use together: all that reach the nodes
     that hold state, and each other."""
     job, network = turn.job, turn.job.network

@@ -27,7 +27,7 @@ from elasticd.machines.job.lifecycle.fence import fault
 from elasticd.machines.job.lifecycle.job_end import stop
 from elasticd.machines.job.state.job_state import JobState, Worker
 from elasticd.machines.job.state.last_checkpoint import after_steps
-from elasticd.machines.job.state.transaction import Turn
+from elasticd.machines.job.state.transaction import Transaction
 from elasticd.records import Thrown
 from elasticd.wire.worker import Raised
 
@@ -47,7 +47,7 @@ _SAVED = "the state is saved"
 _UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f]+")
 
 
-def raised(turn: Turn, worker: Worker, body: Raised) -> None:
+def raised(turn: Transaction, worker: Worker, body: Raised) -> None:
     """A rank says that its script's own code raised. Said again it changes nothing."""
     job, body = turn.job, _bounded(body)
     if worker.raised == body or (worker.raised is not None and not body.ends):
@@ -84,7 +84,7 @@ def _kept(job: JobState) -> str:
     return _SAVED if unmade is None else f"the last checkpoint failed ({unmade.reason}): {after_steps(job)}"
 
 
-def judge(turn: Turn) -> None:
+def judge(turn: Transaction) -> None:
     """What follows of what was raised, once a new leader knows which workers there are."""
     job = turn.job
     if not job.thrown or job.failing:
@@ -94,7 +94,7 @@ def judge(turn: Turn) -> None:
             _judge(turn, turn.worker(turn.job.workers[worker.device], judged=True), worker.raised)
 
 
-def _judge(turn: Turn, worker: Worker, body: Raised) -> None:
+def _judge(turn: Transaction, worker: Worker, body: Raised) -> None:
     others = [thrown for thrown in turn.job.thrown if thrown.device != worker.device]
     again = next((thrown for thrown in others if alike(thrown, body)), None) or _in_turn(others, body)
     what = described(worker.device, body)
@@ -109,7 +109,7 @@ def _judge(turn: Turn, worker: Worker, body: Raised) -> None:
         fault(turn, {worker.device: worker.incarnation}, what)
 
 
-def unplanned(turn: Turn, why: str) -> bool:
+def unplanned(turn: Transaction, why: str) -> bool:
     """There is no plan without the device of a rank whose code raised: the step cannot be tried elsewhere.
     Whether there is such a rank, by which the job then ends."""
     job = turn.job
@@ -169,7 +169,7 @@ def _others(job: JobState) -> bool:
     )
 
 
-def _end(turn: Turn, why: str, body: Raised) -> None:
+def _end(turn: Transaction, why: str, body: Raised) -> None:
     """No device is to blame. The members save the state, if they can, and the job ends."""
     if not (body.step > 0 and body.saves and _all_can_save(turn.job)):
         stop(turn, why)

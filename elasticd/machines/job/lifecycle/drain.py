@@ -16,11 +16,11 @@ from elasticd_planner.spec.cluster import node_of
 from elasticd.machines.job.lifecycle.job_end import stop
 from elasticd.machines.job.state.job_state import JobPhase, Worker
 from elasticd.machines.job.state.last_checkpoint import after_steps, lost_steps
-from elasticd.machines.job.state.transaction import Turn
+from elasticd.machines.job.state.transaction import Transaction
 from elasticd.wire.worker import DrainNotice
 
 
-def notice(turn: Turn, worker: Worker, body: DrainNotice) -> None:
+def notice(turn: Transaction, worker: Worker, body: DrainNotice) -> None:
     """A worker drains from now on. A plan that only was to take it up is given up."""
     if worker.left or worker.raised is not None:
         return
@@ -42,7 +42,7 @@ def notice(turn: Turn, worker: Worker, body: DrainNotice) -> None:
         turn.give_up(f"worker {worker.device}, {which}, drains")
 
 
-def ending(turn: Turn) -> bool:
+def ending(turn: Transaction) -> bool:
     """Returns whether the job makes a last checkpoint and ends, with nobody to go on: a user stops it, or all
     its workers drain."""
     job = turn.job
@@ -55,7 +55,7 @@ def ending(turn: Turn) -> bool:
     return bool(there) and all(worker.draining and worker.raised is None for worker in there)
 
 
-def all_drain(turn: Turn) -> None:
+def all_drain(turn: Transaction) -> None:
     """Every worker drains, as when one torchrun that has them all is ended: nobody is left to go on. Those that
     hold the state make a last checkpoint before; after a loss they first recover without who is lost."""
     job = turn.job
@@ -74,13 +74,13 @@ def all_drain(turn: Turn) -> None:
         stop(turn, f"{why}, {after_steps(job)}", orderly=not lost_steps(job))
 
 
-def _goes_on(turn: Turn, worker: Worker) -> bool:
+def _goes_on(turn: Transaction, worker: Worker) -> bool:
     """Returns whether a worker may train on once all others have left: not if the job is being stopped, nor if
     its node cannot be reached."""
     return not (worker.left or worker.draining or turn.job.stopping) and turn.here(worker.node)
 
 
-def saving(turn: Turn) -> bool:
+def saving(turn: Transaction) -> bool:
     """Returns whether workers that hold the state have a last checkpoint to make. After a loss they recover
     first, if the job is `ending`."""
     job = turn.job
@@ -91,7 +91,7 @@ def saving(turn: Turn) -> bool:
     return any(job.workers[device].saves for device in job.plan.members if device in job.workers)
 
 
-def to_leave(turn: Turn) -> tuple[str, ...]:
+def to_leave(turn: Transaction) -> tuple[str, ...]:
     """The devices to be left that the plan in force still uses, in rank order."""
     members = turn.job.plan.members if turn.job.plan is not None else ()
     drained = any(node.record.draining for node in turn.nodes.values())
@@ -100,12 +100,12 @@ def to_leave(turn: Turn) -> tuple[str, ...]:
     return tuple(device for device in members if _drained(turn, device) or _drains(turn, device))
 
 
-def preempted(turn: Turn) -> bool:
+def preempted(turn: Transaction) -> bool:
     """Whether one of them has a deadline."""
     return any(_drains(turn, device) for device in to_leave(turn))
 
 
-def only_drained(turn: Turn) -> tuple[str, ...]:
+def only_drained(turn: Transaction) -> tuple[str, ...]:
     """Returns the nodes of the job's workers if a user drains them all: no first plan can be made. Else
     nothing."""
     nodes = {worker.node for worker in turn.job.workers.values()}
@@ -113,7 +113,7 @@ def only_drained(turn: Turn) -> tuple[str, ...]:
     return tuple(sorted(nodes)) if nodes == drained else ()
 
 
-def words(turn: Turn, devices: tuple[str, ...]) -> str:
+def words(turn: Transaction, devices: tuple[str, ...]) -> str:
     """Why they are left."""
     nodes = sorted({node_of(device) for device in devices if _drained(turn, device)})
     workers = [device for device in devices if not _drained(turn, device)]
@@ -122,11 +122,11 @@ def words(turn: Turn, devices: tuple[str, ...]) -> str:
     return "; ".join(found)
 
 
-def _drained(turn: Turn, device: str) -> bool:
+def _drained(turn: Transaction, device: str) -> bool:
     node = turn.nodes.get(node_of(device))
     return node is not None and node.record.draining
 
 
-def _drains(turn: Turn, device: str) -> bool:
+def _drains(turn: Transaction, device: str) -> bool:
     worker = turn.job.workers.get(device)
     return worker is not None and bool(worker.draining)

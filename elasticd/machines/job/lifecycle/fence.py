@@ -13,7 +13,7 @@ import msgspec
 from elasticd.codec.safe_text import shortened
 from elasticd.machines.job.lifecycle.job_end import MOST_REASON, aborted, stop
 from elasticd.machines.job.state.job_state import JobPhase
-from elasticd.machines.job.state.transaction import Turn
+from elasticd.machines.job.state.transaction import Transaction
 from elasticd.records import Fence, Proposal
 
 #: Phases in which a plan is in force, or may be.
@@ -22,7 +22,7 @@ FALLIBLE = frozenset({JobPhase.PROPOSED, JobPhase.ABORTING, JobPhase.RUNNING, Jo
 MOST_STORED = 2
 
 
-def fault(turn: Turn, gone: Mapping[str, str], why: str, *, back: int = -1) -> None:
+def fault(turn: Transaction, gone: Mapping[str, str], why: str, *, back: int = -1) -> None:
     """Fences `gone` (device to incarnation) off, and every number that is under way. A job that was to end
     with a last checkpoint ends without it. back: as `Fence.back`; that of a fence which stands stays."""
     job = turn.job
@@ -66,7 +66,7 @@ def fault(turn: Turn, gone: Mapping[str, str], why: str, *, back: int = -1) -> N
     turn.write(*records, notes=(told,))
 
 
-def resolved(turn: Turn) -> None:
+def resolved(turn: Transaction) -> None:
     """A plan was recorded after the fence: the fault is over."""
     workers = {
         device: msgspec.structs.replace(worker, standing=None, peers_lost_at=None)

@@ -13,12 +13,12 @@ from elasticd.codec.safe_text import shortened
 from elasticd.machines.job.state.events import CancelPlan, Unwritten
 from elasticd.machines.job.state.job_state import OVER, JobPhase
 from elasticd.machines.job.state.last_checkpoint import after_steps
-from elasticd.machines.job.state.transaction import Turn
+from elasticd.machines.job.state.transaction import Transaction
 from elasticd.records import DoneRecord, Proposal
 from elasticd.wire.worker import Closed, Finished, Rejected
 
 
-def finished(turn: Turn, body: Finished) -> None:
+def finished(turn: Transaction, body: Finished) -> None:
     """The last step's vote is complete: the job is over, whatever was being planned. Without its last
     checkpoint it has stopped: its command makes the steps after the newest one again."""
     job = turn.job
@@ -44,7 +44,7 @@ AGAIN = "the same command starts it again"
 ANEW = "with --fresh 'elasticd run' trains it from the beginning"
 
 
-def stop(turn: Turn, why: str, *, orderly: bool = False) -> None:
+def stop(turn: Transaction, why: str, *, orderly: bool = False) -> None:
     """The job cannot go on: it is recorded, with why and what to do. orderly: its workers were told to go, by a
     user or by signals, so that nothing has failed."""
     job = turn.job
@@ -65,20 +65,20 @@ def stop(turn: Turn, why: str, *, orderly: bool = False) -> None:
     turn.write(*records, notes=(told,))
 
 
-def unwritten(turn: Turn, event: Unwritten) -> None:
+def unwritten(turn: Transaction, event: Unwritten) -> None:
     """The store does not take a record of the job, for its size. The members would never read what they are to
     go by, so the job ends, with the reason; the leader and other jobs go on."""
     turn.set(proposal=None)  # the store may lack it, and may not take it as aborted either
     stop(turn, f"the store does not take its {' and '.join(event.records)}: {event.reason}")
 
 
-def end_unwritten(turn: Turn, event: Unwritten) -> None:
+def end_unwritten(turn: Transaction, event: Unwritten) -> None:
     """The store did not take the end of the job with what was written beside it: the end itself is small."""
     if len(event.records) > 1 and tag_of(DoneRecord) in event.records:
         turn.write(_done_again(turn))
 
 
-def _answer_waiting(turn: Turn, body: Rejected | Closed) -> None:
+def _answer_waiting(turn: Transaction, body: Rejected | Closed) -> None:
     """To the torchruns that wait for their workers' start: nobody else would tell them that there is none. One
     that has workers is not waiting, but was heard of again."""
     started = {place for worker in turn.job.workers.values() for place in (worker.node, worker.device)}
@@ -87,7 +87,7 @@ def _answer_waiting(turn: Turn, body: Rejected | Closed) -> None:
             turn.send(joiner.node, joiner.client, body)
 
 
-def affirm(turn: Turn) -> None:
+def affirm(turn: Transaction) -> None:
     """A worker of a job that is over lives still: its agent may have missed the end, and refuses what a leader
     before this one wrote. So it is written once more, as it is, under this one's epoch."""
     job = turn.job
@@ -96,7 +96,7 @@ def affirm(turn: Turn) -> None:
         turn.write(_done_again(turn))
 
 
-def _done_again(turn: Turn) -> DoneRecord:
+def _done_again(turn: Transaction) -> DoneRecord:
     job = turn.job
     return DoneRecord(step=job.progress.step, epoch=turn.epoch, reason=job.reason, orderly=job.orderly)
 

@@ -20,7 +20,7 @@ from elasticd.machines.job.lifecycle.drain import only_drained
 from elasticd.machines.job.lifecycle.fence import fault
 from elasticd.machines.job.lifecycle.job_end import stop
 from elasticd.machines.job.state.job_state import OVER, JobPhase, JobState
-from elasticd.machines.job.state.transaction import Turn
+from elasticd.machines.job.state.transaction import Transaction
 
 #: Workers and places that a sentence names.
 MOST_NAMED = 8
@@ -30,7 +30,7 @@ _WAITS = frozenset(JobPhase) - OVER - {JobPhase.RUNNING}
 ASSEMBLE, RECOVER = "assemble_seconds in section [coordinator]", "recover_days in section [coordinator]"
 
 
-def due(turn: Turn) -> None:
+def due(turn: Transaction) -> None:
     """Tells whom a phase waits for once it lasts, and ends what took too long."""
     job, settings = turn.job, turn.settings
     seconds = turn.now - waits_since(job)
@@ -69,12 +69,12 @@ def waits_since(job: JobState) -> float:
     return job.since
 
 
-def _stands(turn: Turn) -> float:
+def _stands(turn: Transaction) -> float:
     """The seconds for which the job has been in its phase without a step."""
     return turn.now - max(turn.job.since, turn.job.progress.at)
 
 
-def _tell(turn: Turn, text: str) -> None:
+def _tell(turn: Transaction, text: str) -> None:
     """Shows `text` as the job's reason, unless it has a better one, and tells of it once."""
     job = turn.job
     if job.reason == text or (job.reason and job.phase is JobPhase.RECOVERING):
@@ -84,11 +84,11 @@ def _tell(turn: Turn, text: str) -> None:
     turn.set(reason=text)
 
 
-def _stop(turn: Turn, seconds: float, text: str, setting: str) -> None:
+def _stop(turn: Transaction, seconds: float, text: str, setting: str) -> None:
     stop(turn, f"{text}; it has waited for {readable_duration(seconds)}, and waits no longer ({setting})")
 
 
-def _awaited(turn: Turn) -> str:
+def _awaited(turn: Transaction) -> str:
     job = turn.job
     if job.phase is JobPhase.PLANNING:
         return unplanned(turn)
@@ -128,7 +128,7 @@ def _absent(job: JobState) -> list[str]:
     return absent
 
 
-def unplanned(turn: Turn) -> str:
+def unplanned(turn: Transaction) -> str:
     """The reason that no first plan is made, in words; nothing where the planner is asked."""
     if turn.job.asked is not None:
         return ""

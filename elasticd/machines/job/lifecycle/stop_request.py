@@ -21,7 +21,7 @@ from elasticd.machines.job.lifecycle.job_end import stop
 from elasticd.machines.job.state.events import StopAsked
 from elasticd.machines.job.state.job_state import OVER, JobPhase, JobState, NodeState
 from elasticd.machines.job.state.last_checkpoint import after_steps, lost_steps
-from elasticd.machines.job.state.transaction import Turn
+from elasticd.machines.job.state.transaction import Transaction
 from elasticd.records import StopRecord
 from elasticd.wire.coordinator import End, is_first
 
@@ -34,7 +34,7 @@ def on_request(reason: str) -> bool:
     return reason.startswith(BY_REQUEST)
 
 
-def asked(turn: Turn, event: StopAsked) -> None:
+def asked(turn: Transaction, event: StopAsked) -> None:
     """From now on; a second wish may shorten the time, or lengthen it."""
     job = turn.job
     if event.seconds <= 0 or (job.plan is None and not job.unmet):
@@ -59,12 +59,12 @@ def restored(job: JobState, record: StopRecord | None, seconds: float, now: floa
     return replace(job, stopping=f"{BY_REQUEST}{record.by}", stop_asked_at=now, stop_at=now + left)
 
 
-def at_once(turn: Turn, event: StopAsked) -> None:
+def at_once(turn: Transaction, event: StopAsked) -> None:
     """Nothing trains that could be saved: the job ends now."""
     stop(turn, f"{BY_REQUEST}{event.by}, {after_steps(turn.job)}", orderly=True)
 
 
-def remind(turn: Turn, node: str) -> None:
+def remind(turn: Transaction, node: str) -> None:
     """Tells the agent of a node that is there, or came back, of its workers that are not leaving yet. It tells
     each of them once."""
     if not turn.job.stopping or turn.over:
@@ -98,7 +98,7 @@ def words(deaf: Mapping[str, str]) -> str:
     )
 
 
-def due(turn: Turn) -> None:
+def due(turn: Transaction) -> None:
     """Ends the job once nobody is left who holds the state, the recovery of those who do takes too long, or the
     time is up. A leader that just came has not heard of all."""
     job = turn.job
@@ -134,7 +134,7 @@ def _few(devices: Sequence[str], most: int = 4) -> str:
     return f"{', '.join(devices[:most])}{more}"
 
 
-def ends_unsaved(turn: Turn, why: str) -> None:
+def ends_unsaved(turn: Transaction, why: str) -> None:
     """Ends a job that was to make a last checkpoint after a loss, and cannot."""
     job = turn.job
     who = job.stopping or "all workers drain"

@@ -15,7 +15,7 @@ import msgspec
 from elasticd_planner.cost.model_profile import ModelProfile
 
 from elasticd.machines.job.state.job_state import Rehearsal, Worker
-from elasticd.machines.job.state.transaction import Turn
+from elasticd.machines.job.state.transaction import Transaction
 from elasticd.wire.worker import Rehearse, Rehearsed
 
 #: Nodes whose workers are asked: what it takes on one of them, it takes on the others.
@@ -26,7 +26,7 @@ LARGEST = 1 << 26
 LONGEST = 60.0
 
 
-def awaited(turn: Turn, profile: ModelProfile) -> bool:
+def awaited(turn: Transaction, profile: ModelProfile) -> bool:
     """Whether answers may still come, for which the first plan waits. The first time this asks for them."""
     job = turn.job
     if job.profile is not None or job.plan is not None:
@@ -40,7 +40,7 @@ def awaited(turn: Turn, profile: ModelProfile) -> bool:
     return any(not worker.left for worker in job.workers.values() if worker.device in rehearsal.awaited)
 
 
-def _ask(turn: Turn, profile: ModelProfile) -> None:
+def _ask(turn: Transaction, profile: ModelProfile) -> None:
     groups = _groups(turn)
     awaited = set[str]()
     for members in groups:
@@ -56,7 +56,7 @@ def _ask(turn: Turn, profile: ModelProfile) -> None:
     turn.set(rehearsal=Rehearsal(until=until, awaited=frozenset(awaited)))
 
 
-def _groups(turn: Turn) -> list[list[Worker]]:
+def _groups(turn: Transaction) -> list[list[Worker]]:
     """The workers of the first few nodes that have two or more, by device."""
     by_node: dict[str, list[Worker]] = defaultdict(list)
     for _, worker in sorted(turn.job.workers.items()):
@@ -76,7 +76,7 @@ def _widths(profile: ModelProfile, most: int) -> tuple[int, ...]:
     return tuple(sorted(width for width in widths & allowed - known if width > 1))
 
 
-def rehearsed(turn: Turn, worker: Worker, body: Rehearsed) -> None:
+def rehearsed(turn: Transaction, worker: Worker, body: Rehearsed) -> None:
     """A group's answer; what is no time is not believed."""
     rehearsal = turn.job.rehearsal
     if rehearsal is None or worker.device not in rehearsal.awaited:
@@ -89,7 +89,7 @@ def rehearsed(turn: Turn, worker: Worker, body: Rehearsed) -> None:
     turn.set(rehearsal=msgspec.structs.replace(rehearsal, awaited=left, found=found))
 
 
-def learn(turn: Turn, profile: ModelProfile) -> None:
+def learn(turn: Transaction, profile: ModelProfile) -> None:
     """The job's first profile, with what was rehearsed."""
     rehearsal = turn.job.rehearsal
     known = profile.collective_seconds.keys() | profile.collective_token_seconds.keys()

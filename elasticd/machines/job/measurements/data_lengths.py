@@ -17,7 +17,7 @@ from elasticd_planner.spec.step_measurements import Step
 
 from elasticd.machines.job.measurements import step_prediction
 from elasticd.machines.job.state.job_state import JobState
-from elasticd.machines.job.state.transaction import Turn
+from elasticd.machines.job.state.transaction import Transaction
 from elasticd.records import JobSpec
 
 #: How far measured lengths may be from those that the first profile was made for.
@@ -26,7 +26,7 @@ OFF = 0.1
 _MARGIN = 2
 
 
-def reported(turn: Turn, measurement: Measurement) -> None:
+def reported(turn: Transaction, measurement: Measurement) -> None:
     """Takes in the longest sequence that a worker knows of. Every report has it, so that a new leader learns
     what came before it was one."""
     longest = max(measurement.longest, measurement.longest_so_far)
@@ -34,7 +34,7 @@ def reported(turn: Turn, measurement: Measurement) -> None:
         turn.set(longest=longest)
 
 
-def measured(turn: Turn, step: Step) -> None:
+def measured(turn: Transaction, step: Step) -> None:
     """Takes in the lengths of a whole step. Where they have shifted, the profile is evaluated anew for what
     they are now; a plan for it is asked for as for any other profile."""
     job = turn.job

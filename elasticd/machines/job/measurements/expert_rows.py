@@ -19,7 +19,7 @@ from elasticd_planner.spec.plan import Plan
 
 from elasticd.machines.job.state.expert_rows import ExpertRows
 from elasticd.machines.job.state.job_state import JobState
-from elasticd.machines.job.state.transaction import Turn
+from elasticd.machines.job.state.transaction import Transaction
 from elasticd.records import JobSpec
 
 #: The part of the newest report in the mean, at least.
@@ -32,7 +32,7 @@ BY_CHANCE = 2.0
 UNJUDGED = 10
 
 
-def reported(turn: Turn, measurement: Measurement) -> None:
+def reported(turn: Transaction, measurement: Measurement) -> None:
     """Takes in what a member tells of its lane. A step counts once all lanes have reported it, and once alone;
     rows that are none of the model's do not count."""
     known, spec, plan = turn.job.expert_rows, turn.job.spec, turn.job.plan
@@ -69,13 +69,13 @@ def _first_devices(plan: Plan, blocks: Container[int]) -> frozenset[str]:
     )
 
 
-def renewed(turn: Turn) -> None:
+def renewed(turn: Transaction) -> None:
     """The next plan is made for the newest load."""
     if (load := newest(turn, turn.job)) is not None:
         turn.set(experts=load)
 
 
-def unjudged(turn: Turn, plan: Plan) -> bool:
+def unjudged(turn: Transaction, plan: Plan) -> bool:
     """Returns True of a step in which devices of TP groups may differ by a load that is not known yet."""
     job = turn.job
     spec, known = job.spec, job.expert_rows
@@ -88,7 +88,7 @@ def unjudged(turn: Turn, plan: Plan) -> bool:
     return True
 
 
-def work(turn: Turn, plan: Plan) -> dict[str, float]:
+def work(turn: Transaction, plan: Plan) -> dict[str, float]:
     """The work of devices of the plan in force over that by their shares, where it differs: by the load that
     was measured, be it under an earlier plan."""
     known, spec = turn.job.expert_rows, turn.job.spec
@@ -101,13 +101,13 @@ def work(turn: Turn, plan: Plan) -> dict[str, float]:
     return known.work
 
 
-def in_force(turn: Turn) -> ExpertLoad | None:
+def in_force(turn: Transaction) -> ExpertLoad | None:
     """The load as last measured, else that of the plan: a new leader knows no other."""
     known, spec = turn.job.expert_rows, turn.job.spec
     return _load(turn, spec, known) if known.mean and isinstance(spec, JobSpec) else turn.job.experts
 
 
-def newest(turn: Turn, job: JobState) -> ExpertLoad | None:
+def newest(turn: Transaction, job: JobState) -> ExpertLoad | None:
     """The load as last measured; None: it is not known."""
     spec = job.spec
     if not job.expert_rows.mean or not isinstance(spec, JobSpec) or turn.settings.policy.experts == "fixed":
@@ -115,12 +115,12 @@ def newest(turn: Turn, job: JobState) -> ExpertLoad | None:
     return _load(turn, spec, job.expert_rows)
 
 
-def _load(turn: Turn, spec: JobSpec, known: ExpertRows) -> ExpertLoad | None:
+def _load(turn: Transaction, spec: JobSpec, known: ExpertRows) -> ExpertLoad | None:
     replicas = turn.settings.policy.expert_replicas
     return costed(spec.model, spec.sample_tokens, known.mean, known.chosen, replicas)
 
 
-def _closed(turn: Turn, spec: JobSpec, known: ExpertRows) -> ExpertRows:
+def _closed(turn: Transaction, spec: JobSpec, known: ExpertRows) -> ExpertRows:
     """After the last report of a step: the mean, the work of devices, and whether another plan is due."""
     job, plan = turn.job, turn.job.plan
     if not known.open or not isinstance(plan, Plan):

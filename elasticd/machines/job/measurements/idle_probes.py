@@ -11,19 +11,19 @@ from elasticd_planner.spec.cluster import node_of
 
 from elasticd.machines.job.state.events import slowdown_kind
 from elasticd.machines.job.state.job_state import Worker
-from elasticd.machines.job.state.transaction import Turn
+from elasticd.machines.job.state.transaction import Transaction
 from elasticd.wire.node_health import causes
 from elasticd.wire.worker import Probed
 
 
-def probed(turn: Turn, worker: Worker, body: Probed) -> None:
+def probed(turn: Transaction, worker: Worker, body: Probed) -> None:
     """A device's probe, of which `judge` makes something once a plan could be asked for."""
     turn.worker(worker, probe_by=None)
     idle = not turn.job.is_member(worker.device, worker.incarnation)
     turn.set(probes=turn.job.probes.heard(worker.device, body.seconds, idle=idle))
 
 
-def awaited(turn: Turn) -> frozenset[str]:
+def awaited(turn: Transaction) -> frozenset[str]:
     """The devices without work whose first probe may still come."""
     return frozenset(
         worker.device
@@ -35,7 +35,7 @@ def awaited(turn: Turn) -> frozenset[str]:
     )
 
 
-def judge(turn: Turn) -> None:
+def judge(turn: Transaction) -> None:
     """Takes in what was probed, of devices that have no work still."""
     job = turn.job
     probes = job.probes.worked(job.plan.number, job.plan.binding) if job.plan is not None else job.probes
@@ -45,7 +45,7 @@ def judge(turn: Turn) -> None:
         told(turn, changes)
 
 
-def told(turn: Turn, changes: Iterable[Change]) -> None:
+def told(turn: Transaction, changes: Iterable[Change]) -> None:
     """Rates that changed: for people, and for how long such conditions last."""
     horizon = turn.settings.policy.horizon_steps
     for change in changes:

@@ -18,13 +18,13 @@ from elasticd_planner.spec.step_measurements import Step
 
 from elasticd.machines.job.measurements import step_prediction
 from elasticd.machines.job.state.job_state import JobState
-from elasticd.machines.job.state.transaction import Turn
+from elasticd.machines.job.state.transaction import Transaction
 
 #: How far the mean size of the items in a step may be from the new one for it to say what they take [part].
 OFF = 0.1
 
 
-def measured(turn: Turn, plan: Plan, step: Step) -> None:
+def measured(turn: Transaction, plan: Plan, step: Step) -> None:
     """Takes in the items of a whole step. Where they have shifted, later plans are made for them as they are
     now."""
     shifts, modules, said = dict(turn.job.item_shifts), list(turn.job.modules), []
@@ -72,7 +72,7 @@ def _items_and_rows(step: Step, view: Plan) -> tuple[float, float]:
     return items, rows
 
 
-def _resized(turn: Turn, plan: Plan, module: ModuleProblem, rows: float) -> ModelProfile:
+def _resized(turn: Transaction, plan: Plan, module: ModuleProblem, rows: float) -> ModelProfile:
     """The profile of a module for items of so many rows: as measured where it is fitted, else by shapes."""
     job, profile, view = turn.job, module.profile, plan.view(module.name)
     known = job.pipeline_spec.modules if job.pipeline_spec is not None else ()

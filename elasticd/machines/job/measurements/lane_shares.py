@@ -5,13 +5,13 @@ from __future__ import annotations
 from elasticd_planner.spec.plan import Plan
 from elasticd_planner.spec.step_measurements import Step
 
-from elasticd.machines.job.state.transaction import Turn
+from elasticd.machines.job.state.transaction import Transaction
 
 #: Slowdowns are in parts of a normal lane's time.
 _NORMAL = 64
 
 
-def measured(turn: Turn, plan: Plan, step: Step) -> None:
+def measured(turn: Transaction, plan: Plan, step: Step) -> None:
     """Takes in by which slowdowns lanes get their shares, and tells where one has changed."""
     before, same = turn.job.shares, turn.job.shares_plan == plan.number
     items_before = turn.job.item_shares if same else {}
@@ -42,7 +42,7 @@ def _slowdowns(view: Plan, step: Step) -> dict[str, int]:
 
 
 def _tell(
-    turn: Turn, step: Step, before: dict[str, int], after: dict[str, int], what: str, module: str = ""
+    turn: Transaction, step: Step, before: dict[str, int], after: dict[str, int], what: str, module: str = ""
 ) -> None:
     if before.keys() != after.keys():
         return

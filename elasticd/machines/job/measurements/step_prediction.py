@@ -19,7 +19,7 @@ from elasticd_planner.spec.plan import Plan
 
 from elasticd.machines.job.measurements import expert_rows
 from elasticd.machines.job.state.job_state import JobSettings, StepPrediction
-from elasticd.machines.job.state.transaction import Turn
+from elasticd.machines.job.state.transaction import Transaction
 from elasticd.records import ProfileRecord
 
 
@@ -60,7 +60,7 @@ def modules_seconds(
     return module_cost.predicted_seconds(plan, problem)
 
 
-def predict_anew(turn: Turn, packed: PackedSequences | None) -> float | None:
+def predict_anew(turn: Transaction, packed: PackedSequences | None) -> float | None:
     """Predicts a step of the plan in force by the newest profile, at the slowdowns that the plan was made for.
 
     Args:
@@ -84,7 +84,7 @@ def predict_anew(turn: Turn, packed: PackedSequences | None) -> float | None:
     return seconds
 
 
-def keep_profile(turn: Turn) -> None:
+def keep_profile(turn: Transaction) -> None:
     """Writes the newest profile, with what it predicts: the next leader goes on from it."""
     job = turn.job
     if job.profile is None:

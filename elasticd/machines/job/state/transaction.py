@@ -45,7 +45,7 @@ class IllegalTransition(RuntimeError):
     """A phase followed another that the table does not let it follow: an error of this program."""
 
 
-class Turn:
+class Transaction:
     """Collects what one event does to one job. `nodes` and `epoch` are the leader's, read only here."""
 
     def __init__(

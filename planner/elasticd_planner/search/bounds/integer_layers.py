@@ -24,7 +24,7 @@ from itertools import product
 
 import numpy as np
 
-from elasticd_planner.grouping.node_partitions import Divider, GroupType, NodeKind
+from elasticd_planner.grouping.node_partitions import GroupType, NodeKind, NodePartitioner
 from elasticd_planner.numeric import EQUAL, Floats, Ints
 from elasticd_planner.search.task import Task
 
@@ -104,7 +104,7 @@ class IntegerLayerBound:
         return low
 
 
-def nodes_of(task: Task, kinds: Sequence[NodeKind], divider: Divider) -> list[Nodes] | None:
+def nodes_of(task: Task, kinds: Sequence[NodeKind], divider: NodePartitioner) -> list[Nodes] | None:
     """What `least_whole` reads of the nodes; None where not all divisions of one, or not the fastest shares,
     can be listed."""
     devices = sum(kind.devices * len(kind.nodes) for kind in kinds)
