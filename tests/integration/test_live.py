@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -31,26 +32,43 @@ def entries(cluster: Cluster) -> dict[str, list[list[Any]]]:
     }
 
 
-def check(cluster: Cluster, kind: str, steps: int) -> None:
-    """Losses, weights and second moments are those of one process, and each step has its samples once."""
+def differences(cluster: Cluster, kind: str, steps: int, first: int = 0) -> tuple[float, float]:
+    """The largest differences from one process: of a loss, and of a weight or a second moment. `first`: the
+    step that the job began with."""
     losses, weights, moments = reference(steps, kind)
-    made = entries(cluster)
-    known: set[int] = set()
-    for name, rows in made.items():
+    of_losses, known = 0.0, set[int]()
+    for rows in entries(cluster).values():
         for step, loss, *_ in rows:
             if loss == loss:
                 known.add(step)
-                assert loss == pytest.approx(losses[step], abs=1e-13), (name, step)
-    assert known == set(range(steps))
+                of_losses = max(of_losses, abs(loss - losses[step]))
+    assert known == set(range(first, steps))
     outs = sorted(cluster.folder.glob("weights-*"))
     assert outs
+    of_weights = 0.0
     for path in outs:
-        own, second = torch.load(path)
-        for parameter, expected in weights.items():
-            torch.testing.assert_close(own[parameter], expected, atol=1e-11, rtol=0)
-            torch.testing.assert_close(second[parameter], moments[parameter], atol=1e-11, rtol=0)
+        for own, expected in zip(torch.load(path), (weights, moments), strict=True):
+            assert own.keys() == expected.keys()
+            of_weights = max(of_weights, *(float((own[name] - expected[name]).abs().max()) for name in own))
+    return of_losses, of_weights
+
+
+def check(
+    cluster: Cluster,
+    kind: str,
+    steps: int,
+    *,
+    first: int = 0,
+    loss_apart: float = 1e-13,
+    apart: float = 1e-11,
+) -> None:
+    """Losses, weights and second moments are those of one process, and each step has its samples once."""
+    of_losses, of_weights = differences(cluster, kind, steps, first)
+    assert of_losses <= loss_apart
+    assert of_weights <= apart
+    made = entries(cluster)
     sampler = Sampler(size=100, global_batch=BATCH, seed=SEED)
-    for step in range(steps):
+    for step in range(first, steps):
         newest = max((row[3] for rows in made.values() for row in rows if row[0] == step), default=0)
         shares = {tuple(r[2]) for rows in made.values() for r in rows if r[0] == step and r[3] == newest}
         assert sorted(i for share in shares for i in share) == sorted(sampler.samples(step)), step
@@ -128,22 +146,29 @@ def test_a_second_death_at_any_point_of_a_recovery_is_recovered_from(moment: str
 @pytest.mark.slow
 def test_a_slow_device_gets_fewer_samples_and_its_share_back_in_the_same_groups() -> None:
     """A plan of the same mesh moves nothing, and calls no `build`."""
-    steps = 100
+    steps = 400
     with Cluster(NODES, settings=SETTINGS, forward=2e-3) as cluster:
         cluster.run(SCRIPT, kind="fsdp", steps=steps)
         cluster.runs(1, 4)
+
+        def shares() -> list[tuple[int, float]]:
+            """The slow device's samples of each step, and when it was made."""
+            rows = next(rows for name, rows in entries(cluster).items() if name.startswith("ledger-a-0"))
+            return [(len(row[2]), row[4]) for row in rows]
+
+        slowed = time.time()
         cluster.pace("a/0", 3.0)
-        until(lambda: len(cluster.events("recorded")) >= 2, cluster.events)
-        codes = cluster.wait(120)
+        until(lambda: shares()[-1][0] <= 3, cluster.events)
+        cluster.pace("a/0", 1.0)
+        until(lambda: shares()[-1][0] == 6, cluster.events)
+        codes = cluster.wait(180)
         assert set(codes.values()) == {0}, {device: cluster.log(device)[-3000:] for device in codes}
         check(cluster, "fsdp", steps)
-        made = entries(cluster)
-        last = {name: len(rows[-1][2]) for name, rows in made.items()}
-        slow = next(count for name, count in last.items() if name.startswith("ledger-a-0"))
-        assert slow <= 3, last
+        assert next(when for share, when in shares() if when > slowed and share <= 3) - slowed <= 10.0
         assert not cluster.events("fenced")
-        pauses = [event["data"]["pause_seconds"] for event in cluster.events("swapped")][4:]
-        assert pauses, "it was switched"
+        assert len({event["data"]["pause_seconds"] for event in cluster.events("swapped")}) > 4, (
+            "it was switched"
+        )
 
 
 @pytest.mark.slow

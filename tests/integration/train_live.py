@@ -13,7 +13,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed import checkpoint
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -77,9 +80,28 @@ def state_of(model: nn.Module) -> State:
     return State(model=model, optimizer=optimizer, scheduler=schedule)
 
 
-def build_of(kind: str) -> Any:
+def build_of(kind: str, compiled: str = "", recomputed: bool = False, mixed: bool = False) -> Any:
+    """The script's `build`.
+
+    Args:
+        kind: how ranks divide the work, see `MESHES`.
+        compiled: the backend that compiles each block; "": none does.
+        recomputed: blocks keep no activations for the backward pass.
+        mixed: FSDP computes in float32 and reduces in float64, where parameters are.
+    """
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch.float32, reduce_dtype=torch.float64, output_dtype=torch.float64
+    )
+    sharding: dict[str, Any] = {"mp_policy": policy} if mixed else {}
+
     def build(mesh: Any) -> State:
         model = Net().double()
+        for name, block in [*model.blocks.named_children()]:
+            if recomputed:
+                block = checkpoint_wrapper(block)
+            if compiled:
+                block = torch.compile(block, backend=compiled)
+            model.blocks.register_module(name, block)
         if kind == "ddp":
             return state_of(nn.parallel.DistributedDataParallel(model))
         if kind == "tp":
@@ -87,11 +109,37 @@ def build_of(kind: str) -> Any:
                 parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
         over = mesh["dp"] if kind == "tp" else mesh
         for block in model.blocks:
-            fully_shard(block, mesh=over)
-        fully_shard(model, mesh=over)
+            fully_shard(block, mesh=over, **sharding)
+        fully_shard(model, mesh=over, **sharding)
         return state_of(model)
 
     return build
+
+
+def parts_of(state: State, step: int) -> dict[str, Any]:
+    """What a checkpoint has."""
+    model, optimizer = get_state_dict(state.model, state.optimizer)
+    return {"model": model, "optimizer": optimizer, "schedule": state.scheduler.state_dict(), "step": step}
+
+
+def save(state: State, step: int, folder: Path) -> None:
+    """Call it at the begin of a step's body: a try that is lost saves again."""
+    checkpoint.save(parts_of(state, step), checkpoint_id=folder / str(step))
+
+
+def resume_from(folder: Path) -> Callable[[State], int]:
+    def resume(state: State) -> int:
+        steps = [int(path.parent.name) for path in folder.glob("*/.metadata")]
+        if not steps:
+            return 0
+        parts = parts_of(state, max(steps))
+        checkpoint.load(parts, checkpoint_id=folder / str(max(steps)))
+        loaded = {"model_state_dict": parts["model"], "optim_state_dict": parts["optimizer"]}
+        set_state_dict(state.model, state.optimizer, **loaded)
+        state.scheduler.load_state_dict(parts["schedule"])
+        return int(parts["step"])
+
+    return resume
 
 
 def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
@@ -193,13 +241,14 @@ def main() -> None:
     out, kind = Path(options["out"]), options["kind"]
     torch.set_num_threads(1)
     running = live(
-        build_of(kind),
-        batch=BATCH,
+        build_of(kind, **options.get("features", {})),
+        batch=options.get("batch", BATCH),
         steps=options["steps"],
         meshes=MESHES[kind],
         data=Text(),
         seed=SEED,
         snapshot_every=options.get("snapshot_every"),
+        resume=resume_from(Path(options["checkpoints"])) if "checkpoints" in options else None,
     )
     me = running.device.replace("/", "-")
     ledger = (out / f"ledger-{me}-{os.getpid()}").open("a", buffering=1)
@@ -211,6 +260,8 @@ def main() -> None:
                 begin(step.index, model)
             if "seconds" in options:
                 time.sleep(options["seconds"] * len(step.indices))
+            if "checkpoints" in options and step.index and step.index % 4 == 0:
+                save(step.state, step.index, Path(options["checkpoints"]))
             loss = loss_of(model, step.data)
             step.loss = loss
             (loss * step.scale).backward()

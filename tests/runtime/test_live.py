@@ -6,6 +6,7 @@ import dataclasses
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,7 +40,19 @@ from elasticd.runtime.live.world import World, clear_caches, register
 from elasticd.system.end_signals import ENDING
 from elasticd.testing.waiting import until
 from elasticd.wire.main_thread import OTHER, SCRIPT
-from tests.integration.train_live import BATCH, CLIP, MESHES, SEED, Text, build_of, loss_of, reference, whole
+from tests.integration.train_live import (
+    BATCH,
+    CLIP,
+    MESHES,
+    SEED,
+    Text,
+    build_of,
+    loss_of,
+    reference,
+    resume_from,
+    save,
+    whole,
+)
 from tests.runtime.test_elementwise import Aside
 
 STEPS = 4
@@ -79,6 +92,32 @@ def test_one_process_without_an_agent_trains_as_plain_torch(kind: str) -> None:
     assert losses == pytest.approx(expected, abs=1e-13)
     for name, parameter in LiveTensors(running.state, running.plan.names).trained.items():
         torch.testing.assert_close(whole(parameter), weights[name], atol=1e-11, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_a_later_start_goes_on_from_a_checkpoint_of_torch(kind: str, tmp_path: Path) -> None:
+    resume, began = resume_from(tmp_path), []
+    for steps in (3, 6):  # the first start leaves a checkpoint of two steps behind, and a third step
+        if (left := world.current()) is not None:
+            left.end()
+        running = loop(build_of(kind), meshes=MESHES[kind], steps=steps, resume=resume)
+        for step in running:
+            with step:
+                if step.index == 2:
+                    save(step.state, step.index, tmp_path)
+                train(step)
+            began.append(step.index)
+    assert began == [0, 1, 2, 2, 3, 4, 5]
+    same_as_plain_torch(running, 6)
+
+
+def test_what_is_no_number_of_steps_is_refused_of_resume() -> None:
+    def script() -> None:
+        for _ in loop(build_of("ddp"), resume=lambda state: None):
+            pass
+
+    with pytest.raises(JobStopped, match="resume returned None: let it return the steps that were made"):
+        script()
 
 
 def test_samples_without_a_dataset_count_on_and_a_skipped_update_is_voted_at_the_end_of_the_body() -> None:
@@ -806,6 +845,7 @@ REFUSED = {
     "a mesh": (linear, {"meshes": ("dp=x",)}, "give a number of devices"),
     "a loader": (linear, {"data": torch.utils.data.DataLoader(Text())}, "data=loader.dataset"),
     "a stream": (linear, {"data": iter([])}, "give a map-style dataset"),
+    "no resume": (linear, {"resume": 3}, "resume is a int: give a function of the state"),
     "no steps": (linear, {"steps": -1}, "whole number from 0 on"),
     "FSDP1": (fsdp1, {}, "FSDP1 .*use torch.distributed.fsdp.fully_shard"),
     "a stage of a pipeline": (stage, {}, "PipelineStage: .*elasticd.Job has pipelines"),

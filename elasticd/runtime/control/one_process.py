@@ -139,7 +139,7 @@ class OneProcess:
         """Answers as a leader does whose job has this one worker; the answer comes before this returns."""
         match message:
             case Switched(step=step, checkpoint=name):
-                begins = f"continues from step {step} of {self._folder}" if name else "begins at step 0"
+                begins = f"continues from step {step} of {self._folder}" if name else f"begins at step {step}"
                 say(f"one process on {self._computes_on}, without an agent; {begins}")
             case Saved(name=name):
                 self._newest = name

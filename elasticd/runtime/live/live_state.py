@@ -32,6 +32,8 @@ from elasticd.runtime.live.world import in_world, is_strided, local_shape_and_of
 
 #: What wrappers put into the names of parameters.
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
+#: Keys of a parameter group that are no settings.
+_MEMBERS = frozenset({"params", "param_names"})
 #: Names of tensors of the average begin so.
 AVERAGE = "ema."
 
@@ -262,14 +264,11 @@ class SmallState:
         self._trained = [*tensors.trained.values()]
         self._buffers = [(buffer, buffer.clone()) for buffer in tensors.buffers]
         self._settings = [
-            (
-                group,
-                deepcopy({key: value for key, value in group.items() if key not in ("params", "param_names")}),
-            )
+            (group, {key: _as_now(value) for key, value in group.items() if key not in _MEMBERS})
             for each in state.optimizers
             for group in each.param_groups
         ]
-        self._others = [(each, deepcopy(each.state_dict())) for each in state.others.values()]
+        self._others = [(each, _as_now(each.state_dict())) for each in state.others.values()]
 
     def restore(self) -> None:
         """Puts it back, and drops the gradients of the try that was lost."""
@@ -281,6 +280,17 @@ class SmallState:
             each.load_state_dict(kept)
         for group, settings in self._settings:
             group.update(settings)
+
+
+def _as_now(value: Any) -> Any:
+    """A value of settings or of a state, which later changes leave as it is."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if type(value) is dict:
+        return {key: _as_now(each) for key, each in value.items()}
+    if type(value) is tuple:
+        return tuple(map(_as_now, value))
+    return deepcopy(value)
 
 
 class _View:
@@ -334,7 +344,7 @@ class _LocalOptimizer:
         """Puts the state and the settings of the view into the real optimizers."""
         groups = [(each, group) for each in self._tensors.state.optimizers for group in each.param_groups]
         for (optimizer, group), view in zip(groups, self.view.param_groups, strict=True):
-            group.update({key: value for key, value in view.items() if key not in ("params", "param_names")})
+            group.update({key: value for key, value in view.items() if key not in _MEMBERS})
             for parameter in group["params"]:
                 cut = self._parts.get(id(parameter), ())
                 kept = [self.view.state[part] for part in cut if part in self.view.state]

@@ -22,14 +22,18 @@ from elasticd_planner.layout.mesh_layouts import MeshLayouts
 from elasticd_planner.spec.mesh import MeshModel, MeshPlan
 
 from elasticd.records import Proposal
-from elasticd.runtime.comm.groups import PlanGroups
+from elasticd.runtime.comm.groups import Group, PlanGroups
 from elasticd.runtime.live import world
 from elasticd.runtime.live.live_copy import Build, LiveCopy
+from elasticd.runtime.live.live_state import LiveRefusal, State
 from elasticd.runtime.snapshot.restore import Snapshots
 from elasticd.runtime.switch.move import source_of, transition_members, transport_of
 from elasticd.runtime.switch.plan_copy import MoveResult, PreparedPlan
 from elasticd.runtime.telemetry.main_thread import during
 from elasticd.wire.main_thread import MOVING
+
+#: Loads into a state what an earlier start of the script saved; returns the steps that had been made.
+Resume = Callable[[State], int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +44,7 @@ class LiveMoves:
     build: Build
     seed: int
     snapshots: Snapshots = field(default_factory=Snapshots)  #: those that this node's agent keeps
+    resume: Resume | None = None  #: the script's own; None: the job begins at step 0
 
     @property
     def folder(self) -> Path | None:
@@ -106,6 +111,8 @@ class LiveMoves:
         if new is not None:
             new.build(self.build, self.seed)
         if prepared.old is None:
+            if new is not None and self.resume is not None:
+                step = self._resumed(new, group)
             return MoveResult(step=step, began=began)
         transport = transport_of(group)
         group.plan_groups.keep(transport)
@@ -127,3 +134,27 @@ class LiveMoves:
             began=began,
             flows=moved.flows,
         )
+
+    def _resumed(self, new: LiveCopy, group: Group) -> int:
+        """Has the script load what it saved. All members of the first plan call it together.
+
+        Returns:
+            The steps that had been made.
+
+        Raises:
+            LiveRefusal: it returned no number of steps, or ranks loaded unlike ones.
+        """
+        assert self.resume is not None
+        step = self.resume(new.user)
+        if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+            raise LiveRefusal(f"resume returned {step!r}: let it return the steps that were made, 0 for none")
+        steps = [int(each) for each in group.all_gather(torch.tensor([step]))]
+        if len({*steps}) > 1:
+            by_device = ", ".join(
+                f"{each} on {device}" for device, each in zip(group.members, steps, strict=True)
+            )
+            raise LiveRefusal(
+                f"resume returned unlike steps ({by_device}): let all ranks load the same checkpoint, from a "
+                "folder that they share"
+            )
+        return step

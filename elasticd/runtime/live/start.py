@@ -30,7 +30,7 @@ from elasticd.runtime.exits import refused, stopped
 from elasticd.runtime.live.live_copy import Build, built
 from elasticd.runtime.live.live_loop import LiveLoop, Samples
 from elasticd.runtime.live.live_state import LiveRefusal, mesh_model
-from elasticd.runtime.live.moves import LiveMoves
+from elasticd.runtime.live.moves import LiveMoves, Resume
 from elasticd.runtime.live.refusals import refuse_state
 from elasticd.runtime.live.world import World, register
 from elasticd.runtime.snapshot.restore import Snapshots
@@ -52,6 +52,7 @@ def live(
     data: Any = None,
     collate: Callable[[list[Any]], Any] | None = None,
     seed: int = 0,
+    resume: Resume | None = None,
     snapshot_every: int | None = None,
     grace: float = 25.0,
 ) -> LiveLoop:
@@ -71,6 +72,9 @@ def live(
             script reads by itself, and `step.indices` count on from step to step.
         collate: makes a batch of a list of samples; None: torch's default.
         seed: of the order of samples, and of the first values that `build` draws.
+        resume: called as resume(state) on all ranks together before the first step, with what `build` returned;
+            loads what an earlier start of the script saved, and returns the number of steps that were made, 0
+            for none. None: the job begins at step 0.
         snapshot_every: steps from one snapshot in the agents' memory to the next. None: 1 where a mesh may have
             no replicas of the state, which no survivor would have after a fault, or with several optimizers;
             else no snapshots.
@@ -83,7 +87,7 @@ def live(
         SystemExit: the job cannot start, for a reason that is printed in one line.
     """
     try:
-        _check(build, batch, steps, data)
+        _check(build, resume, batch, steps, data)
         check_grace(grace)
         allowed = _allowed(meshes)
         _refuse_other_groups()
@@ -108,7 +112,7 @@ def live(
     snapshots = Snapshots(job=spec.job, fetch=control.fetch)
     return LiveLoop(
         control=control,
-        moves=LiveMoves(model=model, build=build, seed=seed, snapshots=snapshots),
+        moves=LiveMoves(model=model, build=build, seed=seed, snapshots=snapshots, resume=resume),
         steps=steps,
         samples=samples,
         data=data,
@@ -119,10 +123,14 @@ def live(
     )
 
 
-def _check(build: object, batch: object, steps: object, data: object) -> None:
+def _check(build: object, resume: object, batch: object, steps: object, data: object) -> None:
     if not callable(build):
         raise LiveRefusal(
             f"build is a {type(build).__name__}: give a function of a mesh that returns elasticd.State"
+        )
+    if resume is not None and not callable(resume):
+        raise LiveRefusal(
+            f"resume is a {type(resume).__name__}: give a function of the state that returns the steps made"
         )
     for name, value, least in (("batch", batch, 1), ("steps", steps, 0)):
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
