@@ -405,7 +405,8 @@ def kinds() -> dict[str, type[msgspec.Struct]]:
     return found
 
 
-def goldens() -> Iterator[Golden]:
+@functools.cache
+def goldens() -> tuple[Golden, ...]:
     """A sample of every message and stored value, and of the files that have no class of their own; then
     samples with the alternatives that those lack. Raises LookupError where no sample can have one."""
     # Decoded and encoded once, so that a float is written as one: some values are made of integers.
@@ -413,9 +414,12 @@ def goldens() -> Iterator[Golden]:
         golden._replace(text=encoded(decoded(golden))) if golden.tag in kinds() else golden
         for golden in _first()
     ]
-    for golden in (*first, *_others(first)):
-        text, full = msgspec.json.decode(golden.text), read_back(golden)
-        yield golden if full == text else golden._replace(full=msgspec.json.encode(full))
+    return tuple(map(_with_full, (*first, *_others(first))))
+
+
+def _with_full(golden: Golden) -> Golden:
+    text, full = msgspec.json.decode(golden.text), read_back(golden)
+    return golden if full == text else golden._replace(full=msgspec.json.encode(full))
 
 
 def _first() -> Iterator[Golden]:
