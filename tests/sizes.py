@@ -47,9 +47,12 @@ def every(cases: Sequence[T], step: int, start: int = 0) -> list[T]:
 
 
 def beside(representatives: Sequence[T], cases: Iterable[T]) -> list[Any]:
-    """For `parametrize`: all cases, of which those that are no representatives have the mark."""
+    """For `parametrize`: the representatives, and under `make test-all` all cases, of which the others have the
+    mark. Each process of pytest collects all tests: those that are not made cost it nothing."""
     values = list(cases)
     assert not (missing := [case for case in representatives if case not in values]), f"no cases: {missing}"
+    if representatives and not _full:
+        values = [case for case in values if case in representatives]
     return [
         pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=_marks(case in representatives))
         for case in values

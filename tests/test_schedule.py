@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -88,16 +89,21 @@ def test_a_process_that_dies_fails_one_test_and_the_others_run(tmp_path: Path) -
     assert "2 failed, 3 passed" in ran.stdout.splitlines()[-1], ran.stdout + ran.stderr
 
 
+def marked(params: list[Any]) -> list[tuple[tuple[object, ...], list[str]]]:
+    return [(param.values, [mark.name for mark in param.marks]) for param in params]
+
+
 def test_make_test_takes_representatives_and_make_test_all_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sizes, "_full", False)
     assert (sizes.examples(300), sizes.examples(12), sizes.examples(3)) == (75, 5, 3)
     assert sizes.every(range(7), 3, 1) == [1, 4]
     assert sizes.number(full=200, quick=50) == 50
-    marked = [(param.values, [mark.name for mark in param.marks]) for param in sizes.beside([2], [1, 2])]
-    assert marked == [((1,), ["full"]), ((2,), [])]
+    assert marked(sizes.beside([2], [1, 2])) == [((2,), [])]
+    assert marked(sizes.beside([], [1])) == [((1,), ["full"])], "no test without cases"
     with pytest.raises(AssertionError, match="no cases"):
         sizes.beside([3], [1, 2])
     monkeypatch.setattr(sizes, "_full", True)
+    assert marked(sizes.beside([2], [1, 2])) == [((1,), ["full"]), ((2,), [])]
     assert (sizes.examples(300), sizes.every(range(3), 3), sizes.number(full=200, quick=50)) == (
         300,
         [0, 1, 2],

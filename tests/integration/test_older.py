@@ -81,7 +81,11 @@ def test_survivors_go_back_to_a_checkpoint(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("apart", sizes.beside([True], [False, True]), ids=["at-once", "one-after-the-other"])
+@pytest.mark.parametrize(
+    "apart",
+    sizes.beside([True], [False, True]),
+    ids=lambda apart: "one-after-the-other" if apart else "at-once",
+)
 def test_a_job_whose_workers_all_die_waits_and_goes_on_from_its_snapshot_when_they_come_again(
     *, apart: bool
 ) -> None:
