@@ -8,6 +8,8 @@ leave them idle where they wait; a cluster that waits for a core costs more proc
 `tests/durations.json` says how long tests took; `make durations` measures it anew. A test that takes `ALONE`
 seconds or more is dealt by itself. The others of its file are dealt together; so are the tests of a file that
 use a fixture of module scope, which would otherwise be made once for each process.
+
+A test that takes more than `LONGEST` seconds is made shorter, moved to `make test-all`, or listed in `LONG`.
 """
 
 from __future__ import annotations
@@ -28,6 +30,26 @@ DURATIONS = Path(__file__).with_name("durations.json")
 ALONE = 0.7
 #: Seconds that a test counts for of which nothing is known.
 UNKNOWN = 0.02
+#: Seconds that a test of `make test` takes at most, where all its processes of pytest run.
+LONGEST = 30.0
+#: Tests that may take longer. Each is the only proof of what a whole cluster does over many steps or starts.
+LONG = frozenset(
+    {
+        "tests/chaos/test_soak.py::test_a_real_job_goes_on_through_random_faults[fixed]",
+        "tests/dashboard/browser/test_pages.py::test_slow_device_is_shown_and_replanned_around_without_a_reload",
+        "tests/integration/test_experts_live.py"
+        "::test_experts_move_while_a_job_trains_and_the_one_device_that_has_some_dies",
+        "tests/integration/test_live.py::test_a_device_dies_another_comes_and_one_is_drained",
+        "tests/integration/test_mixed_releases.py"
+        "::test_every_part_of_a_cluster_is_upgraded_while_its_job_trains_on[0.1.0]",
+        "tests/integration/test_restart_mode.py"
+        "::test_slow_node_is_left_out_where_going_on_without_it_is_faster_and_stands_by",
+        "tests/integration/test_shifts.py"
+        "::test_a_job_switches_when_its_data_shifts_and_back_and_never_for_a_shift_that_pays_nothing",
+        "tests/integration/test_zero_switches.py"
+        "::test_state_policies_switch_in_place_and_training_stays_that_of_one_process",
+    }
+)
 
 
 @cache
@@ -82,6 +104,11 @@ def _names(function: ast.FunctionDef) -> set[str]:
     """What a function takes; and the fixtures that it, or a mark of it, names in a string."""
     strings = {node.value for node in ast.walk(function) if isinstance(node, ast.Constant)}
     return {argument.arg for argument in function.args.args} | {s for s in strings if isinstance(s, str)}
+
+
+def too_long(names: Iterable[str], seconds: Mapping[str, float]) -> list[str]:
+    """Those of these tests that take longer than `LONGEST` and are not in `LONG`."""
+    return sorted(name for name in names if seconds.get(name, UNKNOWN) > LONGEST and name not in LONG)
 
 
 class LongestFirst(LoadScopeScheduling):  # type: ignore[misc]

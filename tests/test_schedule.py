@@ -89,6 +89,14 @@ def test_a_process_that_dies_fails_one_test_and_the_others_run(tmp_path: Path) -
     assert "2 failed, 3 passed" in ran.stdout.splitlines()[-1], ran.stdout + ran.stderr
 
 
+def test_no_test_of_make_test_takes_long_but_those_that_are_listed(request: pytest.FixtureRequest) -> None:
+    """As tests/durations.json says, of the tests of this run."""
+    of_make_test = [item.nodeid for item in request.session.items if not item.get_closest_marker(sizes.MARK)]
+    assert schedule.too_long(of_make_test, schedule.known()) == []
+    assert schedule.known().keys() >= schedule.LONG, "a test that is gone is listed no more"
+    assert schedule.too_long(["a", "b", "c"], {"a": schedule.LONGEST + 1, "b": schedule.LONGEST}) == ["a"]
+
+
 def marked(params: list[Any]) -> list[tuple[tuple[object, ...], list[str]]]:
     return [(param.values, [mark.name for mark in param.marks]) for param in params]
 
