@@ -92,6 +92,7 @@ def test_a_seed_plays_the_same_again() -> None:
     assert _with_users(range(17, 18)) == _with_users(range(17, 18))
 
 
+@pytest.mark.full  # what is asked of a play is asked of the one below, too
 def test_leader_that_goes_by_its_clock_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     def of(cls: type[ReadTimes], wall: float, *_: object) -> ReadTimes:
         return ReadTimes(trusted=wall, stamp=wall, led=wall)

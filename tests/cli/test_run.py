@@ -20,7 +20,7 @@ from elasticd.system import torchrun_launcher
 from elasticd.system.torchrun_launcher import GPUS_VARIABLE, THREADS_VARIABLE, Launch, environment, visible
 from elasticd.wire import unix_socket
 from elasticd.wire.unix_socket import SLOT_VARIABLE
-from tests import forkserver
+from tests import forkserver, sizes
 
 DEADLINE = 60.0
 COMMAND = (sys.executable, "-m", "elasticd", "run", "--job", "j", "--devices", "2")
@@ -146,7 +146,8 @@ def test_without_an_agent_all_torchruns_end_and_nothing_is_left(tmp_path: Path) 
     assert "no agent listens at" in printed.read_text()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+# test_launch_output kills a command that trains: its workers end.
+@pytest.mark.parametrize("number", sizes.beside([signal.SIGINT], [signal.SIGINT, signal.SIGKILL]))
 def test_no_torchrun_outlives_it(number: signal.Signals, tmp_path: Path) -> None:
     """They wait for their agent's answer when the signal comes."""
     script = tmp_path / "train.py"

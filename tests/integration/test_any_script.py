@@ -27,7 +27,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 TRAIN = Path(__file__).with_name("train.py")
 OTHERS = Path(__file__).resolve().parents[1] / "scripts"
 DDP, TRAINER = EXAMPLES / "ddp.py", OTHERS / "trainer.py"
-SCRIPTS = (DDP, TRAINER, EXAMPLES / "fsdp2.py", OTHERS / "accelerated.py", OTHERS / "lightning_module.py")
+FSDP2 = EXAMPLES / "fsdp2.py"
+SCRIPTS = (DDP, TRAINER, FSDP2, OTHERS / "accelerated.py", OTHERS / "lightning_module.py")
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +47,7 @@ def workers(run: Launched) -> list[psutil.Process]:
     return torchrun_workers(psutil.Process(run.process.pid))
 
 
-@pytest.mark.parametrize("script", sizes.beside([DDP], SCRIPTS), ids=lambda script: script.stem)
+@pytest.mark.parametrize("script", sizes.beside([FSDP2], SCRIPTS), ids=lambda script: script.stem)
 def test_script_without_a_job_goes_on_in_restart_mode_and_survives_a_killed_worker(
     script: os.PathLike[str], launches: Launches
 ) -> None:
@@ -101,9 +102,10 @@ def test_script_gets_the_arguments_behind_it_as_they_are_in_either_mode(
     script = launches.script("import sys\nprint(repr(sys.argv[1:]), flush=True)\n", "argued.py")
     expected = repr([*command[2 if command[0] == "-m" else 1 :]])
     named = [str(script) if word == script.name else word for word in command]
-    path = f"{script.parent}:{forkserver.ROOT}"
     options = ("--job", f"argued-{mode}", "--devices", "1", "--mode", mode)
-    run = launches.run("a", *options, *named, PYTHONPATH=path)
+    # A module is found by a path. Workers with another path than ours are not forked: each imports torch.
+    path = {"PYTHONPATH": f"{script.parent}:{forkserver.ROOT}"} if command[0] == "-m" else {}
+    run = launches.run("a", *options, *named, **path)
     assert run.wait() == 0, run.said
     assert expected in run.said
 
@@ -178,6 +180,8 @@ def test_job_that_was_stopped_goes_on_under_its_name_and_one_that_finished_begin
     assert launches.job("lives")["plan"]["number"] > plan, "numbers grow over the lives of a job"
     assert run.wait() == 0, run.said
     assert (launches.job("lives")["phase"], launches.job("lives")["step"]) == ("done", 40)
+    assert run.said.splitlines()[-1].startswith("elasticd: job lives finished after 40 steps")
+    assert run.said.count("finished after 40 steps") == 1
     again = [event["text"] for event in launches.cluster.events("started_again") if event["job"] == "lives"]
     assert len(again) == 1
     assert "it was stopped" in again[0]
@@ -350,8 +354,6 @@ def test_devices_of_a_job_in_restart_mode_are_its_own_and_their_output_is_found_
 #: A script that is slow to leave, and one that never does.
 LEAVES = """
 import os, signal, time
-import torch.distributed as dist
-dist.init_process_group("gloo")
 def leave(*_):
     time.sleep(2)
     open(os.environ["SAVED"], "w").write("saved")

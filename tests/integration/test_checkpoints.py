@@ -246,6 +246,7 @@ def torchrun(cluster: Cluster, workers: int, **options: Any) -> Forked:
     return forkserver.start("torch.distributed.run", *command, str(SCRIPT), environment=environment, output=log)
 
 
+@pytest.mark.full  # test_any_script stops a job of `elasticd run`, which goes on from its checkpoint
 @pytest.mark.slow
 def test_under_real_torchruns_too(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"

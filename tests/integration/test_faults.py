@@ -51,6 +51,7 @@ def gone_on(cluster: Cluster, plans: int = 2) -> None:
     assert numbers == sorted(set(numbers)), "numbers only grow"
 
 
+@pytest.mark.full  # the one below it, whose lanes all wait for each other
 @pytest.mark.slow
 def test_a_worker_killed_in_the_midst_of_training_costs_one_device() -> None:
     with Cluster({"a": 2, "b": 1}, plans=PLANS, settings=SETTINGS) as cluster:
@@ -208,6 +209,7 @@ def test_a_hang_in_a_jobs_first_step_is_named_and_costs_a_device_at_the_configur
         gone_on(cluster, plans=1)  # none was made under the first one
 
 
+@pytest.mark.full  # test_mixed_releases starts both agents of a job anew, and no worker
 @pytest.mark.slow
 def test_an_agent_that_is_started_again_gets_its_workers_back() -> None:
     patient = JobSettings(

@@ -59,6 +59,8 @@ def test_one_killed_in_the_midst_of_a_move_in_place_costs_the_steps_since_the_sn
         ended_exactly(cluster, back, steps)
 
 
+# The one above begins such a move in a job; tests/runtime/test_in_place.py has moves that end, exactly.
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_state_that_does_not_fit_twice_moves_in_place_and_training_stays_exact() -> None:

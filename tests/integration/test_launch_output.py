@@ -206,7 +206,7 @@ LEFT = "stopped: its workers left before the last step: the script left the loop
     [
         ("break", 1, "if step.index == 5: break", LEFT),
         pytest.param("exit", 2, "if step.index == 5: sys.exit(0)", LEFT, marks=pytest.mark.full),
-        ("whole", 1, "pass", "finished after 40 steps"),
+        pytest.param("whole", 1, "pass", "finished after 40 steps", marks=pytest.mark.full),
         pytest.param("both", 2, "pass", "finished after 40 steps", marks=pytest.mark.full),
     ],
 )

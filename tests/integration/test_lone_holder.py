@@ -22,7 +22,7 @@ MEMORY = 900_000
 #: Seconds that a node is silent: longer than its lease, and than the leader waits for a node that others can
 #: do without.
 SILENT = 5.0
-STEPS = 150
+STEPS = 60
 
 
 @pytest.mark.parametrize(

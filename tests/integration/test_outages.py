@@ -142,6 +142,7 @@ def test_leader_that_is_killed_is_followed_by_the_one_that_stands_by(job: Fleet)
     job.coordinator(old.name, relayed)
 
 
+@pytest.mark.full  # below, a worker dies while a leader is frozen; after a kill nobody waits either
 def test_leader_that_was_frozen_stands_by_when_it_is_thawed(job: Fleet) -> None:
     longest, revision = calm(job), job.revision()
     old, since = job.leads(), time.monotonic()
@@ -223,6 +224,7 @@ def test_all_of_etcd_is_down_and_comes_back(job: Fleet) -> None:
     fenced(job, revision)
 
 
+@pytest.mark.full  # tests/store/test_contract.py has a watch that begins before what was compacted, on etcd
 def test_etcd_that_was_compacted_while_a_leader_fell_is_read_afresh(job: Fleet) -> None:
     """All watches are broken by the restart, and begin before what was compacted."""
     longest = calm(job)

@@ -94,6 +94,7 @@ def test_a_script_that_gives_its_own_batches_makes_each_step_once_though_a_worke
         assert [tuple(line["samples"]) for line in lines] == [train_loop.samples(step) for step in range(steps)]
 
 
+@pytest.mark.full  # the stream below it; tests/runtime/test_one_process.py names such a sample of a dataset
 @pytest.mark.slow
 def test_a_sample_that_cannot_be_read_is_named_by_all_and_the_state_before_it_is_saved(tmp_path: Path) -> None:
     folder, steps = tmp_path / "checkpoints", 15

@@ -94,7 +94,10 @@ PLANS = {
 }
 
 
-@pytest.mark.parametrize(("plan", "widths"), PLANS.values(), ids=PLANS)
+@pytest.mark.parametrize(
+    ("plan", "widths"),
+    [pytest.param(*case, marks=[pytest.mark.full] * (case[0] is ONE), id=name) for name, case in PLANS.items()],
+)
 def test_a_run_trains_as_eager_blocks_do_and_is_compiled_before_training(
     plan: Plan, widths: int, traced: None
 ) -> None:

@@ -78,31 +78,6 @@ def settled(stage: Stage, above: int = 0) -> int:
 
 
 @pytest.mark.slow
-def test_slow_device_is_shown_and_replanned_around_without_a_reload(alice: Person, stage: Stage) -> None:
-    """On the heat map, in the table, among the events; then the plan, its mark and its reason."""
-    page, before = alice.page, settled(stage)
-    expect(page.get_by_role("rowheader", name=JOB)).to_be_visible()
-    stage.chaos(lambda chaos: chaos.slow("alpha/1", SLOW))
-    row = alice.row("alpha/1")
-    expect(row).to_contain_text("slow")
-    expect(row).to_contain_text(re.compile(r"\d\.\d\dx"))
-    expect(page.locator('[data-device="alpha/1"]')).to_have_class(re.compile("device s[1-5]"))
-    number = settled(stage, before)
-    rate = stage.asked(lambda api: {d.name: d.rate for n in api.status().nodes for d in n.devices})["alpha/1"]
-    expect(row).to_contain_text(f"{rate:.2f}x")
-    told = next(each for each in stage.asked(lambda api: api.events())[::-1] if each.kind == "slow")
-    alice.go("/events")
-    expect(page.locator(f"#event-{told.id}")).to_contain_text("alpha/1")
-    alice.go(f"/jobs/{JOB}")
-    expect(page.get_by_label("Marks")).to_contain_text(f"plan {number}")
-    page.get_by_role("link", name=f"Plan {number}, and why").click()
-    expect(page.get_by_role("heading", level=1)).to_contain_text(f"Plan {number}")
-    expect(page.locator("pre.why")).to_contain_text(f"plan {number}")
-    assert first_lines(page.locator("pre.why").inner_text()) == first_lines(why(stage, number))
-    assert not alice.reloaded
-
-
-@pytest.mark.slow
 @pytest.mark.full
 def test_keyboard_alone_drains_a_node_and_takes_it_back(alice: Person, stage: Stage) -> None:
     settled(stage)
@@ -512,6 +487,34 @@ def test_report_of_a_recording_has_what_happened(browser: Browser, stage: Stage,
         expect(reader.page.locator("ed-chart canvas").first).to_be_visible()
         reader.watched.asked.clear()  # of its own file and of what stands in it
     settled(stage, number)
+
+
+@pytest.mark.slow
+def test_slow_device_is_shown_and_replanned_around_without_a_reload(alice: Person, stage: Stage) -> None:
+    """On the heat map, in the table, among the events; then the plan, its mark and its reason.
+
+    The last: what comes after it waits until the device has recovered and the job has another plan.
+    """
+    page, before = alice.page, settled(stage)
+    expect(page.get_by_role("rowheader", name=JOB)).to_be_visible()
+    stage.chaos(lambda chaos: chaos.slow("alpha/1", SLOW))
+    row = alice.row("alpha/1")
+    expect(row).to_contain_text("slow")
+    expect(row).to_contain_text(re.compile(r"\d\.\d\dx"))
+    expect(page.locator('[data-device="alpha/1"]')).to_have_class(re.compile("device s[1-5]"))
+    number = settled(stage, before)
+    rate = stage.asked(lambda api: {d.name: d.rate for n in api.status().nodes for d in n.devices})["alpha/1"]
+    expect(row).to_contain_text(f"{rate:.2f}x")
+    told = next(each for each in stage.asked(lambda api: api.events())[::-1] if each.kind == "slow")
+    alice.go("/events")
+    expect(page.locator(f"#event-{told.id}")).to_contain_text("alpha/1")
+    alice.go(f"/jobs/{JOB}")
+    expect(page.get_by_label("Marks")).to_contain_text(f"plan {number}")
+    page.get_by_role("link", name=f"Plan {number}, and why").click()
+    expect(page.get_by_role("heading", level=1)).to_contain_text(f"Plan {number}")
+    expect(page.locator("pre.why")).to_contain_text(f"plan {number}")
+    assert first_lines(page.locator("pre.why").inner_text()) == first_lines(why(stage, number))
+    assert not alice.reloaded
 
 
 def call(*arguments: str, code: int = 0) -> str:
