@@ -1,4 +1,4 @@
-"""How commands reach the leading coordinator: find its URL, ask it, and say plainly what is missing."""
+"""Client of the leading coordinator, for commands: find its URL, ask it, and say plainly what is missing."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ class ApiClient:
             ) from error
 
     def output(self, device: str, job: str, after: int, most: int = 1 << 16) -> OutputText:
-        """What the worker of a device wrote: `most` bytes behind the first `after`, or from the newest `-after`
+        """The output of a device's worker: `most` bytes behind the first `after`, or from the newest `-after`
         on. job: "" for the one whose output is the newest. With control characters, whoever reads it."""
         node, _, index = device.rpartition("/")
         where = f"/v1/nodes/{_quoted(node)}/devices/{_quoted(index)}/output"
@@ -158,11 +158,11 @@ class ApiClient:
             ) from error
 
     def caller(self) -> CallerStatus:
-        """Who we are to the coordinator."""
+        """The caller as the coordinator knows it."""
         return self._read("/v1/caller", CallerStatus)
 
     def spec(self, job: str) -> JobSpec:
-        """What the job trains."""
+        """The job's spec: its model, its batch and its settings."""
         return self._read(f"/v1/jobs/{_quoted(job)}/spec", JobSpec)
 
     def settings(self) -> Settings:
@@ -256,7 +256,8 @@ def _lines(answer: httpx2.Response) -> Iterator[bytes]:
 
 
 def asker() -> str:
-    """Who gives this command, as in alice@host; a user of a container may have no name, but has a number."""
+    """The user who gives this command, as in alice@host; a user of a container may have no name, but has a
+    number."""
     try:
         name = getpass.getuser()
     except (KeyError, OSError):
@@ -305,7 +306,7 @@ def checked_url(url: str) -> str:
 
 
 def leader_url(config: Config) -> str:
-    """Where the leader is reached, by the key that it keeps in etcd. Raises `CannotReach`."""
+    """The leader's address, by the key that it keeps in etcd. Raises `CannotReach`."""
     endpoints = ", ".join(config.etcd.endpoints)
     store = EtcdStore(etcd_options(config))
     try:

@@ -30,12 +30,12 @@ def name_refusal(what: str, name: str) -> str:
 
 
 def harmless(name: str) -> bool:
-    """Whether a name outside the grammar can be a key and a word in a log. Release 0.1 took such names, and a
-    job that runs under one is not to end with its agent's upgrade."""
+    """Returns True if a name outside the grammar can be a key and a word in a log. Release 0.1 took such names,
+    and a job that runs under one is not to end with its agent's upgrade."""
     return 0 < len(name) <= LONGEST and "/" not in name and name.isprintable() and name not in (".", "..")
 
 
 def device_of(node: str, device: str) -> bool:
-    """Whether this is the name of a device of the node: "alpha/0" of "alpha"."""
+    """Returns True if this is the name of a device of the node: "alpha/0" of "alpha"."""
     of, _, index = device.rpartition("/")
     return of == node and _INDEX.fullmatch(index) is not None

@@ -138,7 +138,7 @@ def told(note: CoordinatorNote, at: float, time: float) -> bytes:
 
 
 def notes(effects: Iterable[Effect]) -> list[CoordinatorNote]:
-    """What is told because of effects, those that wait for a write among them."""
+    """The notes that effects bring, those that wait for a write among them."""
     found: list[CoordinatorNote] = []
     for effect in effects:
         if isinstance(effect, CoordinatorNote):

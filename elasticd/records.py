@@ -1,4 +1,4 @@
-"""What the store holds: the keys under one cluster's prefix and the value behind each.
+"""The records of the store: the keys under one cluster's prefix and the value behind each.
 
 The agents write `nodes/` and `members/` under their lease; the leader writes the rest, each write fenced by
 a comparison with its leader key. `epoch` is that key's create revision: orders with a lower one are refused.
@@ -78,7 +78,7 @@ class Keys(Value, frozen=True, kw_only=True):
 
     @property
     def config(self) -> str:
-        """What was changed of detection and policy while running."""
+        """The key of the changes of detection and policy while running."""
         return self.root + "config"
 
     def config_history(self, number: int) -> str:
@@ -131,7 +131,7 @@ class Keys(Value, frozen=True, kw_only=True):
         return self.job(job, "history/") + f"{number:08d}"
 
     def lasts(self, key: str) -> bool:
-        """Whether this is a job's plan or fence."""
+        """Returns True if this is a job's plan or fence."""
         job, _, part = key.removeprefix(self.jobs).rpartition("/")
         return key.startswith(self.jobs) and bool(job) and part in LASTING
 
@@ -149,7 +149,8 @@ class Keys(Value, frozen=True, kw_only=True):
         return "" if part in (*LEADER_KEYS, *OTHER_KEYS) else f"jobs/JOB/{part}"
 
     def note_unknown(self, key: str) -> bool:
-        """Whether this release does not know the key, which is counted and logged once for all keys like it."""
+        """Returns True if this release does not know the key, which is counted and logged once for all keys
+        like it."""
         part = self.unknown_part(key)
         if part:
             skip(
@@ -221,7 +222,7 @@ class ModuleSpec(Value, frozen=True, kw_only=True):
 
 
 class JobSpec(StoredValue, frozen=True, kw_only=True, tag="job-spec"):
-    """What a job trains, the same from every worker."""
+    """The model, batch and settings of a job, the same from every worker."""
 
     job: str  # the job's name
     #: tensors of the model, with their shapes and how each may be sharded; of several modules those of the one
@@ -316,7 +317,7 @@ class Vote(Value, frozen=True, kw_only=True):
 
 
 class Recovery(Value, frozen=True, kw_only=True):
-    """What a proposal goes on from after a fence.
+    """The state that a proposal goes on from after a fence.
 
     Where the copies that live are no complete state, `snapshots` says which source reads which member's share;
     copies on devices are of no use then.

@@ -284,7 +284,7 @@ class Agent:
             self._registrar.recheck()
 
     def _lasting_parts(self, link: Link) -> tuple[Callable[[], Coroutine[Any, Any, None]], ...]:
-        """What goes on beside the sockets, for as long as the agent serves."""
+        """The parts that run beside the sockets for as long as the agent serves."""
         keeper, every = self._keeper, self._config.agent.probe_seconds
         crossings = LinkProbe(every, keeper.sender.cross, keeper.ring, lambda: self._state, link.send)
         lasting = self._supervisor.watch, crossings.run

@@ -164,7 +164,7 @@ class WorkerOrphans:
 
 
 def has_ended(pid: int) -> bool:
-    """Whether the process is gone, or only waits for its parent to look."""
+    """Returns True if the process is gone, or only waits for its parent to look."""
     return process_mark.mark(pid) is None
 
 

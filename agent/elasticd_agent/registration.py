@@ -254,7 +254,7 @@ class Registrar:
         return True
 
     def _is_there(self, key: str, value: bytes | None) -> bool:
-        """Whether the store has this value of a key (None: nothing of it), as far as we know."""
+        """Returns True if the store has this value of a key (None: nothing of it), as far as we know."""
         return key not in self._written if value is None else self._written.get(key) == value
 
     def _bring(self, key: str, value: bytes | None) -> None:

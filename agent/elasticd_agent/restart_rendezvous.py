@@ -78,7 +78,7 @@ class _Client:
 
 @dataclass(kw_only=True)
 class _Job:
-    """What the store holds of one job's rounds, by the watch."""
+    """The records of one job's rounds in the store, by the watch."""
 
     prefix: str
     items: dict[str, KeyValue] = field(default_factory=dict)

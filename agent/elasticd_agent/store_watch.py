@@ -1,5 +1,5 @@
-"""What the agent reads from the store: who leads, the other nodes, and each job's proposal, plan, fence,
-checkpoints and end.
+"""The agent's view of the store: the leader, the other nodes, and each job's proposal, plan, fence, checkpoints
+and end.
 
 It watches the prefixes that have these, and not the whole cluster: what a leader writes into its journal and
 its configuration, and what agents write of their workers, would be told to all agents for nothing. Each prefix
@@ -171,8 +171,8 @@ class StoreWatch:
             skip("record", ("record", key), f"the record {shown(key)} in the store cannot be read: {why}")
 
     def _went_back(self, item: KeyValue) -> bool:
-        """Whether the store is an old copy, whose orders may have been withdrawn. First remembered, then
-        obeyed."""
+        """Returns True if the store is an old copy, whose orders may have been withdrawn. First remembered,
+        then obeyed."""
         if self._memory is None:
             return False
         try:

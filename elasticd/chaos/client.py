@@ -54,8 +54,9 @@ class Chaos:
         self._api.chaos("heal", _node(node))
 
     def cut_data(self, node: str, other: str, seconds: float = 0.0, *, one_way: bool = False) -> None:
-        """What both send to each other's data address is lost (one_way: what `node` sends), for `seconds` or
-        (0) until it is healed. An agent that may not set routes shuts its workers' connections once."""
+        """Cuts the data network between two nodes: what both send to each other's data address is lost
+        (one_way: what `node` sends), for `seconds` or (0) until it is healed. An agent that may not set routes
+        shuts its workers' connections once."""
         self._api.cut_data("cut", (_node(node), _node(other)), seconds=seconds, one_way=one_way)
 
     def heal_data(self, node: str, other: str) -> None:

@@ -64,7 +64,7 @@ ENDINGS = {"kill": "join", "freeze": "thaw", "cut": "heal"}
 
 
 class Fault(Value, frozen=True, kw_only=True):
-    """What happens at a step or at a time, of one of KINDS.
+    """A fault at a step or at a time, of one of KINDS.
 
     What would come at a step may never come where training stands until it does.
     """
@@ -125,7 +125,7 @@ class Fault(Value, frozen=True, kw_only=True):
 
     @property
     def speed(self) -> bool:
-        """Whether it is about how fast devices run."""
+        """True if it is about how fast devices run."""
         return self.kind in ("slow", "recover")
 
     @property
@@ -135,7 +135,7 @@ class Fault(Value, frozen=True, kw_only=True):
 
     @property
     def text(self) -> str:
-        """What happens, for people."""
+        """The fault, for people."""
         where = self.where
         way = f" ({self.how})" if self.how else ""
         said = {
@@ -161,7 +161,7 @@ class Fault(Value, frozen=True, kw_only=True):
 
     @property
     def way(self) -> str:
-        """How it comes about, where there are several ways."""
+        """The way in which it comes about, where there are several."""
         return self.how or WAYS.get(self.kind, ("",))[0]
 
     @property
@@ -174,7 +174,8 @@ class Fault(Value, frozen=True, kw_only=True):
         return [name for name in names if name == self.device or node_of(name) == self.node]
 
     def ending(self, now: float) -> Fault | None:
-        """What follows by itself once it has lasted, where it does; `now`: seconds, when it happens."""
+        """The fault's end, which follows by itself once it has lasted, or None; `now`: seconds, when it
+        happens."""
         kind = ENDINGS.get(self.kind)
         if kind is None or not self.lasts:
             return None
@@ -204,7 +205,7 @@ class Faults(Value, frozen=True, kw_only=True):
         return self._name("kill", place, lasts=lasts)
 
     def join(self, place: str) -> Faults:
-        """What was killed is there again."""
+        """Brings back the device or node that was killed."""
         return self._name("join", place)
 
     def freeze(self, device: str, lasts: float = 0.0) -> Faults:
@@ -262,11 +263,11 @@ class Faults(Value, frozen=True, kw_only=True):
         return self._name("takeover", "")
 
     def at_step(self, step: int) -> Faults:
-        """What was named happens once `step` steps are done."""
+        """Lets the faults named before happen once `step` steps are done."""
         return self._plan(step=step)
 
     def at_seconds(self, seconds: float) -> Faults:
-        """What was named happens `seconds` after the beginning."""
+        """Lets the faults named before happen `seconds` after the beginning."""
         return self._plan(seconds=seconds)
 
     def __iter__(self) -> Iterator[Fault]:

@@ -53,7 +53,7 @@ class ChecksumWriter:
         self.head = bytearray()
 
     def mark(self) -> int:
-        """Where the next byte goes; from here on `head` is kept."""
+        """Returns the offset of the next byte; from here on `head` is kept."""
         self.head = bytearray()
         return self.size
 

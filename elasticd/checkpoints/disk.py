@@ -23,7 +23,7 @@ class WritableFile(Protocol):
 
 
 class Disk(Protocol):
-    """Where checkpoints lie; every method raises OSError."""
+    """The file system of checkpoints; every method raises OSError."""
 
     def make_folder(self, path: Path) -> None:
         """Makes it and its parents; no error where it is there."""
@@ -35,7 +35,7 @@ class Disk(Protocol):
         """Of files and folders; at once or not at all."""
 
     def sync_folder(self, path: Path) -> None:
-        """What was created, renamed or removed in it outlasts a power loss from here on."""
+        """Makes files that were created, renamed or removed in a folder outlast a power loss."""
 
     def remove(self, path: Path) -> None:
         """A file."""

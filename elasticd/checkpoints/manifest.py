@@ -1,4 +1,4 @@
-"""What a checkpoint says of itself: `manifest.json`, from which all is read, and the parts it is made of.
+"""A checkpoint's description of itself: `manifest.json`, from which all is read, and the parts it is made of.
 
 torch.distributed.checkpoint's own `.metadata` lies beside it for programs that know nothing of elasticd. It is
 a pickle; elasticd writes it and never reads it.
@@ -35,7 +35,7 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 
 class Record(Value, frozen=True, kw_only=True):
-    """Where `torch.save` wrote something: `length` bytes from `at` in `file`."""
+    """A value that `torch.save` wrote: `length` bytes from `at` in `file`."""
 
     file: str
     at: int
@@ -77,7 +77,7 @@ class TensorEntry(Value, frozen=True, kw_only=True):
         return (*self.shape[: self.fused], parts * size, *self.shape[self.fused + 2 :])
 
     def own(self, chunk: Chunk) -> Box:
-        """Where a chunk lies in that shape."""
+        """The chunk's box in that shape."""
         if self.fused is None:
             return chunk.box
         dim, (start, stop) = self.fused, (chunk.box.start, chunk.box.stop)
@@ -97,8 +97,9 @@ Tensors = dict[Role, dict[str, TensorEntry]]
 
 
 class Origin(Value, frozen=True, kw_only=True):
-    """Whose state it is: `step` updates were applied, under the plan of this number, by these incarnations of
-    the members' workers. seed, global_batch, samples and global_tokens decide what the next steps train on."""
+    """The origin of a state: `step` updates were applied, under the plan of this number, by these
+    incarnations of the members' workers. seed, global_batch, samples and global_tokens decide what the next
+    steps train on."""
 
     job: str
     model: str
@@ -115,7 +116,8 @@ class Origin(Value, frozen=True, kw_only=True):
 
 
 class Part(StoredValue, frozen=True, kw_only=True, tag="checkpoint-part"):
-    """What one rank wrote: boxes of tensors, and what it knows of parameter groups and of the job's extras."""
+    """The part that one rank wrote: boxes of tensors, and what it knows of parameter groups and of the job's
+    extras."""
 
     device: str
     tensors: Tensors

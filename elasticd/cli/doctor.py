@@ -59,7 +59,7 @@ class Finding:
 
 
 class Flaw(Exception):
-    """What a check found that is not well, and what to do about it."""
+    """A fault that a check found, and its remedy."""
 
     def __init__(self, verdict: Verdict, found: str, remedy: str = "") -> None:
         super().__init__(found)
@@ -122,7 +122,7 @@ def examined(path: str | None) -> Iterator[Finding]:
 
 
 def _checked(what: str, check: Callable[..., str], *given: Config) -> Finding:
-    """What a check says where all is well, or its flaw."""
+    """Runs a check; returns its finding or its flaw."""
     try:
         return Finding(what=what, verdict="ok", found=check(*given))
     except Flaw as flaw:
@@ -130,7 +130,7 @@ def _checked(what: str, check: Callable[..., str], *given: Config) -> Finding:
 
 
 def _named(path: str | None) -> str:
-    """Where the configuration comes from."""
+    """The configuration's source, for people."""
     if named := path or os.environ.get(CONFIG_VARIABLE):
         return named
     if found := running():

@@ -55,7 +55,7 @@ def _unheard(api: ApiClient, node: str) -> bool:
 
 
 def _left(api: ApiClient, node: str) -> int:
-    """How many of its devices plans use; all, until its agent has taken note."""
+    """The number of its devices that plans use; all of them, until its agent has taken note."""
     for found in api.status().nodes:
         if found.node == node:
             return found.members if found.draining else max(1, found.members)

@@ -58,7 +58,7 @@ _WORDS: Mapping[str, str] = {
 
 
 class Explained(Value, frozen=True, kw_only=True):
-    """What goes over links with a plan. `lost`: why there is no switch from the current one."""
+    """The traffic over links with a plan. `lost`: why there is no switch from the current one."""
 
     plan: Plan
     cluster: Cluster
@@ -112,7 +112,7 @@ def explained(
     batch: BatchPlan | None = None,
     items: Mapping[str, ItemBatch] | None = None,
 ) -> Explained:
-    """What goes over links in a step of a problem's plan, and in the switch from the current one.
+    """The traffic over links in a step of a problem's plan, and in the switch from the current one.
 
     Args:
         problem: the problem.

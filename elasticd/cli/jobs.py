@@ -131,7 +131,7 @@ def forget(api: ApiClient, node: str | None, job: str | None) -> None:
 
 
 def _unheard(nodes: Mapping[str, str], job: str, seconds: float) -> str:
-    """What to say of nodes whose workers do not drain."""
+    """The sentence about nodes whose workers do not drain."""
     names = ", ".join(f"{name} (elasticd {release})" for name, release in sorted(nodes.items()))
     return (
         f"the agents of these nodes cannot tell their workers to go: {names}. The workers there train on until "

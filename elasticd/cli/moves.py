@@ -1,4 +1,5 @@
-"""What moves between two answers of `elasticd plan --json`: device by device, in layers and in bytes."""
+"""The state that moves between two answers of `elasticd plan --json`: device by device, in layers and in
+bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What several commands share: options, tables, and JSON for programs."""
+"""Options that several commands share: options, tables, and JSON for programs."""
 
 from __future__ import annotations
 

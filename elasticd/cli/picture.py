@@ -59,7 +59,7 @@ def _mesh_picture(plan: MeshPlan, rates: Mapping[str, float]) -> RenderableType:
 
 
 def _picture(plan: Plan, rates: Mapping[str, float], loads: Loads) -> RenderableType:
-    """That of a plan of one module, or of a view."""
+    """The picture of a plan of one module, or of a view."""
     parts: list[RenderableType] = [_Pipelines(plan, rates, loads)]
     more = len(plan.by_lane) - SHOWN
     if more > 0:

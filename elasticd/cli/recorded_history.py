@@ -101,7 +101,7 @@ class RecordedRun:
             self._writer.put_rank(said.job, body.number, rank)
 
     def _of_devices(self, job: JobState) -> live.MeasuredNews | None:
-        """What the members of the plan in force measured last."""
+        """The newest measurements of the members of the plan in force."""
         plan = job.plan
         return measurements(job, plan, self._measured.get(job.job, {}), str) if plan is not None else None
 
@@ -171,5 +171,5 @@ def _known(number: float) -> float | None:
 
 
 def name_of(file: Path) -> str:
-    """How a recording's cluster is called: its name is not in it."""
+    """The name of a recording's cluster: its name is not in it."""
     return file.name.removesuffix(".gz").removesuffix(".jsonl")

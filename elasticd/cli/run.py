@@ -224,7 +224,8 @@ def _chosen_gpus(devices: int | None, ids: tuple[int, ...] | None) -> tuple[tupl
 
 
 def _output(log_dir: str | None, redirects: str | None, tee: str | None) -> OutputOptions:
-    """Where the workers' output goes, as torchrun's options of the same names say. Raises BadParameter."""
+    """The destination of the workers' output, as torchrun's options of the same names say. Raises
+    BadParameter."""
     away = _streams("--redirects", redirects or "0")
     both = _streams("--tee", tee or ("0" if redirects else "3"))
     if log_dir is None:
@@ -242,7 +243,7 @@ def _streams(option: str, text: str) -> int:
 
 
 def _agent(socket: str | None) -> str | None:
-    """Where the agent listens, if that is not the default: by the option, by the environment, or by the
+    """The address of the agent, if that is not the default: by the option, by the environment, or by the
     configuration, as other commands find it."""
     if socket is not None or os.environ.get(SOCKET_VARIABLE):
         return socket
@@ -298,7 +299,7 @@ def _seen_gpus() -> tuple[str, ...]:
 
 
 def _counted() -> int:
-    """How many GPUs the workers' torch sees. Without a driver there are none, and nobody is asked."""
+    """The number of GPUs that the workers' torch sees. Without a driver there are none, and nobody is asked."""
     from elasticd.system.torch_build import CannotTell, driver_is_there, torch_build
 
     if not driver_is_there():

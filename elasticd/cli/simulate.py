@@ -107,7 +107,7 @@ def show(outcome: Outcome, console: Console) -> None:
 
 
 def _costs(run: Totals) -> Iterator[str]:
-    """What a run's figures include already."""
+    """Lines about costs that a run's figures include already."""
     if run.switches:
         moved = f", {run.bytes_moved / 1e9:.1f} GB moved" if run.bytes_moved else ""
         yield f"changed plans {_times(run.switches)}, {run.pause_seconds:.1f} s of pauses{moved}"

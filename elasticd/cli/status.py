@@ -256,7 +256,7 @@ def _notes(node: NodeStatus) -> str:
 
 
 def rates_of(found: ClusterStatus) -> dict[str, float]:
-    """How many times slower than normal each device is."""
+    """The slowdown of each device: 1 is normal."""
     return {device.name: device.rate for node in found.nodes for device in node.devices}
 
 
@@ -342,7 +342,7 @@ def _readings(device: DeviceStatus, node: NodeStatus) -> tuple[str, str, str]:
 
 
 def slowness(device: DeviceStatus) -> str:
-    """What kind of slowness a device shows; nothing of one that is well, and was slow at most once."""
+    """The kind of slowness that a device shows; empty for one that is well, and was slow at most once."""
     found = device.slowness
     if found is None or (device.rate <= 1 and found.kind is SlownessKind.TRANSIENT):
         return ""
@@ -445,7 +445,7 @@ def _items(module: ModuleStatus) -> str:
 
 
 def predicted(job: JobStatus) -> str:
-    """What a step takes under the plan in force, by the newest profile and as when it was made."""
+    """The seconds of a step under the plan in force, by the newest profile and as when it was made."""
     own = job.plan.prediction if job.plan is not None else None
     if own is None:
         return ""
@@ -464,7 +464,7 @@ def worker(member: MemberStatus) -> str:
 
 
 def exception(raised: ExceptionStatus | None) -> Iterator[Text]:
-    """What the script's own code raised, with its traceback."""
+    """The exception that the script's own code raised, with its traceback."""
     if raised is None:
         return
     what = f"the script's code raised {raised.kind} in step {raised.step} on {raised.device}"

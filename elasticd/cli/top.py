@@ -82,7 +82,7 @@ Steps = dict[str, tuple[StepRecord, ...]]
 
 
 def _asked(api: ApiClient) -> tuple[ClusterStatus, Steps, Sequence[EventRecord]]:
-    """What a screen is drawn from: the status, the last steps of each job, the last events."""
+    """The values that a screen is drawn from: the status, the last steps of each job, the last events."""
     status = api.status()
     steps = {job.job: api.steps(job.job, max(-1, job.step - 60)).steps for job in status.jobs if not job.over}
     return status, steps, api.events()[-EVENTS:]

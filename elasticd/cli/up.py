@@ -108,7 +108,7 @@ def _pages(processes: Processes, settings: Config, written: Path, place: Path) -
 
 
 def _served(processes: Processes, pages: Child | None) -> str:
-    """Where the dashboard serves, or why it does not."""
+    """The dashboard's address, or the reason why it does not serve."""
     if pages is None:
         return "no dashboard"
 
@@ -167,7 +167,7 @@ def _wait(
 
 
 def _devices(processes: Processes, settings: Config, children: list[Child]) -> int:
-    """How many devices the agent offers: those for `elasticd run`. 0 where nobody says so soon."""
+    """The number of devices that the agent offers: those for `elasticd run`. 0 where nobody says so soon."""
 
     def seen() -> int | None:
         try:
@@ -183,7 +183,7 @@ def _devices(processes: Processes, settings: Config, children: list[Child]) -> i
 
 
 def _advice(settings: Config, written: Path, devices: int, pages: str) -> str:
-    """What to do next."""
+    """The next commands to type."""
     count = f" --devices {devices}" if devices else ""
     several = len(running()) > 1
     chosen = (f"  export {CONFIG_VARIABLE}={written}    # several run: this one",) if several else ()

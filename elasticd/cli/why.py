@@ -99,7 +99,7 @@ def _asked(status: ClusterStatus, words: Sequence[str], option: str | None) -> t
 
 
 def _is_number(word: str) -> bool:
-    """Whether a word can be a plan's number."""
+    """Returns True if a word can be a plan's number."""
     return word.isascii() and word.isdigit() and len(word) < 19
 
 
@@ -144,7 +144,7 @@ def plan_told(
     steps: Sequence[StepRecord],
     before: AnyHistoryRecord | None = None,
 ) -> dict[str, object]:
-    """What `plan` shows, for programs."""
+    """The contents of `plan`, for programs."""
     seconds = seconds_under(record.plan, steps)
     return {
         "plan": record,
@@ -188,7 +188,7 @@ def _shown(events: Sequence[EventRecord]) -> Iterator[RenderableType]:
 def device_told(
     name: str, job: str, status: ClusterStatus, told: Sequence[EventRecord], records: Sequence[AnyHistoryRecord]
 ) -> dict[str, object]:
-    """What `device` shows, for programs. Raises `CannotReach` for no device."""
+    """The contents of `device`, for programs. Raises `CannotReach` for no device."""
     node, found = _known(name, status)
     current = status.job(job)
     return {
@@ -246,7 +246,7 @@ def _events_about(name: str, told: Sequence[EventRecord]) -> list[EventRecord]:
 def device(
     name: str, job: str, status: ClusterStatus, told: Sequence[EventRecord], records: Sequence[AnyHistoryRecord]
 ) -> Iterator[RenderableType]:
-    """How fast a device is, what plans did with it, and what was told of it."""
+    """A device's slowdown, its part in plans, and the events about it."""
     node, found = _known(name, status)
     away = "" if node.connected else "; its node cannot be reached"
     yield Text.assemble(("device ", "dim"), (name, "bold"), f"  takes {found.rate:.2f}x the normal time{away}")

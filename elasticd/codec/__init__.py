@@ -1,1 +1,1 @@
-"""How values become bytes and text that another process, another release or a terminal reads."""
+"""Values as bytes and text that another process, another release or a terminal reads."""

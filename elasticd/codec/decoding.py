@@ -74,7 +74,7 @@ _made: dict[tuple[Any, bool], msgspec.json.Decoder[Any]] = {}
 
 
 def decoder_of(kind: type[T], *, strict: bool = True) -> msgspec.json.Decoder[T]:
-    """What decodes JSON as a value of this type.
+    """The decoder of JSON as a value of this type.
 
     msgspec looks at a class, and at those of its fields, when it first decodes one. Two threads that do so at
     the same moment end the process (0.22: a segmentation fault). So decoders are made one at a time, and kept.
@@ -133,7 +133,7 @@ def _refusal(what: str, version: object, known: int, release: str, *, least: int
 
 
 class _Head(msgspec.Struct):
-    """What is read of a stored value before the rest."""
+    """The part of a stored value that is read before the rest."""
 
     version: Any = None
     release: Any = ""
@@ -202,7 +202,7 @@ def _held_refusal(value: Any, release: str = "") -> str:
 
 
 class _Envelope(msgspec.Struct):
-    """What is read of a message that cannot be decoded: its tag, and the message within it."""
+    """The part of a message that cannot be decoded which is read: its tag, and the message within it."""
 
     type: str
     body: msgspec.Raw = msgspec.Raw()
@@ -321,8 +321,9 @@ class MessageDecoder(Generic[T]):
             look(message, bytes(part))
 
     def _skips(self, data: bytes, error: msgspec.DecodeError, *, first: bool) -> bool:
-        """Whether a message that cannot be decoded is skipped, which is logged once for its tag: it has a tag
-        that this release lacks, or has a message with such a tag within it, or it is not the `first` one."""
+        """Returns True if a message that cannot be decoded is skipped, which is logged once for its tag: it
+        has a tag that this release lacks, or has a message with such a tag within it, or it is not the
+        `first` one."""
         try:
             outer = inner = decoded_as(_Envelope, data)
         except msgspec.DecodeError:
@@ -400,7 +401,7 @@ def skip(kind: Kind, key: tuple[str, ...], text: str) -> None:
 
 
 def skipped() -> dict[Kind, int]:
-    """How many of each kind this process has skipped so far."""
+    """The number of messages of each kind that this process has skipped so far."""
     with _counting:
         return dict(_skipped)
 

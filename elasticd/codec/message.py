@@ -1,4 +1,4 @@
-"""What all wire messages are: JSON by msgspec with a tag and a version.
+"""The base of all wire messages: JSON by msgspec with a tag and a version.
 
 A tag names its message for ever and on every wire; the class behind it may be renamed. Fields are only ever
 added, with defaults: a release skips the fields and the messages that it does not know

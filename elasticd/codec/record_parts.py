@@ -59,7 +59,7 @@ class Parted(StoredValue, frozen=True, kw_only=True, tag="in-parts"):
 
 
 def parted(data: bytes) -> Parted | None:
-    """What stands in the place of a record, if this does. Raises `msgspec.DecodeError`."""
+    """The placeholder of a record in parts, if this is one. Raises `msgspec.DecodeError`."""
     return decode_stored(data, Parted) if data.startswith(_BEGIN) else None
 
 

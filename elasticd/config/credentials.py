@@ -82,7 +82,7 @@ def secret(path: str, key: str) -> str:
 
 
 def private_text(path: str, key: str) -> str:
-    """What is in a file that holds secrets. Raises ConfigError, also where everybody may read it."""
+    """The text of a file that holds secrets. Raises ConfigError, also where everybody may read it."""
     try:
         with open(os.path.expanduser(path), encoding="utf-8") as file:
             mode = os.fstat(file.fileno()).st_mode
@@ -106,7 +106,7 @@ def check_token(token: str, where: str) -> None:
 
 
 def server_context(section: SecuritySection) -> ssl.SSLContext | None:
-    """How the coordinator's port speaks TLS; None without a certificate. Raises ConfigError."""
+    """The TLS context of the coordinator's port; None without a certificate. Raises ConfigError."""
     if section.cert is None:
         return None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)

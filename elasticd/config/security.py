@@ -12,7 +12,7 @@ from elasticd_planner.value import Value, refuse
 
 
 class Role(enum.StrEnum):
-    """What a caller of the coordinator's port may do."""
+    """The rights of a caller of the coordinator's port."""
 
     VIEWER = "viewer"  # reads: GET
     OPERATOR = "operator"  # everything: GET and POST
@@ -80,5 +80,5 @@ class SecuritySection(Value, frozen=True, kw_only=True):
 
     @property
     def asks(self) -> bool:
-        """Whether the coordinator lets in only whom it knows."""
+        """True if the coordinator lets in only whom it knows."""
         return any(self.tokens(role) for role in Role) or self.client_ca is not None

@@ -365,7 +365,7 @@ def text_of(path: str | Path, what: str) -> str:
 
 
 def toml(text: str, source: str) -> dict[str, Any]:
-    """What is in TOML `text`; `source` names it in messages. Raises ConfigError."""
+    """The contents of TOML `text`; `source` names it in messages. Raises ConfigError."""
     try:
         return tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # a number of thousands of digits is no TOMLDecodeError

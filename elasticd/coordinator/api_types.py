@@ -1,5 +1,5 @@
-"""What the coordinator answers to REST, as values: the server makes them, the commands read them, and the
-OpenAPI document is drawn from them.
+"""The coordinator's REST answers, as values: the server makes them, the commands read them, and the OpenAPI
+document is drawn from them.
 
 A command of another release may read an answer that lacks what was added later: that has a default.
 """
@@ -221,7 +221,7 @@ class RestartStatus(Value, frozen=True, kw_only=True):
 
     @property
     def over(self) -> bool:
-        """Whether none of its torchruns has anything left to do."""
+        """True if none of its torchruns has anything left to do."""
         return self.phase not in ("running", "gathering")
 
 
@@ -321,7 +321,7 @@ class Harming(Value, frozen=True, kw_only=True):
 
 
 class CallerStatus(Value, frozen=True, kw_only=True):
-    """Who asks."""
+    """The sender of the request."""
 
     name: str  # of the token or certificate (empty: it has none)
     role: str  # what it may do: viewer, operator or agent

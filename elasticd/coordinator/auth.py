@@ -1,4 +1,4 @@
-"""Who asks, and whether he may: tokens and certificates against roles. No IO after `read`.
+"""Authentication and permission of requests: tokens and certificates against roles. No IO after `read`.
 
 A file of tokens has one a line, with a name before it or without: `alice 5c1f...`. In the file of agents a name
 is a node's, and its token speaks for that node alone. A certificate says both itself: its organizational unit

@@ -122,7 +122,7 @@ class Connections:
         return connection
 
     def leave(self, connection: Connection) -> bool:
-        """Whether it was the node's live one: an older one may end after the next has begun."""
+        """Returns True if it was the node's live one: an older one may end after the next has begun."""
         connection.closed.set()
         if self._live.get(connection.node) is not connection:
             return False

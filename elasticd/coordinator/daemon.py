@@ -333,7 +333,8 @@ class Coordinator:
         await task
 
     async def _flush(self, leading: Leader) -> None:
-        """What was decided is written, if the store takes it soon; else the next leader decides again."""
+        """Writes the decisions that are left, if the store takes them soon; else the next leader decides
+        again."""
         writer = leading.writer
         if writer is None or writer.away or (self._end.done() and self._end.exception() is not None):
             return
@@ -365,7 +366,7 @@ class Coordinator:
         return LeaderStatus(name=self.config.coordinator.name, url=self.url, epoch=self.leading.state.epoch)
 
     def listening(self) -> FeedSource:
-        """What those who listen are told from."""
+        """The source of the live feed."""
         known = self._store.known()
         store = f"{known.cluster_id:x}" if known is not None else ""
         return self.leading.listening(self._leader, self.config.cluster.name, store)
@@ -406,7 +407,7 @@ class Coordinator:
 
 
 def settings_of(config: Config) -> JobSettings:
-    """What the machine needs of the configuration."""
+    """The settings that the machine takes from the configuration."""
     return JobSettings(
         detect=config.detect,
         policy=config.policy,

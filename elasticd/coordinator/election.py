@@ -1,4 +1,4 @@
-"""How a coordinator comes to lead: reach the store, win the leader's key, keep its lease."""
+"""Election of the leader: reach the store, win the leader's key, keep its lease."""
 
 from __future__ import annotations
 

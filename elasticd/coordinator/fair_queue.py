@@ -31,8 +31,8 @@ class FairQueue:
         self._working: asyncio.Task[None] | None = None
 
     async def take(self, work: Callable[[], Awaitable[T]]) -> T:
-        """What the work returns once it is done, or raises. Work whose caller was cancelled meanwhile is left
-        out."""
+        """Returns the result of the work once it is done, or raises its exception. Work whose caller was
+        cancelled meanwhile is left out."""
         loop = asyncio.get_running_loop()
         done: asyncio.Future[T] = loop.create_future()
         self._line.append((work, done))

@@ -242,8 +242,8 @@ class Leader:
                 self.page()
 
     def page(self) -> None:
-        """What is new in the journal is to be written, a page of it. It waits while something else is written:
-        no decision is to wait for it."""
+        """Writes a page of the journal's new lines. It waits while something else is written: no decision is to
+        wait for it."""
         if self._pages is None or self.writer is None or self.writer.busy:
             return
         lines = self.journal.new(MOST_EVENTS, MOST_STEPS)
@@ -357,7 +357,7 @@ class Leader:
         self.journal.forget(job)
 
     def remember(self, ranks: Iterable[Rank]) -> None:
-        """What torchruns told the leaders before."""
+        """Takes over the ranks that torchruns reported to earlier leaders."""
         for rank in ranks:
             self._stores.setdefault(rank.job, BootstrapStore(self._room)).put(rank.key, rank.value)
 
@@ -492,8 +492,8 @@ class Leader:
             self.apply(_up(message))
 
     async def _answered(self, node: str, job: str, call: StoreCall) -> StoreAnswer:
-        """What torchruns tell of their ranks is written, too. What the store would not take is refused: nobody
-        is to go on as if it were there."""
+        """Writes the ranks that a torchrun reports, too. Ranks that the store does not take are refused, so
+        that nobody goes on as if they were there."""
         over = self.state.jobs[job].phase in OVER
         values = self._stores.get(job)
         if values is None:
@@ -550,7 +550,7 @@ class Leader:
         return job
 
     def _restarts_instead(self, up: FromClient) -> bool:
-        """Whether the job that a torchrun asks for in live mode runs in restart mode."""
+        """Returns True if the job that a torchrun asks for in live mode runs in restart mode."""
         known = self.restarts.get(up.job)
         return up.job not in self.state.jobs and known is not None and known.lives(self._clock())
 
@@ -808,7 +808,7 @@ class Leader:
         return self.recorders.record(lambda: (self.state, self.now()))
 
     def listening(self, leader: LeaderStatus, cluster: str, store: str) -> FeedSource:
-        """What a round of the live feed reads of this leader, whose etcd is `store`."""
+        """The source of a round of the live feed: this leader, whose etcd is `store`."""
         return FeedSource(
             state=self.state,
             cluster=cluster,
@@ -873,7 +873,7 @@ def _dated(write: Write, at: float, led: float) -> Write:
 
 
 def _named(asked: Asked) -> str:
-    """What was to be written, for the log."""
+    """The write's name, for the log."""
     if isinstance(asked, Write):
         return f"{', '.join(map(tag_of, asked.records))} of job {shown(asked.job)}"
     if isinstance(asked, Rank):

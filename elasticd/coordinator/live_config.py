@@ -46,12 +46,12 @@ class ConfigChanges(Value, frozen=True, kw_only=True):
 
     @property
     def values(self) -> dict[str, Scalar]:
-        """What differs from the file, by dotted key."""
+        """The values that differ from the file, by dotted key."""
         return _renamed(self.history[-1].values, _KEYS) if self.history else {}
 
     def effective(self) -> tuple[DetectSettings, PolicySettings]:
-        """What the leader goes by. A key that this release lacks is skipped with one log line, and kept for
-        the release that wrote it. Raises ConfigError for a value that this release does not take."""
+        """The settings in force. A key that this release lacks is skipped with one log line, and kept for the
+        release that wrote it. Raises ConfigError for a value that this release does not take."""
         return _over(self.detect, self.policy, _known(self.values))
 
     def changed(self, asked: Mapping[str, Any], at: float, by: str) -> ConfigChanges:
@@ -95,7 +95,8 @@ class ConfigChanges(Value, frozen=True, kw_only=True):
 
 
 def of(config: Config, keys: Keys, items: Iterable[KeyValue]) -> ConfigChanges:
-    """What the file and the store say. Raises ConfigError for a record that this program cannot read."""
+    """Returns the changes by the file and the store. Raises ConfigError for a record that this program cannot
+    read."""
     folder = f"{keys.config}-history/"
     found = sorted(
         (item for item in items if not keys.note_unknown(item.key) and item.key.startswith(folder)),

@@ -106,7 +106,7 @@ class FeedSource(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(slots=True)
 class _Noted:
-    """What the loop noted since the last round."""
+    """The loop's notes since the last round."""
 
     events: list[EventRecord] = field(default_factory=list)
     steps: list[tuple[str, StepRecord]] = field(default_factory=list)
@@ -116,7 +116,8 @@ class _Noted:
 
 @dataclass(slots=True)
 class _Told:
-    """What was told last, to compare with. `base`: what all listeners know, before the first round."""
+    """The news that was published last, to compare with. `base`: what all listeners know, before the first
+    round."""
 
     base: FeedSource | None = None
     nodes: dict[str, NodeState] = field(default_factory=dict)
@@ -454,8 +455,8 @@ def _pulse(known: FeedSource, number: str) -> live.LeaderPulse:
 def _changes(
     known: FeedSource, told: _Told, next_id: Callable[[], str], *, restarts: bool = True
 ) -> Iterator[live.News]:
-    """What differs from what was told; it is told then. restarts: also jobs in restart mode, which change with
-    each report of a device."""
+    """The news that differs from the news published last; it is published then. restarts: also jobs in restart
+    mode, which change with each report of a device."""
     state = known.state
     if known.settings != told.settings:
         told.settings = known.settings
@@ -603,14 +604,14 @@ def _of_job(
 
 
 def _due(job: JobState, at: float) -> bool:
-    """Whether its status may change by time alone: nothing came for a while."""
+    """Returns True if its status may change by time alone: nothing came for a while."""
     return at - job.progress.at > 1.0
 
 
 def measurements(
     job: JobState, plan: JobPlan, found: Mapping[str, Measurement], next_id: Callable[[], str]
 ) -> live.MeasuredNews | None:
-    """What members measured, in columns."""
+    """The measurements of members, in columns."""
     number = plan.number
     measured = [*map(found.get, plan.members)]
     taken = [each if each is not None and each.plan == number else None for each in measured]
@@ -660,7 +661,7 @@ def _of_items(module: str, taken: Sequence[Measurement | None]) -> np.ndarray[An
 
 
 def _judged(job: JobState, members: tuple[str, ...]) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """What detection made of each member's last step [members, 2]: slowdown and evidence."""
+    """Detection's result for each member's last step [members, 2]: slowdown and evidence."""
     settings = job.rates
     devices = settings.devices
     found = np.full((len(members), 2), np.nan, dtype=np.float32)

@@ -1,4 +1,4 @@
-"""What a leader tells those who listen to it live (`GET /v1/live`), as values: one JSON line each.
+"""The live feed of a leader (`GET /v1/live`), as values: one JSON line each.
 
 A listener first hears `LiveHello`, then all that is known (`NodeNews`, `JobNews`, `PlanNews`, ...), then
 `Whole`. From then on it hears what changes. Every message says how things are, not how they differ: one that
@@ -115,7 +115,7 @@ class NodeGone(News, frozen=True, kw_only=True, tag="node-gone"):
 
 
 class HealthNews(News, frozen=True, kw_only=True, tag="health"):
-    """What a node's agent said of machine and devices."""
+    """An agent's report of its machine and devices."""
 
     node: str
     health: Health
@@ -219,7 +219,7 @@ class StepNews(News, frozen=True, kw_only=True, tag="step"):
 
 
 class MeasuredNews(News, frozen=True, kw_only=True, tag="measured"):
-    """What members of a job measured of their newest step, at most once a second."""
+    """The measurements of a job's members in their newest step, at most once a second."""
 
     job: str
     plan: int  # number of the plan in force
@@ -235,7 +235,7 @@ class MeasuredNews(News, frozen=True, kw_only=True, tag="measured"):
 
 
 class RankNews(Value, frozen=True, kw_only=True):
-    """What a rank said of a switch."""
+    """A rank's report of a switch."""
 
     device: str
     at: float  # unix seconds when the leader heard it
@@ -247,7 +247,7 @@ class RankNews(Value, frozen=True, kw_only=True):
 
 
 class ProgressNews(News, frozen=True, kw_only=True, tag="progress"):
-    """What ranks said of a switch since the last of these messages."""
+    """The reports of ranks about a switch since the last of these messages."""
 
     job: str
     number: int  # of the proposal

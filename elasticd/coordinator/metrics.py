@@ -353,7 +353,7 @@ def _family(cluster: str, name: str, values: Iterable[tuple[tuple[str, ...], flo
 
 
 def _of_health(nodes: Sequence[NodeState]) -> Iterator[_Values]:
-    """What agents saw of nodes and devices, as far as the system offers it."""
+    """The readings of agents about nodes and devices, as far as the system offers it."""
     seen = [(node.record.node, node.health) for node in nodes if node.health is not None]
     known = [(node, device) for node, health in seen for device in health.devices]
     used = [((n, d.name), d.memory_used) for n, d in known if d.memory_used is not None]

@@ -1,4 +1,4 @@
-"""Who records what the leader hears: each has a queue of lines, and is let go where it does not keep up."""
+"""Recordings of the leader's messages: each has a queue of lines, and is let go where it does not keep up."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Recorders:
 
     @property
     def full(self) -> bool:
-        """Whether as many record as may."""
+        """True if as many record as may."""
         return len(self._queues) >= MOST_RECORDERS
 
     async def record(self, known: Callable[[], tuple[CoordinatorState, float]]) -> AsyncIterator[bytes]:
@@ -54,7 +54,8 @@ class Recorders:
             self._queues.discard(queue)
 
     def heard(self, event: Event, effects: Sequence[Effect], at: float, *, changed: bool) -> None:
-        """What cannot be written ends the recordings, not the leader."""
+        """Queues a message for all recordings. A line that cannot be written ends the recordings, not the
+        leader."""
         if isinstance(event, CoordinatorTick) and not changed and not effects:
             return
         now = time.time()

@@ -1,4 +1,4 @@
-"""What the coordinator shows of itself, from its state."""
+"""The coordinator's status, from its state."""
 
 from __future__ import annotations
 
@@ -104,8 +104,8 @@ def _restarting(job: RestartJob, now: float) -> RestartStatus:
 
 
 def slowness(state: CoordinatorState, devices: Collection[str] | None = None) -> dict[str, Slowness]:
-    """What kind of slowness devices have that were slow at some time in their job: all, or some of these. Those
-    of jobs that are over are not among them."""
+    """The kind of slowness of the devices that were slow at some time in their job: all, or some of these.
+    Those of jobs that are over are not among them."""
     persistent_steps = state.settings.detect.persistent_steps
     return {
         device: job.rates.slowness(device, persistent_steps)
@@ -143,7 +143,7 @@ def node_status(
 
 
 def members(state: CoordinatorState) -> Counter[str]:
-    """How many devices of each node plans use, in force or proposed."""
+    """The number of devices of each node that plans use, in force or proposed."""
     jobs = [job for job in state.jobs.values() if job.phase in LIVE]
     used = {device for job in jobs for plan in job.candidates for device in plan.members}
     return Counter(node_of(device) for device in used)

@@ -1,4 +1,5 @@
-"""What a leader's writes do to the store: transactions within the store's limits, and what there is afterwards.
+"""The store transactions of a leader's writes: within the store's limits, and the keys that there are
+afterwards.
 
 A write is one transaction, so that who reads the store sees all of it or nothing. Where its records do not fit
 into one, the larger ones are written in parts (`elasticd.codec.record_parts`): the parts in transactions before
@@ -81,7 +82,7 @@ Ops = tuple[Op, ...]
 
 
 class Rank(StoredValue, frozen=True, kw_only=True, tag="torchrun-ranks"):
-    """What a torchrun said of its ranks: other torchruns ask for it whenever they start a worker again, also of
+    """A torchrun's report of its ranks: other torchruns ask for it whenever they start a worker again, also of
     a later leader."""
 
     job: str  # the job's name
@@ -101,7 +102,8 @@ class LeadershipProbe(Value, frozen=True, kw_only=True):
 
 
 class RendezvousSweep(Value, frozen=True, kw_only=True):
-    """What torchruns in restart mode keep of a job is to be deleted, if none of them is there any more."""
+    """The keys that torchruns in restart mode keep for a job are to be deleted, if none of them is there any
+    more."""
 
     job: str  # the job's name
 
@@ -133,8 +135,8 @@ class StoreTransactions:
             self._is(item.key, item.value, item.mod_revision)
 
     def transactions(self, asked: Asked, *others: Asked) -> list[Ops]:
-        """What to do, one transaction after the other; the last one is the write itself. With a rank there may
-        be `others`. Raises StoreTooLarge for a record that the store is not to have at all."""
+        """Returns the transactions to make, one after the other; the last one is the write itself. With a rank
+        there may be `others`. Raises StoreTooLarge for a record that the store is not to have at all."""
         if isinstance(asked, Rank):
             return self._of_ranks([each for each in (asked, *others) if isinstance(each, Rank)])
         if isinstance(asked, ConfigRecord | NodeDrain):
@@ -154,7 +156,8 @@ class StoreTransactions:
         return [(*ops, *old)]
 
     def compares(self, ops: Ops) -> list[Compare]:
-        """That every key is as this leader left it: a transaction that lands late changes nothing then."""
+        """Compares that hold if every key is as this leader left it: a transaction that lands late changes
+        nothing then."""
         return [
             Compare.untouched(op.prefix, max(map(self._revision, self._under(op.prefix)), default=0))
             if isinstance(op, DeletePrefix)
@@ -172,7 +175,7 @@ class StoreTransactions:
                     self._is_gone(key)
 
     def sweeps(self, job: str) -> bool:
-        """Whether the job has parts that no record needs."""
+        """Returns True if the job has parts that no record needs."""
         return bool(self._unneeded(job))
 
     def _revision(self, key: str) -> int:
@@ -278,7 +281,7 @@ def _together(ops: Iterable[Op], most_bytes: int = 1 << 20) -> Iterator[Ops]:
 
 
 def operations(keys: Keys, write: Write | ConfigRecord | NodeDrain) -> Ops:
-    """What a write does to the store. The plan comes before the proposal's end: agents read in this order."""
+    """The operations of a write. The plan comes before the proposal's end: agents read in this order."""
     if isinstance(write, NodeDrain):
         key = keys.drains + write.node
         return (Put(key, encode(DrainRecord(on=write.on))) if write.on is not None else Delete(key),)
@@ -301,12 +304,12 @@ def operations(keys: Keys, write: Write | ConfigRecord | NodeDrain) -> Ops:
 
 
 def rank_put(keys: Keys, rank: Rank) -> Put:
-    """What is stored for it."""
+    """The put that stores it."""
     return Put(keys.job(rank.job, "ranks/") + rank.key.replace("/", ":"), encode(rank))
 
 
 def record_key(keys: Keys, job: str, record: Record) -> str:
-    """Where a leader's record of a job is stored."""
+    """The key of a leader's record of a job."""
     if isinstance(record, HistoryRecord | MeshHistoryRecord):
         return keys.history(job, record.number)
     if isinstance(record, OutRecord):

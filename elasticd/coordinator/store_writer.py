@@ -134,7 +134,7 @@ class Writer:
 
     @property
     def busy(self) -> bool:
-        """Whether something that was put is neither written nor refused yet."""
+        """True if something that was put is neither written nor refused yet."""
         return self._put > self._settled
 
     @property
@@ -297,7 +297,7 @@ def _is_here(item: KeyValue) -> bool:
 
 
 def _is_rank(asked: Asked) -> bool:
-    """Whether it is a rank, and no end of a job's."""
+    """Returns True if it is a rank, and no end of a job's."""
     return isinstance(asked, Rank) and bool(asked.key)
 
 
@@ -372,8 +372,8 @@ def _aged(job: Stored, times: ReadTimes) -> Stored:
 
 
 def _decided(parts: dict[str, KeyValue]) -> bool:
-    """Whether a leader decided any of it: agents write `rendezvous/` (and 0.1's `members/`), torchruns tell
-    `ranks/`."""
+    """Returns True if a leader decided any of it: agents write `rendezvous/` (and 0.1's `members/`), torchruns
+    tell `ranks/`."""
     return any(part.partition("/")[0] in LEADER_KEYS for part in parts)
 
 

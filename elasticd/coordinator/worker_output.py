@@ -1,4 +1,4 @@
-"""What workers write, as readers ask for it: the leader keeps none of it, and asks the worker's agent."""
+"""The output of workers, for readers: the leader keeps none of it, and asks the worker's agent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What can be asked of the leader from the page: each with its command line, and with the reason where it may
+"""The requests to the leader that the page offers: each with its command line, and with the reason where it may
 not.
 
 An act is passed on with the viewer's own credential: the leader decides, not the dashboard. What is said here
@@ -38,7 +38,7 @@ class ActFields(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class ActRequest(Value, frozen=True, kw_only=True):
-    """What is asked of the leader."""
+    """A request to the leader."""
 
     path: str
     body: dict[str, Any]
@@ -280,7 +280,7 @@ _OPTIONAL = ("value", "seconds", "factor", "other")
 
 
 def act_list(known: KnownCluster, viewer: views.Viewer) -> views.ActList:
-    """What can be asked now, by this viewer."""
+    """The requests that this viewer can make now."""
     cluster = known.cluster
     live = tuple(sorted(name for name, job in cluster.jobs.items() if not job.over))
     over = tuple(sorted(name for name, job in cluster.jobs.items() if job.over))
@@ -324,7 +324,7 @@ def refusal(known: KnownCluster, viewer: views.Viewer, name: str) -> str:
 
 
 def request(name: str, wanted: ActFields, by: str) -> ActRequest:
-    """What to ask of the leader. Raises `Unusable`, also where the confirmation is not the word asked for."""
+    """The request to the leader. Raises `Unusable`, also where the confirmation is not the word asked for."""
     act = ACTS[name]
     given = msgspec.structs.asdict(wanted)
     for field in act.fields:

@@ -82,7 +82,7 @@ T = TypeVar("T")
 
 
 class ServedDashboard(AskedLeader, Protocol):
-    """What the server shows."""
+    """The contents that the server shows."""
 
     board: Board
     cookie: str  # name of the session's cookie
@@ -94,7 +94,7 @@ class ServedDashboard(AskedLeader, Protocol):
         ...
 
     async def spec(self, job: str) -> JobSpec | None:
-        """What a job trains, asked of the leader; None where that cannot be known now."""
+        """A job's spec, asked of the leader; None where that cannot be known now."""
         ...
 
 
@@ -134,7 +134,7 @@ def _within(folder: Traversable, before: str = "") -> list[tuple[str, bytes]]:
 
 
 class DashboardRoutes:
-    """What is answered to whom."""
+    """The routes of the dashboard."""
 
     def __init__(self, served: ServedDashboard, assets: Assets) -> None:
         self._served, self._assets = served, assets
@@ -253,7 +253,7 @@ class DashboardRoutes:
         return answer
 
     async def viewer(self, request: Request) -> views.Viewer:
-        """Who asks."""
+        """The sender of a request."""
         session = await self._session(request)
         if session is None:
             return views.Viewer(signed_in=False, asks=True)
@@ -421,7 +421,7 @@ class DashboardRoutes:
             raise Failure(404, f"there is no device {name!r}: the cluster's page lists those that there are")
 
     async def output(self, request: Request, session: Session) -> views.OutputView:
-        """What a device's worker wrote, as the leader has it from its agent, asked with the viewer's own
+        """The output of a device's worker, as the leader has it from its agent, asked with the viewer's own
         token."""
         node, rank = str(request.path_params["node"]), str(request.path_params["rank"])
         after = _number(request, "after", 0)
@@ -453,7 +453,7 @@ class DashboardRoutes:
         return act_page.config_view(self._served.board.known.cluster.settings)
 
     async def acts(self, request: Request, session: Session) -> views.ActList:
-        """What can be asked of the leader."""
+        """The requests to the leader that can be made."""
         return act_page.act_list(self._served.board.known, session.viewer)
 
     async def act(self, request: Request, session: Session) -> views.Acted:

@@ -289,13 +289,13 @@ class Board:
         return (found.plan, found.before) if found is not None else (None, None)
 
     def remember(self, events: Iterable[EventRecord], steps: Mapping[str, StepRow]) -> None:
-        """What the history has from before: events, oldest first, and the newest step of each job."""
+        """Takes over the history of before: events, oldest first, and the newest step of each job."""
         self.known.remember(events)
         self.known.cluster.newest.update(steps)
         self.redraw()
 
 
 def _lasting(row: views.JobRow) -> tuple[object, ...]:
-    """What of a row does not change with each step."""
+    """The parts of a row that do not change with each step."""
     last = row.last_event.id if row.last_event is not None else 0
     return row.phase, row.sentence, row.plan, row.proposal, row.devices, row.standby, last

@@ -57,7 +57,7 @@ def event_row(event: EventRecord) -> views.EventRow:
 
 
 def leader_view(known: KnownCluster) -> views.LeaderView:
-    """Who leads."""
+    """The leader."""
     leader = known.cluster.leader
     return views.LeaderView(
         name=leader.name,
@@ -110,7 +110,7 @@ def state_of(known: KnownCluster, node: NodeStatus, device: str) -> views.Device
 
 
 def hung(cluster: ClusterNow, job: str, device: str) -> bool:
-    """Whether its worker stands still, and not since it waits for others."""
+    """Returns True if its worker stands still, and not since it waits for others."""
     halted = cluster.halts.get(job, {}).get(device)
     return halted is not None and not halted.waits
 
@@ -388,7 +388,7 @@ def cluster_view(
 
 
 def changed(before: views.NodeRow | None, after: views.NodeRow) -> tuple[bool, list[views.DeviceCell]]:
-    """What differs between two rows of a node: whether the row itself does, else which of its cells."""
+    """The difference between two rows of a node: True if the row itself differs, else the cells that do."""
     if before is None or len(before.devices) != len(after.devices):
         return True, []
     empty = msgspec.structs.replace(before, devices=())

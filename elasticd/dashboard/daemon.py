@@ -290,7 +290,7 @@ class Dashboard:
 
     @property
     def asks(self) -> bool:
-        """Whether viewers have to sign in: always, but where a leader said that it asks nobody for a token, and
+        """True if viewers have to sign in: always, but where a leader said that it asks nobody for a token, and
         only this machine reaches the dashboard or the configuration says `insecure`."""
         return self._asks is not False or self._open_to_others
 
@@ -318,7 +318,7 @@ class Dashboard:
         self._opened.append(self._local.reader)
 
     async def spec(self, job: str) -> JobSpec | None:
-        """What a job trains; None where that cannot be known now."""
+        """A job's spec; None where that cannot be known now."""
         specs = self._specs  # others take their place where jobs may have changed
         if job in specs:
             return specs[job]

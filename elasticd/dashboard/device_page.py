@@ -95,7 +95,7 @@ def _thresholds(known: KnownCluster) -> views.Thresholds:
 
 
 def _measured_now(known: KnownCluster, job: str, name: str) -> Iterator[Sample]:
-    """What is measured of a device at this moment: a line goes on to it."""
+    """The measurements of a device at this moment: a line goes on to it."""
     plan, table = known.cluster.plans.get(job), known.cluster.measured.get(job)
     if plan is None or table is None or table.plan != plan.number or name not in plan.binding:
         return
@@ -185,7 +185,7 @@ def _number(seen: DeviceHealth | Health | None, key: str) -> float | None:
 
 
 def _hang(known: KnownCluster, job: str, name: str, told: Sequence[EventRecord]) -> views.Hang | None:
-    """Where its worker stands still, or stood still last."""
+    """The place where its worker stands still, or stood still last."""
     halted = known.cluster.halts.get(job, {}).get(name)
     if halted is not None and (halted.stack or not halted.waits):
         return views.Hang(

@@ -88,7 +88,7 @@ _UPGRADES: Mapping[int, tuple[str, ...]] = {
 
 
 class _Share(NamedTuple):
-    """What a table may have of the file, as a part of it, and the bytes of a row, as an expression."""
+    """A table's share of the file, as a fraction, and the bytes of a row, as an expression."""
 
     part: float
     row: str
@@ -273,7 +273,7 @@ class HistoryWriter:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """What is put inside is written at once, or not at all. May be nested."""
+        """Writes all rows that are put inside at once, or none of them. May be nested."""
         if self._db.in_transaction:
             yield
             return
@@ -298,7 +298,7 @@ class HistoryWriter:
         self._db.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, value))
 
     def put_event(self, event: EventRecord) -> bool:
-        """Whether it is new: an event that comes twice is kept once."""
+        """Returns True if it is new: an event that comes twice is kept once."""
         node, device = about(event)
         body = msgspec.json.encode((event.text, event.data))
         found = self._db.execute(
@@ -343,9 +343,9 @@ class HistoryWriter:
     def put_step(
         self, job: str, step: StepRecord, predicted: float | None = None, bound: float | None = None
     ) -> bool:
-        """Whether it is new. It takes the place of the steps from this index on that were made before it: those
-        were rolled back. Before it is what has a plan of a lower number: clocks of leaders differ. Steps under
-        one plan are in the order of time."""
+        """Returns True if it is new. It takes the place of the steps from this index on that were made before
+        it: those were rolled back. Before it is what has a plan of a lower number: clocks of leaders differ.
+        Steps under one plan are in the order of time."""
         run = self.run(job)
         before = self._db.execute(
             "SELECT step, plan, time FROM steps WHERE run = ? AND step <= ? ORDER BY step DESC LIMIT 1",
@@ -388,7 +388,7 @@ class HistoryWriter:
         self._db.execute("INSERT OR IGNORE INTO plans VALUES (?, ?, ?, ?, ?)", values)
 
     def put_rank(self, job: str, number: int, rank: RankNews) -> None:
-        """What a rank said in a switch."""
+        """Keeps a rank's report in a switch."""
         self._db.execute(
             "INSERT OR IGNORE INTO ranks VALUES (?, ?, ?, ?, ?, ?)",
             (self.run(job), number, rank.device, rank.what, rank.at, msgspec.json.encode(rank)),
@@ -399,7 +399,7 @@ class HistoryWriter:
         self._db.executemany("INSERT OR REPLACE INTO slowdowns VALUES (?, ?, ?, ?, ?, ?)", samples)
 
     def put_health(self, node: str, at: float, health: Health) -> None:
-        """What a node's agent saw."""
+        """Keeps the readings of a node's agent."""
         body = msgspec.json.encode(health)
         self._db.execute("INSERT OR REPLACE INTO health VALUES (?, ?, ?)", (node, at, body))
 
@@ -723,7 +723,7 @@ class HistoryReader:
         return tuple(number for (number,) in rows)
 
     def ranks(self, job: str, number: int) -> list[RankNews]:
-        """What ranks said in a switch, in the order of time."""
+        """The reports of ranks in a switch, in the order of time."""
         rows = self._db.execute(
             "SELECT body FROM ranks WHERE run = ? AND number = ? ORDER BY time", (self._run(job), number)
         )
@@ -742,7 +742,7 @@ class HistoryReader:
         return [Sample(*row) for row in reversed(rows)]
 
     def health(self, node: str, most: int = 500) -> list[tuple[float, Health]]:
-        """What a node's agent saw, oldest first."""
+        """The readings of a node's agent, oldest first."""
         rows = self._db.execute(
             "SELECT time, body FROM health WHERE node = ? ORDER BY time DESC LIMIT ?", (node, most)
         ).fetchall()
@@ -778,7 +778,7 @@ def _where(asked: EventQuery) -> tuple[str, Sequence[Any]]:
 
 
 def _kept(kind: type[T], body: bytes, *, packed: bool = False) -> T | None:
-    """What a row holds; None, with one log line, where it cannot be read: the disk has damaged it, or a newer
+    """The value of a row; None, with one log line, where it cannot be read: the disk has damaged it, or a newer
     release wrote it."""
     try:
         return decoded_as(kind, zlib.decompress(body) if packed else body)

@@ -53,7 +53,7 @@ MARKS: Mapping[str, str] = {kind: mark for mark, kinds in _MARKS.items() for kin
 
 
 def parts_of(table: Table, rank: int) -> dict[str, float]:
-    """What a member's step went into; nothing where it did not report."""
+    """The parts of a member's step; empty where it did not report."""
     total = table.of(rank, "step_seconds")
     if math.isnan(total):
         return {}
@@ -130,7 +130,7 @@ def _stages(plan: Plan, table: Table, ranks: Mapping[str, int]) -> Iterator[view
 
 
 def lost(news: JobNews, now: float) -> tuple[views.LostTime, ...]:
-    """What was lost by cause, the most first; since the newest step, as "stalled now"."""
+    """The seconds lost by cause, the most first; since the newest step, as "stalled now"."""
     if news.time is None:
         return ()
     found = [

@@ -1,4 +1,4 @@
-"""What the dashboard knows of the cluster now: built from the leader's live feed, message by message.
+"""The cluster as the dashboard knows it now: built from the leader's live feed, message by message.
 
 All times that pages show are of the leader's clock, by which steps and events have their times: this machine's
 may be another (`KnownCluster.time`).
@@ -44,7 +44,7 @@ NOBODY = LeaderStatus(name="", url="", epoch=0)
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """What the members of a plan measured of their newest step."""
+    """The measurements of a plan's members in their newest step."""
 
     plan: int
     step: int
@@ -72,7 +72,7 @@ class SequenceLengths(Value, frozen=True, kw_only=True):
 
 
 class Use(Value, frozen=True, kw_only=True):
-    """What a job does with a device."""
+    """A job's use of a device."""
 
     job: str
     place: Place | None = None  # None: it does not compute
@@ -128,7 +128,7 @@ class KnownCluster:
         self._coming: ClusterNow | None = None
 
     def time(self, at: float) -> float:
-        """What the leader's clock said at a time of this machine's."""
+        """The reading of the leader's clock at a time of this machine's."""
         return at + self.ahead
 
     # -- connection ----------------------------------------------------------------------------------------
@@ -252,7 +252,7 @@ class KnownCluster:
             self._event(event)
 
     def _place(self) -> None:
-        """What jobs do with each device."""
+        """Notes the use that jobs make of each device."""
         self.uses = {}
         for name, plan in self.cluster.plans.items():
             job = self.cluster.jobs.get(name)
@@ -339,8 +339,8 @@ class SavedCluster(Value, frozen=True, kw_only=True):
 
 
 def another_store(before: tuple[str, int], hello: live.LiveHello) -> bool:
-    """Whether a leader has another etcd than the one before, whose etcd and epoch are given (empty and 0: there
-    was none): ids of events begin anew."""
+    """Returns True if a leader has another etcd than the one before, whose etcd and epoch are given (empty and
+    0: there was none): ids of events begin anew."""
     store, epoch = before
     return bool(store and hello.store and store != hello.store) or hello.leader.epoch < epoch
 
@@ -413,7 +413,8 @@ def _measured(cluster: ClusterNow, news: live.MeasuredNews) -> None:
 
 
 def table_of(news: live.MeasuredNews, before: Table | None = None) -> Table:
-    """What members measured. What is not new in it stays as it was measured before, under the same plan."""
+    """The measurements of members. Columns without news stay as they were measured before, under the same
+    plan."""
     width = len(news.columns)
     numbers = np.frombuffer(news.numbers, "<f4").reshape(-1, width) if width else np.zeros((0, 0))
     if before is not None and before.plan == news.plan and before.numbers.shape == numbers.shape:

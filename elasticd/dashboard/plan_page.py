@@ -47,7 +47,7 @@ MOST_ROWS = 12
 
 
 def cost_of(problem: Problem, plan: Plan) -> ProfileCost:
-    """What the plan costs, by the problem that it answers."""
+    """The cost of the plan, by the problem that it answers."""
     profile = problem.profile
     if plan.micro_batch != problem.micro_batch:
         profile = profile.sized(profile.tokens / problem.micro_batch * plan.micro_batch)
@@ -232,7 +232,7 @@ def timeline(record: HistoryRecord) -> tuple[views.TimelineLane, ...]:
 
 
 def diff(before: HistoryRecord | None, record: HistoryRecord, sent: int | None) -> views.PlanDiff | None:
-    """What changed since the plan before; None where that is not kept, or of another model."""
+    """The changes since the plan before; None where that is not kept, or of another model."""
     if before is None or not _same_model(before, record):
         return None
     gone = set(before.plan.members) - {device.name for device in record.problem.cluster.devices}

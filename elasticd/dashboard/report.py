@@ -1,4 +1,4 @@
-"""What a report of a job shows: every answer of the dashboard about it, from a copy of the history.
+"""The contents of a job's report: every answer of the dashboard about it, from a copy of the history.
 
 The copy takes in what a leader, if one can be reached, has told since; then the dashboard's own application
 answers the paths that the pages ask for. So a report has the same values as the pages, made by the same code.
@@ -48,7 +48,7 @@ class NoReport(Exception):
 
 
 class _Kept:
-    """What the application shows: nobody signs in, nothing is passed on."""
+    """The contents that the application shows: nobody signs in, nothing is passed on."""
 
     cookie, secure, hosts, leader, asks = "", False, frozenset({"report"}), "", False
 
@@ -67,7 +67,7 @@ class _Kept:
         return work(self._reader)
 
     async def spec(self, job: str) -> JobSpec | None:
-        """What the job trains, where a leader can say so."""
+        """The job's spec, if a leader can name it."""
         try:
             with self._connect() as api:
                 return api.spec(job)
@@ -76,7 +76,7 @@ class _Kept:
 
 
 def report_values(job: str, filled: Callable[[Path], Board], connect: Connect) -> dict[str, Any]:
-    """What the pages ask for, by path, as JSON.
+    """The answers to all requests of the pages, by path, as JSON.
 
     Args:
         job: its name.
@@ -119,7 +119,7 @@ def _copied(history: Path, copy: Path) -> None:
 
 
 def _board(copy: Path, connect: Connect, section: DashboardSection) -> Board:
-    """What was known, and what a leader says now."""
+    """The board, from the history and from a leader, if one answers."""
     board, said = Board(Streams(0)), deque[Told]()
     writer = opened(copy)
     saved = writer.meta("view")

@@ -38,7 +38,7 @@ class Session:
 
     @property
     def viewer(self) -> Viewer:
-        """Who it is, as pages show it."""
+        """The viewer, as pages show it."""
         return Viewer(signed_in=True, asks=self.token is not None, name=self.name, role=self.role)
 
 

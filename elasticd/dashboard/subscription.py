@@ -66,7 +66,7 @@ _log = logging.getLogger(__name__)
 
 
 class Told(msgspec.Struct, frozen=True):
-    """What the loop hears: a message with the time of its arrival, or why there is no leader."""
+    """An item for the loop: a message with the time of its arrival, or why there is no leader."""
 
     at: float
     news: live.AnyNews | None = None
@@ -206,7 +206,7 @@ class Subscription:
         return new
 
     def _written(self, work: Callable[[], None]) -> bool:
-        """Whether it could be written."""
+        """Returns True if it could be written."""
         try:
             with self._lock:
                 work()
@@ -271,7 +271,7 @@ class Subscription:
                 self._writer.put_meta("store", hello.store.encode())
 
     def _fetch_events(self, api: ApiClient, number: str) -> None:
-        """What happened since the last event that is written."""
+        """Fetches the events since the last one that is written."""
         found = api.events(self._events)
 
         def write() -> None:
@@ -289,7 +289,7 @@ class Subscription:
                 self._tell(Told(at=time.time(), news=live.EventNews(id=number, event=event)))
 
     def _put(self, api: ApiClient, news: live.AnyNews, now: float) -> bool:
-        """Whether a message is new."""
+        """Returns True if a message is new."""
         if isinstance(news, live.EventNews):
             new = self._writer.put_event(news.event)
             self._events = max(self._events, news.event.id)
@@ -432,7 +432,7 @@ class Subscription:
 
 
 class _Sampled:
-    """What was measured and written last of the members of a plan."""
+    """The measurements of a plan's members that were written last."""
 
     def __init__(self, plan: int, members: tuple[str, ...]) -> None:
         self.plan, self.members = plan, members
@@ -444,7 +444,7 @@ class _Sampled:
         self._last: Any = None
 
     def silent(self, now: float) -> bool:
-        """Whether nothing was measured for so long that lines are to break."""
+        """Returns True if nothing was measured for so long that lines are to break."""
         return bool(self.heard) and now - self.heard > SILENT_SECONDS + 2 * self._apart
 
     def newest(self) -> dict[str, tuple[float, float | None]]:

@@ -74,7 +74,7 @@ def switch_view(
 
 
 def _recovers(told: Sequence[EventRecord], number: int) -> bool:
-    """Whether a fence came between the plan before and this one."""
+    """Returns True if a fence came between the plan before and this one."""
     fenced = False
     for event in told:
         if event.kind == "fenced":

@@ -51,13 +51,13 @@ class Failure(Exception):
 
 
 class AskedLeader(Protocol):
-    """Where requests go."""
+    """The leader that requests go to."""
 
     sessions: Sessions
 
     @property
     def asks(self) -> bool:
-        """Whether viewers have to sign in."""
+        """True if viewers have to sign in."""
         ...
 
     @property
@@ -139,7 +139,8 @@ class ViewerRequests:
             raise
 
     async def checked(self, word: str, session: Session) -> bool:
-        """Whether a session goes on. The leader is asked now and then whether it still knows the token."""
+        """Returns True if a session goes on. The leader is asked now and then whether it still knows the
+        token."""
         with suppress(Failure):  # nobody can be asked now
             await self._recheck(word, session)
         return not session.ended
@@ -168,7 +169,7 @@ class ViewerRequests:
         session.name, session.role = caller.name, role(caller)
 
     async def _caller(self, token: str) -> CallerStatus:
-        """Who a token is of, by the leader's word. Raises Failure."""
+        """The caller that a token belongs to, by the leader's word. Raises Failure."""
         status, content = await self._ask("GET", "/v1/caller", token, None)
         if status != 200:
             raise Failure(status, _said(content, status))
@@ -212,7 +213,7 @@ class ViewerRequests:
 
 
 def role(caller: CallerStatus) -> Literal["viewer", "operator"]:
-    """What a caller may do here."""
+    """The role of a caller here."""
     return "operator" if caller.role == "operator" else "viewer"
 
 

@@ -1,4 +1,4 @@
-"""What the dashboard answers to browsers, as values: the JSON of its `/api`, and of its stream of events.
+"""The dashboard's answers to browsers, as values: the JSON of its `/api`, and of its stream of events.
 
 The contract between the server and the page. Paths, all below the dashboard's own address:
 
@@ -86,7 +86,7 @@ class Viewer(Value, frozen=True, kw_only=True):
 
 
 class LeaderView(Value, frozen=True, kw_only=True):
-    """Who decides, and whether the dashboard hears it."""
+    """The leader, and whether the dashboard hears it."""
 
     name: str  # of the coordinator
     url: str  # of its port
@@ -318,7 +318,7 @@ class BatchView(Value, frozen=True, kw_only=True):
 
 
 class ExceptionView(Value, frozen=True, kw_only=True):
-    """What the script's own code raised."""
+    """An exception of the script's own code."""
 
     device: str
     step: int
@@ -607,8 +607,8 @@ class Thresholds(Value, frozen=True, kw_only=True):
 
 
 class HealthColumns(Value, frozen=True, kw_only=True):
-    """What the node's agent saw of the device, columns of the same length, oldest first; null at a time after
-    which nothing was seen until the next. Columns that the system does not offer are left out."""
+    """The readings of the node's agent about the device: columns of the same length, oldest first; null at a
+    time after which nothing was seen until the next. Columns that the system does not offer are left out."""
 
     time: tuple[float, ...]
     values: dict[str, tuple[float | None, ...]]
@@ -787,7 +787,7 @@ class LivePlan(Value, frozen=True, kw_only=True):
 
 
 class LiveLeader(Value, frozen=True, kw_only=True):
-    """Who leads, whether all is reached, and which links are slow."""
+    """The leader, the reachability of all, and the slow links."""
 
     leader: LeaderView
     etcd: EtcdView

@@ -89,7 +89,7 @@ def _layout(pipeline: Pipeline) -> tuple[Stage, ...]:
 def did(
     record: AnyHistoryRecord, told: Sequence[EventRecord], steps: Sequence[StepRecord]
 ) -> Iterator[WhyLine]:
-    """How a plan did; `steps` are those around the switch to it."""
+    """The results of a plan; `steps` are those around the switch to it."""
     seconds, predicted = seconds_under(record.plan, steps), prediction_of(record, told)
     if predicted.seconds is not None:
         yield WhyLine("predicted ", predicted.words)
@@ -104,7 +104,7 @@ def did(
 
 
 class ShownPrediction(NamedTuple):
-    """What a step takes under a plan, as predicted by the newest profile that is known."""
+    """The seconds of a step under a plan, as predicted by the newest profile that is known."""
 
     seconds: float | None  # None: nothing was predicted
     first_seconds: float | None  # as predicted when the plan was made, where that differs
@@ -123,7 +123,7 @@ class ShownPrediction(NamedTuple):
 
 
 def prediction_of(record: AnyHistoryRecord, told: Sequence[EventRecord]) -> ShownPrediction:
-    """What a step takes under a plan: as its leader predicted it last, else as when it was made."""
+    """The seconds of a step under a plan: as its leader predicted them last, else as when it was made."""
     made = record.plan.prediction.step_seconds if record.plan.prediction is not None else None
     newest = newest_prediction(record.number, told)
     if newest is None:
@@ -149,12 +149,12 @@ PREDICTS = {"fitted": "number", "shifted": "plan"}
 
 
 def differs(before: float, after: float) -> bool:
-    """Whether two predictions are not the same in what is shown of them."""
+    """Returns True if two predictions are not the same in what is shown of them."""
     return readable_seconds(before) != readable_seconds(after)
 
 
 def events_of(number: int, told: Sequence[EventRecord]) -> list[EventRecord]:
-    """What was told of a plan, and what the script's code raised under it."""
+    """The events of a plan, and the exceptions of the script's code under it."""
     return [event for event in told if event.data.get("plan" if event.kind == "raised" else "number") == number]
 
 
@@ -184,7 +184,7 @@ def seconds_under(made: JobPlan, steps: Sequence[StepRecord]) -> list[float]:
 
 
 def gained(number: int, told: Sequence[EventRecord], steps: Sequence[StepRecord]) -> Gain | None:
-    """What the switch to a plan gained: as its leader told it once it was measured, or from the steps."""
+    """The gain of the switch to a plan: as its leader told it once it was measured, or from the steps."""
     for event in told:
         if event.kind == "gained" and event.data.get("number") == number:
             return msgspec.convert({name: event.data.get(name) for name in Gain.__struct_fields__}, Gain)
@@ -216,7 +216,7 @@ def _use_on_mesh(made: MeshPlan, name: str) -> str:
 
 
 def use(made: JobPlan, name: str) -> str:
-    """What a plan does with a device, in a few words."""
+    """A plan's use of a device, in a few words."""
     if isinstance(made, MeshPlan):
         return _use_on_mesh(made, name)
     if len(made.modules) > 1:

@@ -161,7 +161,7 @@ def work(made: Plan, device: str) -> float:
 
 
 def unequal(made: Plan) -> bool:
-    """Whether a TP group of this plan has unequal shares."""
+    """Returns True if a TP group of this plan has unequal shares."""
     return any(len(set(stage.shares)) > 1 for _, _, stage in made.walk())
 
 

@@ -29,7 +29,7 @@ _PLAIN_SECONDS = 240.0
 
 
 class _Seen:
-    """What was seen of the job so far, grown at each look."""
+    """The observations of the job so far, which grow at each look."""
 
     def __init__(self, cluster: DemoCluster) -> None:
         self._api = cluster.api()

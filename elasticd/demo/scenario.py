@@ -1,4 +1,4 @@
-"""What the demo runs: its cluster, its job and the lengths of its phases, as one value."""
+"""The demo's settings: its cluster, its job and the lengths of its phases, as one value."""
 
 from __future__ import annotations
 

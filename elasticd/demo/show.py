@@ -66,7 +66,7 @@ def speeds(made: DemoReport) -> Table:
 
 
 def lines(made: DemoReport, device: str) -> Iterator[str]:
-    """What each plan looked like, and what each switch cost."""
+    """Lines with the shape of each plan and the cost of each switch."""
     shapes = {speed.plan: speed.shape for speed in made.speeds}
     guessed = {speed.plan for speed in made.speeds if speed.guessed}
     for number, shape in shapes.items():

@@ -36,7 +36,7 @@ _CLOSES = {"recorded", "kept_plan", "refused", "aborted"}
 
 
 class DemoPhase(enum.Enum):
-    """Where the story is; the module's docstring says what each means."""
+    """The phase of the story; the module's docstring explains each."""
 
     STARTING = "starting"
     HEALTHY = "healthy"
@@ -62,7 +62,7 @@ OVER = frozenset({DemoPhase.ENDED, DemoPhase.FAILED})
 
 
 class Action(enum.Enum):
-    """What the demo is to do to the cluster."""
+    """An action of the demo on the cluster."""
 
     SLOW = "slow"
     RECOVER = "recover"
@@ -121,7 +121,7 @@ def _advance(state: Story, seen: Seen, job: JobStatus, scenario: DemoScenario) -
 
 
 def settled(seen: Seen) -> bool:
-    """Whether the profile is fitted and no decision about a plan is open."""
+    """Returns True if the profile is fitted and no decision about a plan is open."""
     kinds = [event.kind for event in seen.events]
     decisions = [kind for kind in kinds if kind in _OPENS | _CLOSES]
     return "fitted" in kinds and bool(decisions) and decisions[-1] in _CLOSES

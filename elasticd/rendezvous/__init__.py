@@ -16,7 +16,7 @@ __all__ = ["get_handler"]
 
 
 def get_handler() -> RendezvousHandlerCreator:
-    """What the entry point in the group `torchrun.handlers` names; returns what makes handlers."""
+    """Returns the factory of handlers, for the entry point in the group `torchrun.handlers`."""
     return _create
 
 

@@ -1,4 +1,4 @@
-"""How a torchrun asks its agent: in restart mode over agents that end, and stores that rest."""
+"""Requests of a torchrun to its agent: in restart mode over agents that end, and stores that rest."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ class Backend(RendezvousBackend):
         return known.reason if any(other.status == "here" for other in self.torchruns.values()) else ""
 
     def lives(self, name: str) -> bool:
-        """Whether a torchrun is to be counted on."""
+        """Returns True if a torchrun is to be counted on."""
         return not self.out if name == self.me else self.status(name) == "here"
 
     def status(self, name: str) -> str:
@@ -104,7 +104,7 @@ class Backend(RendezvousBackend):
         return roster.encode(), answer.token
 
     def _is_whole(self, roster: TorchRendezvousState, now: float) -> bool:
-        """Whether all that live have joined a round that may begin, and no other came for a while."""
+        """Returns True if all that live have joined a round that may begin, and no other came for a while."""
         here = {name for name, torchrun in self.torchruns.items() if torchrun.status == "here"}
         if roster.complete or len(roster.participants) < self._least or not here <= roster.participants:
             self._whole = (-1, frozenset())

@@ -215,7 +215,7 @@ class LiveHandler(RendezvousHandler):
 
 
 def _listener() -> socket.socket:
-    """Where workers ask for torch's process group. Nobody answers there."""
+    """The socket at which workers ask for torch's process group. Nobody answers there."""
     return socket.create_server(("127.0.0.1", 0))
 
 
@@ -260,7 +260,7 @@ class AgentCalls:
         raise RuntimeError(f"{op} {key} in the leader's store: no answer from the agent")
 
     def news(self) -> Closed | Rejected | Shutdown | None:
-        """What the agent said unasked, if anything: the job is over."""
+        """The message that the agent sent unasked, if any: the job is over."""
         if self._end is not None:
             return self._end
         while select.select([self._sock], [], [], 0)[0]:
@@ -292,7 +292,7 @@ class AgentCalls:
                 unix_socket.send(sock, encode(message))
 
     def _answers(self, seconds: float | None, *, first: bool = False) -> Iterator[ToWorker]:
-        """What the agent says, until it hangs up or `seconds` have passed."""
+        """The messages of the agent, until it hangs up or `seconds` have passed."""
         deadline = None if seconds is None else time.monotonic() + seconds
         while True:
             self._sock.settimeout(None if deadline is None else max(0.001, deadline - time.monotonic()))
@@ -353,8 +353,9 @@ class RankStore(Store):
         return self._values[key]
 
     def _other(self, key: str) -> bytes:
-        """What another torchrun said of itself. A leader that took over since has not heard it, and an agent
-        may just be ending: then the other is taken to be like this one, for ranks are stale after a change."""
+        """The values that another torchrun gave of itself. A leader that took over since has not heard it, and
+        an agent may just be ending: then the other is taken to be like this one, for ranks are stale after a
+        change."""
         try:
             return self._agent.call("get", PREFIX + key, seconds=_INFO_SECONDS).value
         except (RuntimeError, OSError):
@@ -367,8 +368,8 @@ class RankStore(Store):
         return total
 
     def check(self, keys: list[str]) -> bool:
-        """Whether all keys are in this process or are ranks to compute. What only the leader's store has counts
-        as absent."""
+        """Returns True if all keys are in this process or are ranks to compute. What only the leader's store
+        has counts as absent."""
         return all(key in self._values or key.startswith(ASSIGNED_RANKS) for key in keys)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:

@@ -67,12 +67,12 @@ class TorchRendezvousState:
 
     @property
     def complete(self) -> bool:
-        """Whether the round's members and ranks are final."""
+        """True if the round's members and ranks are final."""
         return bool(self._state.complete)
 
     @property
     def closed(self) -> bool:
-        """Whether the rendezvous is over, so that no further round begins."""
+        """True if the rendezvous is over, so that no further round begins."""
         return bool(self._state.closed)
 
     @property
@@ -123,7 +123,7 @@ def _method_name(depth: int = 2) -> str:
 
 
 def first(state: Any) -> str:
-    """Who has rank 0 in a state of torch's; empty where nobody has."""
+    """The participant with rank 0 in a state of torch's; empty where nobody has."""
     return next((str(node) for node, rank in state.participants.items() if rank == 0), "")
 
 

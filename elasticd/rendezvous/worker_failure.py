@@ -80,8 +80,8 @@ def ending(failure: WorkerFailure) -> str:
 
 
 def alike(one: WorkerFailure | None, other: WorkerFailure) -> bool:
-    """Whether the script failed the same way twice by itself: neither by a signal, nor with another rank.
-    Numbers in the text may differ."""
+    """Returns True if the script failed the same way twice by itself: neither by a signal, nor with another
+    rank. Numbers in the text may differ."""
     if one is None or other.code < 0 or other.lost_peer or (one.kind, one.code) != (other.kind, other.code):
         return False
     return _NUMBER.sub("", one.text) == _NUMBER.sub("", other.text)

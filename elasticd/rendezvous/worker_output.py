@@ -1,5 +1,5 @@
-"""What workers write passes through their torchrun: to the terminal, to files, and to a ring that the agent
-reads.
+"""The output of workers, which passes through their torchrun: to the terminal, to files, and to a ring that the
+agent reads.
 
 A worker's stdout and stderr are the write ends of two pipes, or of one terminal of their own where ours is one
 and lines get no label, so that progress bars and a debugger find what they expect. One thread reads the other
@@ -41,7 +41,7 @@ _POLL_SECONDS = 0.01
 
 
 class WorkerOutput(DefaultLogsSpecs):
-    """Where torch sends the output of the workers of one attempt after the other.
+    """The destination to which torch sends the output of the workers of one attempt after the other.
 
     Args:
         link: to the agent, which is shown the rings, and says what the devices are called.
@@ -245,7 +245,7 @@ class _Lines:
 
     @property
     def waiting(self) -> bool:
-        """Whether a line has begun, and not ended."""
+        """True if a line has begun, and not ended."""
         return bool(self._waits)
 
     def write(self, data: bytes) -> None:

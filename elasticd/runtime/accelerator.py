@@ -54,7 +54,7 @@ class Event(Protocol):
         """Enters the event into a stream, else into the current one of the thread's current device."""
 
     def query(self) -> bool:
-        """Whether the device has passed it."""
+        """Returns True if the device has passed it."""
 
     def synchronize(self) -> None:
         """Returns when the device has passed it."""
@@ -260,8 +260,8 @@ class Accelerator:
             self._poll(self.now(), check)
 
     def drained(self, seconds: float) -> bool:
-        """Whether the device comes to the end of what this thread has asked of it, within so many seconds. It
-        does not where a kernel hangs, or where the driver reports an error."""
+        """Returns True if the device comes to the end of what this thread has asked of it, within so many
+        seconds. It does not where a kernel hangs, or where the driver reports an error."""
         deadline = time.monotonic() + seconds
 
         def check() -> None:
@@ -534,6 +534,6 @@ def placed(asked: str | None, environ: Mapping[str, str]) -> Accelerator:
 
 
 def _hidden(environ: Mapping[str, str]) -> bool:
-    """Whether the user hides all GPUs, which asks for the CPU."""
+    """Returns True if the user hides all GPUs, which asks for the CPU."""
     names = _HIDING if torch.version.cuda else _HIDING_OF_AMD
     return any(name in environ and not visible(environ[name]) for name in names)

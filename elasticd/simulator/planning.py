@@ -31,5 +31,5 @@ class Planner:
         return answer(problem)
 
     def seconds(self, problem: JobProblem) -> float:
-        """How long this is taken to last: wall time would make every run another."""
+        """The seconds that planning is taken to last: wall time would make every run another."""
         return self._times.planning + self._times.planning_per_device * len(problem.cluster.devices)

@@ -48,7 +48,8 @@ class Decision(Value, frozen=True, kw_only=True):
 
 
 class Replayed(Value, frozen=True, kw_only=True):
-    """What was decided again, and what had been recorded. `step`: the newest step that was judged, of any job;
+    """The decisions that were made again, beside the recorded ones. `step`: the newest step that was judged, of
+    any job;
     events: how many were heard; ended: why the rest could not be decided, or nothing."""
 
     decisions: tuple[Decision, ...]
@@ -149,7 +150,7 @@ class _Again:
             self._step(event, at)
 
     def _wait(self, until: float) -> None:
-        """What time brings up to `until`, with settings that are not those of the recording."""
+        """Plays the ticks up to `until`, with settings that are not those of the recording."""
         while self._last + TICK < until and not self.ended:
             self._last += TICK
             for due in [due for due in self._due if due[0] <= self._last]:

@@ -282,7 +282,8 @@ class Simulation:
     # -- training ------------------------------------------------------------------------------------------
 
     def _limit(self, seconds: float) -> int:
-        """How many steps of `seconds` need not be played: nothing is under way, nothing is about to happen."""
+        """The number of steps of `seconds` that need not be played: nothing is under way, nothing is about to
+        happen."""
         settle, scenario = self.scenario.settle, self.scenario
         if settle is None or self._quiet < settle or not self.leader.idle(self.operator.job):
             return 0

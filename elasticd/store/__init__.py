@@ -1,1 +1,1 @@
-"""Where decisions are remembered: one protocol, one file per implementation."""
+"""The store of decisions: one protocol, one file per implementation."""

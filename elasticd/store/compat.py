@@ -103,7 +103,7 @@ def _embedded_schema(path: Path) -> bytes:
 
 
 def _stub_class(package: str, service: Any, message_class: Any) -> type:
-    """What protoc's gRPC plugin would generate: one attribute for each method, made on a channel."""
+    """The class that protoc's gRPC plugin would generate: one attribute for each method, made on a channel."""
     methods = []
     for method in service.method:
         arity = f"{_arity(method.client_streaming)}_{_arity(method.server_streaming)}"

@@ -14,7 +14,8 @@ PASSWORD_VARIABLE = "ELASTICD_ETCD_PASSWORD"
 
 
 def etcd_options(config: Config) -> EtcdOptions:
-    """How a daemon or a command reaches it. Raises ConfigError where a secret or a file is missing."""
+    """The options by which a daemon or a command reaches etcd. Raises ConfigError where a secret or a file is
+    missing."""
     section = config.etcd
     for key, path in (("ca", section.ca), ("cert", section.cert), ("key", section.key)):
         if path is not None and not os.access(os.path.expanduser(path), os.R_OK):

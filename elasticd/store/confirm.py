@@ -50,7 +50,8 @@ def settle(
 
 
 def left(store: Store, op: Op) -> tuple[KeyValue, ...] | None:
-    """What the store has of an operation's keys, if that is as the operation leaves them; None otherwise."""
+    """The values of an operation's keys in the store, if that is as the operation leaves them; None
+    otherwise."""
     if isinstance(op, DeletePrefix):
         return None if store.snapshot(op.prefix).items else ()
     found = store.get(op.key)

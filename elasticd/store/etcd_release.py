@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 
 
 def objection(release: str) -> str:
-    """What is known against a release of etcd, with the remedy; nothing for others, and for no release."""
+    """The objection against a release of etcd, with the remedy; nothing for others, and for no release."""
     found = re.match(r"v?(\d{1,9})\.(\d{1,9})\.(\d{1,9})", release)
     if found is None:
         return ""

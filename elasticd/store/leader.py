@@ -103,7 +103,7 @@ class Leadership(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_leader(store: Store, key: str) -> ElectedLeader | None:
-    """Who leads now, or None."""
+    """The leader now, or None."""
     item = store.get(key)
     return ElectedLeader.of(item) if item is not None else None
 

@@ -52,7 +52,7 @@ class LeaseKeeper:
 
     @property
     def lost(self) -> bool:
-        """Whether the store said that the lease is gone."""
+        """True if the store said that the lease is gone."""
         return self._lost.is_set()
 
     def start(self) -> LeaseKeeper:

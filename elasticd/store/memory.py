@@ -154,7 +154,7 @@ class MemoryServer:
             self.revoke(lease)
 
     def since(self, prefix: str, revision: int) -> list[WatchItem]:
-        """What a watch of `prefix` that wants `revision` and later has to be told."""
+        """The items for a watch of `prefix` that wants `revision` and later."""
         if revision < self._compacted:
             return [WatchReset(snapshot=self.snapshot(prefix))]
         return [event for event in self._history[self._first_event(revision) :] if event.key.startswith(prefix)]

@@ -1,4 +1,4 @@
-"""What a store is: keys with revisions, transactions, leases and watches, and the errors they raise.
+"""The protocol of a store: keys with revisions, transactions, leases and watches, and the errors they raise.
 
 The words are etcd's.  Every change gives the whole store a new *revision*; a key remembers the
 revision that created it and the one that last changed it; a *lease* takes its keys along when it
@@ -77,7 +77,7 @@ class WatchCompacted(StoreError):
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """What a store takes at most: etcd's own defaults. An etcd may be configured otherwise; one that takes less
+    """The limits of a store: etcd's own defaults. An etcd may be configured otherwise; one that takes less
     refuses by itself, which is a `StoreTooLarge` too."""
 
     operations: int = 128  # conditions, or operations of one side, in a transaction (etcd's --max-txn-ops)
@@ -164,7 +164,7 @@ class Compare(msgspec.Struct, frozen=True):
         return cls(prefix, "prefix", revision)
 
     def holds(self, *items: KeyValue | None) -> bool:
-        """Whether the condition is true of what the store holds: under the key, or under its prefix."""
+        """Returns True if the condition is true of what the store holds: under the key, or under its prefix."""
         if self.target == "prefix":
             return all(item is None or item.mod_revision <= self.expected for item in items)
         (found,) = items
@@ -243,7 +243,7 @@ class Watch:
 
     @property
     def cancelled(self) -> bool:
-        """Whether it delivers nothing any more."""
+        """True if it delivers nothing any more."""
         return self._cancelled.is_set()
 
     def get(self, timeout: float | None = None) -> WatchItem | None:

@@ -106,7 +106,7 @@ class EtcdServer:
 
     @property
     def endpoint(self) -> str:
-        """Where it listens, as "host:port"."""
+        """The address where it listens, as "host:port"."""
         return f"{self._host}:{self._client_port}"
 
     @property

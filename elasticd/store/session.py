@@ -53,7 +53,7 @@ _CHANNEL_OPTIONS = [
 
 
 class EtcdOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """How to reach an etcd: endpoints as "host:port" (a scheme is allowed), credentials, TLS files.
+    """Options to reach an etcd: endpoints as "host:port" (a scheme is allowed), credentials, TLS files.
 
     `call_timeout` is the deadline of each call in seconds; after it the endpoint changes. `probe_key` is
     read to check a new connection: any key that the user's role may read, whether it exists or not. `limits`:
@@ -90,7 +90,8 @@ class EtcdOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Guard:
-    """What was seen of the cluster: its id and highest revision. Thread-safe; refuses anything older."""
+    """The newest state of the cluster that was seen: its id and highest revision. Thread-safe; refuses anything
+    older."""
 
     def __init__(self, known: Identity | None = None) -> None:
         self._known = known
@@ -308,7 +309,8 @@ def prefix_end(prefix: str) -> bytes:
 
 
 def is_text(item: Any) -> bool:
-    """Whether etcd's message has a key that we can name. etcd takes any bytes, and others may write there."""
+    """Returns True if etcd's message has a key that we can name. etcd takes any bytes, and others may write
+    there."""
     try:
         item.key.decode()
     except UnicodeDecodeError:
@@ -342,8 +344,8 @@ _LOGIN_REFUSED = ("authentication failed", "authentication is not enabled")
 
 
 def translate(error: grpc.RpcError, endpoint: str) -> StoreError:
-    """What a gRPC error means to us: an outage, unless etcd plainly said otherwise. What it said counts, since
-    etcd has one code for a request that is too large and for a token that is too old."""
+    """Translates a gRPC error: an outage, unless etcd plainly said otherwise. What it said counts, since etcd
+    has one code for a request that is too large and for a token that is too old."""
     code, details = error.code(), error.details() or ""
     if code == grpc.StatusCode.NOT_FOUND and "lease not found" in details:
         return LeaseLost("the lease has expired or was revoked")

@@ -1,4 +1,4 @@
-"""What a daemon remembers over its restarts: its etcd, how far that had come, and the highest epoch.
+"""A daemon's memory over its restarts: its etcd, how far that had come, and the highest epoch.
 
 An etcd that is another, or that came back from an old copy, could hold orders that were withdrawn since; a
 leader that was replaced could give new ones. A daemon that remembers refuses both. One small JSON file for
@@ -51,7 +51,7 @@ class Mark(msgspec.Struct, frozen=True, kw_only=True):
         return cls(created=item.create_revision, modified=item.mod_revision, changes=item.version)
 
     def precedes(self, later: Mark) -> bool:
-        """Whether a store that went on from here may hold `later`."""
+        """Returns True if a store that went on from here may hold `later`."""
         if later.created != self.created:
             return later.created > self.modified
         same = (later.modified, later.changes) == (self.modified, self.changes)
@@ -102,7 +102,7 @@ class StateFile:
 
     @property
     def identity(self) -> Identity | None:
-        """What a store is to be held against."""
+        """The identity that a store is compared with."""
         value = self._value
         if value.cluster_id is None:
             return None
@@ -150,7 +150,7 @@ class StateFile:
                 self._failed = False
 
     def refusal(self, error: StoreReplaced) -> str:
-        """What to say of a store that is not the one remembered, or older."""
+        """The refusal of a store that is not the remembered one, or is older."""
         return (
             f"{error}. What this daemon remembers is in {self.path}: if this etcd is the right one (it was set "
             "up anew, say), delete that file, or use another cluster name (--cluster, or name in section "

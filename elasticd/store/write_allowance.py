@@ -17,7 +17,7 @@ class Allowance:
         self._left, self._at = burst, 0.0
 
     def take(self, size: int, now: float) -> bool:
-        """Whether `size` bytes may be written now; if so, they are counted."""
+        """Returns True if `size` bytes may be written now; if so, they are counted."""
         self._pass(now)
         if size > self._left:
             return False

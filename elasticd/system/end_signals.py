@@ -36,7 +36,7 @@ def noted(numbers: tuple[signal.Signals, ...] = ENDING) -> Iterator[list[int]]:
 
 
 def caught(pid: int, number: signal.Signals) -> bool:
-    """Whether a process has a handler for a signal, be it one in C. False where it has ended."""
+    """Returns True if a process has a handler for a signal, be it one in C. False where it has ended."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:

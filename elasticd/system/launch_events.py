@@ -1,4 +1,4 @@
-"""What happens to a launcher's job, as its agent passes it on: one line each for the launcher's terminal."""
+"""The events of a launcher's job, as its agent passes them on: one line each for the launcher's terminal."""
 
 from __future__ import annotations
 

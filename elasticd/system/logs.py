@@ -31,7 +31,7 @@ _TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 class LogSection(Value, frozen=True, kw_only=True):
-    """How a daemon logs to its standard error."""
+    """The settings of a daemon's log on its standard error."""
 
     # Lines for people, or one JSON object a line for programs. Default: `$ELASTICD_LOG_FORMAT`, else text.
     format: Format | None = None
@@ -124,9 +124,9 @@ class _Unhandled(logging.Handler):
 
 
 def for_worker(now: Callable[[], Mapping[str, Any]]) -> None:
-    """What elasticd itself logs in a training script, as JSON lines where `$ELASTICD_LOG_FORMAT` asks for them;
-    else it goes wherever the script's own logging sends it, and warnings to stderr where there is none. The
-    script's logging is left alone."""
+    """Sets up the log of elasticd itself in a training script, as JSON lines where `$ELASTICD_LOG_FORMAT` asks
+    for them; else it goes wherever the script's own logging sends it, and warnings to stderr where there is
+    none. The script's logging is left alone."""
     ours = logging.getLogger("elasticd")
     kind = JsonLines if is_json() else TextLines
     if any(isinstance(known.formatter, kind) for known in ours.handlers):
@@ -145,7 +145,8 @@ def for_worker(now: Callable[[], Mapping[str, Any]]) -> None:
 
 
 def is_first_worker() -> bool:
-    """Whether this is the first of a job's workers, or no worker: what all would say alike, one says."""
+    """Returns True if this is the first of a job's workers, or no worker: what all would say alike, one
+    says."""
     return os.environ.get("RANK", "0") == "0"
 
 
@@ -158,5 +159,5 @@ def say(text: str) -> None:
 
 
 def is_json(chosen: Format | None = None) -> bool:
-    """Whether log lines are JSON objects: `chosen`, else as `$ELASTICD_LOG_FORMAT` says."""
+    """Returns True if log lines are JSON objects: `chosen`, else as `$ELASTICD_LOG_FORMAT` says."""
     return (chosen or os.environ.get(FORMAT_VARIABLE, "")) == "json"

@@ -24,7 +24,7 @@ _ANY_PORT = 9
 
 @lru_cache(maxsize=4096)
 def is_loopback(host: str) -> bool:
-    """Whether this address, or name, is one that every machine has for itself."""
+    """Returns True if this address, or name, is one that every machine has for itself."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -69,7 +69,7 @@ def outward(hosts: Iterable[str], route: Callable[[str], str | None] = local_add
 def chosen(
     leader: str | None, stores: Iterable[str], route: Callable[[str], str | None] = local_address
 ) -> tuple[str, str]:
-    """Where the workers of this node are to listen for those of others, and by what that was chosen.
+    """The address at which the workers of this node are to listen for those of others, and the reason for it.
 
     Args:
         leader: The host of the leader's URL, None where nobody leads.

@@ -1,4 +1,4 @@
-"""What `elasticd run` has its torchruns do with the output of their workers."""
+"""Options of `elasticd run` for the output of the workers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ STDOUT, STDERR, BOTH = 1, 2, 3
 
 
 class OutputOptions(Value, frozen=True, kw_only=True):
-    """Where the output of the workers goes."""
+    """The destination of the workers' output."""
 
     label: bool = False  # each line on the terminal begins with the worker's device
     shown: int = BOTH  # the streams that go to the terminal

@@ -56,7 +56,7 @@ class RingPart:
 
 
 def is_ring(fd: int) -> bool:
-    """Whether this descriptor is of such a file: reading it never waits, whoever sent it."""
+    """Returns True if this descriptor is of such a file: reading it never waits, whoever sent it."""
     try:
         sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS == _SEALS
     except OSError:

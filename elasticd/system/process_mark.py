@@ -23,6 +23,6 @@ def mark(pid: int) -> str | None:
 
 
 def alive(marked: str) -> bool:
-    """Whether the process of this mark runs."""
+    """Returns True if the process of this mark runs."""
     pid = marked.partition("-")[0]
     return pid.isdigit() and mark(int(pid)) == marked

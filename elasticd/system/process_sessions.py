@@ -36,7 +36,7 @@ def led_by_children(parent: int) -> set[int]:
 
 
 def is_led(session: int) -> bool:
-    """Whether the process that leads a session, and gave it its number, lives."""
+    """Returns True if the process that leads a session, and gave it its number, lives."""
     leader = _process(session)
     return leader is not None and leader.session == session
 

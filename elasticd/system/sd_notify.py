@@ -1,4 +1,5 @@
-"""What a daemon tells the service manager that started it: systemd's notification protocol (sd_notify(3)).
+"""Notifications of a daemon to the service manager that started it: systemd's notification protocol
+(sd_notify(3)).
 
 Without a service manager nothing is sent, and the daemon runs as it does in a terminal.
 """

@@ -1,5 +1,5 @@
-"""What the torch of this environment computes on, asked of a process of its own: importing torch takes seconds,
-and the programs that ask stay free of it."""
+"""The devices that the torch of this environment computes on, asked of a process of its own: importing torch
+takes seconds, and the programs that ask stay free of it."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ def visible(said: str) -> tuple[str, ...]:
 
 
 def driver_is_there() -> bool:
-    """Whether this machine has a driver of GPUs."""
+    """Returns True if this machine has a driver of GPUs."""
     return any(map(os.path.exists, DRIVERS))
 
 
 def torch_build() -> TorchBuild:
-    """What workers of this node would compute on.
+    """The build of torch that workers of this node would compute with.
 
     Raises:
         CannotTell: torch cannot be imported.

@@ -67,9 +67,9 @@ Mode = Literal["auto", "live", "restart"]
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """What is to run: `command` is a script, or where `module` is set a module's name, and its options; nodes
-    from `least` to `most`, of as many `devices` each. `gpus` names the GPU of each device, as CUDA does; it is
-    empty on the CPU."""
+    """The program to run: `command` is a script, or where `module` is set a module's name, and its options;
+    nodes from `least` to `most`, of as many `devices` each. `gpus` names the GPU of each device, as CUDA does;
+    it is empty on the CPU."""
 
     job: str
     least: int

@@ -1,4 +1,4 @@
-"""How a torchrun of `elasticd run` ended, as it tells the launcher: more than an exit code can say.
+"""The end of a torchrun of `elasticd run`, as the launcher learns of it: more than an exit code can say.
 
 The launcher names a file in the torchrun's environment; the torchrun writes it as it ends. A torchrun that is
 killed leaves none.
@@ -25,7 +25,7 @@ STOP = "elasticd_stop"
 
 
 class TorchrunOutcome(Value, frozen=True, kw_only=True):
-    """How a torchrun ended."""
+    """The end of a torchrun."""
 
     restart_mode: bool = False  # its job goes on in restart mode
     reason: str = ""  # why it ended: its job is over, or it was turned away (empty: its worker ended)
@@ -62,7 +62,7 @@ def signal_name(number: int) -> str:
 
 
 def read_outcome(path: Path) -> TorchrunOutcome:
-    """What a torchrun that has ended wrote; an empty outcome where it wrote nothing."""
+    """The outcome that a torchrun wrote at its end; an empty outcome where it wrote nothing."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=TorchrunOutcome)
     except (OSError, msgspec.DecodeError):

@@ -125,7 +125,7 @@ class ChaosCluster(Cluster):
         child.process.wait()
 
     def has_agent(self, node: str) -> bool:
-        """Whether the node's agent runs."""
+        """Returns True if the node's agent runs."""
         return node in self._agents
 
     def tend(self) -> None:

@@ -48,7 +48,7 @@ class StandsStill(Exception):
 
 
 class LedgerSteps:
-    """How many steps the workers' scripts were given, by their ledgers in `folder`."""
+    """The number of steps that the workers' scripts were given, by their ledgers in `folder`."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -77,7 +77,7 @@ class LedgerSteps:
 
 @dataclass(kw_only=True)
 class Played:
-    """What became of the script: the faults that happened, and those that were held back, and why. false: who
+    """The course of the script: the faults that happened, and those that were held back, and why. false: who
     was fenced off while it was merely between two steps."""
 
     happened: list[Fault] = field(default_factory=list)
@@ -95,8 +95,8 @@ class Pause:
     fences: int
 
     def false(self, fences: Sequence[Fence], struck: float) -> str:
-        """What is wrong with the fences so far: nobody is fenced off for being between two steps. struck: until
-        when another fault of its device or node lasted, which is a reason."""
+        """The fault of the fences so far: nobody is fenced off for being between two steps. struck: until when
+        another fault of its device or node lasted, which is a reason."""
         named = (each for each in fences[self.fences :] if each.gone.get(self.device) == self.incarnation)
         found = next(named, None)
         if found is None or struck >= self.until - _EXCUSED_SECONDS:
@@ -308,7 +308,7 @@ class FaultPlayer:
         return True
 
     def _signal(self, fault: Fault) -> bool:
-        """Whether it was seen to arrive: nothing that did not happen counts as a fault."""
+        """Returns True if it was seen to arrive: nothing that did not happen counts as a fault."""
         job = self._cluster.job()
         assert job is not None
         pid = self._pid(job, fault.device)
@@ -334,7 +334,7 @@ class FaultPlayer:
         return False
 
     def _plant(self, fault: Fault) -> bool:
-        """Whether the device's process found it, in time."""
+        """Returns True if the device's process found it, in time."""
         job, folder = self._cluster.job(), self._cluster.folder
         assert job is not None
         incarnation = next((m.incarnation for m in job.members if m.device == fault.device), "")
@@ -357,7 +357,8 @@ class FaultPlayer:
         return True
 
     def _end_others(self) -> None:
-        """What lasts and is over: hangs, pauses, agents that are away, cuts of the data network."""
+        """Ends the faults that last and are over: hangs, pauses, agents that are away, cuts of the data
+        network."""
         now = time.monotonic()
         self._hung = {device: until for device, until in self._hung.items() if now < until}
         for node, until in list(self._away.items()):
@@ -397,7 +398,7 @@ class FaultPlayer:
                     del self._frozen[device]
 
     def _gone_on(self, pid: int, seconds: float) -> bool:
-        """Whether the process is not stopped any more, or is none, within so many seconds."""
+        """Returns True if the process is not stopped any more, or is none, within so many seconds."""
         deadline = time.monotonic() + seconds
         while pid and _status(pid) == psutil.STATUS_STOPPED:
             if time.monotonic() > deadline:
@@ -412,8 +413,8 @@ class FaultPlayer:
 
 
 def _of_code(fault: Fault, number: int) -> Planted:
-    """What is planted for a fault. The text of an exception has no digits, which the leader takes for what
-    differs between two devices."""
+    """The code that is planted for a fault. The text of an exception has no digits, which the leader takes for
+    what differs between two devices."""
     way = fault.way
     if fault.kind == "raise":
         words = "".join("abcdefghij"[int(digit)] for digit in str(number))

@@ -38,7 +38,7 @@ class NetworkCut:
         return {node for pair in self._until for node in pair}
 
     def cut(self, fault: Fault) -> bool:
-        """Whether anything was cut: workers that have no connection to each other lose none."""
+        """Returns True if anything was cut: workers that have no connection to each other lose none."""
         if self._spaces is None:
             return self._reset(fault.node, fault.peer)
         ways = [(fault.node, fault.peer), (fault.peer, fault.node)]

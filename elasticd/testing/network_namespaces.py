@@ -54,11 +54,11 @@ class Namespaces:
         return f"10.{77 + self._set}.0.{self._nodes.index(node) + 2}"
 
     def data_address(self, node: str) -> str:
-        """Where others send it tensors."""
+        """The address to which others send it tensors."""
         return f"10.{177 + self._set}.0.{self._nodes.index(node) + 2}"
 
     def swallow(self, node: str, peer: str) -> None:
-        """What the node sends to the other one's data address is lost in silence."""
+        """Drops the packets of the node to the other one's data address in silence."""
         _ip("-n", self.name(node), "route", "replace", "blackhole", self.data_address(peer))
 
     def deliver(self, node: str, peer: str) -> None:

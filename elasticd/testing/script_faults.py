@@ -20,7 +20,7 @@ Place = Literal["loss", "script", "loader", "evaluation"]
 
 
 class Injected(Exception):
-    """What planted code raises."""
+    """The exception that planted code raises."""
 
 
 class Planted(Value, frozen=True, kw_only=True):
@@ -47,7 +47,7 @@ def withdraw(folder: Path, device: str) -> None:
 
 
 def taken(folder: Path, number: int) -> bool:
-    """Whether a process found it."""
+    """Returns True if a process found it."""
     return (folder / f"taken-{number}").exists()
 
 

@@ -56,7 +56,7 @@ class FromClient(Message, frozen=True, kw_only=True, tag="from-client"):
 
 
 class PassedReport(msgspec.Struct, frozen=True, kw_only=True, tag=tag_of(FromClient)):
-    """How an agent encodes a `FromClient` around a worker's `Report`, which it passes on undecoded."""
+    """The encoding of a `FromClient` around a worker's `Report`, which it passes on undecoded."""
 
     version: int = WIRE_VERSION
     client: str
@@ -177,8 +177,8 @@ class Harm(Message, frozen=True, kw_only=True, tag="inject-fault"):
 
 
 def is_first(release: str) -> bool:
-    """Whether an agent is of release 0.1, which skips the orders that came later: `End`, `TryReach` and cuts of
-    the data network."""
+    """Returns True if an agent is of release 0.1, which skips the orders that came later: `End`, `TryReach` and
+    cuts of the data network."""
     return release.startswith("0.1.")
 
 
@@ -224,7 +224,7 @@ def frames(texts: Sequence[bytes]) -> Iterator[bytes]:
 
 
 def all_to_leader(data: bytes, *, first: bool = False) -> Sequence[ToLeader | Unread | None]:
-    """What came as one message: one, or several `together`; None for each that is to be skipped. Raises
+    """The messages that came as one: one, or several `together`; None for each that is to be skipped. Raises
     `msgspec.DecodeError`, also for more than `MOST_TOGETHER`, and for the `first` message of a connection whose
     content cannot be decoded."""
     if not data.startswith(b"["):
@@ -236,8 +236,8 @@ def all_to_leader(data: bytes, *, first: bool = False) -> Sequence[ToLeader | Un
 
 
 class _HelloOpening(msgspec.Struct, tag=tag_of(Hello)):
-    """What is read of a hello that cannot be decoded. Its tag is checked, so that a report with a second tag in
-    it is no opening."""
+    """The part of a hello that is read although the hello cannot be decoded. Its tag is checked, so that a
+    report with a second tag in it is no opening."""
 
     release: Any = ""
     slot: Any = None
@@ -258,7 +258,7 @@ class _Passed(msgspec.Struct, tag=tag_of(FromClient)):
 
 
 def _unread(data: bytes, why: str) -> Unread | None:
-    """Who is to be told that its opening cannot be decoded; nobody where this is none."""
+    """The sender whose opening cannot be decoded, and who is to learn of it; None where this is no opening."""
     try:
         up = decoded_as(_Passed, data)
     except msgspec.DecodeError:

@@ -1,4 +1,5 @@
-"""Where a rank's main thread is: words of memory that a worker shares with its agent, and what is told of them.
+"""The position of a rank's main thread: words of memory that a worker shares with its agent, and what is told
+of them.
 
 The main thread writes where it is whenever that changes, without a lock or a system call. The agent reads it a
 few times a second, so that it is known also where that thread holds the interpreter's lock and no other thread
@@ -80,7 +81,7 @@ LABELS = {
 
 
 class Place(NamedTuple):
-    """Where a main thread is, as its words of memory say."""
+    """The position of a main thread, as its words of memory say."""
 
     step: int | None  # index of the step under way, None between two steps
     place: int  # index in `NAMES`

@@ -1,4 +1,4 @@
-"""What an agent sees of its machine and devices beside their work: what may explain why one of them is slow.
+"""The health of an agent's machine and devices, which may explain why one of them is slow.
 
 All of it is counted where the system offers it; what it does not offer is left out (None), never guessed.
 """
@@ -59,7 +59,7 @@ class Health(Message, frozen=True, kw_only=True, tag="node-health"):
 
 
 def causes(health: Health | None, name: str) -> tuple[str, ...]:
-    """What may make a device of this node slow, in words; none where nothing is known to."""
+    """The possible causes of slow devices on this node, in words; empty where none is known."""
     if health is None:
         return ()
     found = list(_of_device(health.device(name)))

@@ -1,4 +1,4 @@
-"""What `elasticd profile` says to the process that measures, and what that answers: one JSON object a line.
+"""Requests of `elasticd profile` to the process that measures, and its answers: one JSON object a line.
 
 The command line carries no torch and the runtime no command line, so the measuring is a process of its own. It
 reads one `Request` from its standard input and ends when that is closed; it writes `Progress`, then `Done` or
@@ -26,7 +26,7 @@ class Describe(Value, frozen=True, kw_only=True, tag="describe"):
 
 
 class Request(Value, frozen=True, kw_only=True, tag="measure"):
-    """What to measure."""
+    """The measurements to make."""
 
     target: str  # FILE:NAME of the model, or of a function that makes it; or the FILE of a training script
     repeats: int  # measurements of each section
@@ -63,7 +63,7 @@ class Request(Value, frozen=True, kw_only=True, tag="measure"):
 
 
 class Progress(Value, frozen=True, kw_only=True, tag="progress"):
-    """How far the measuring is."""
+    """The progress of the measurements."""
 
     part: float  # 0 to 1
 
@@ -88,7 +88,7 @@ class Done(Value, frozen=True, kw_only=True, tag="done"):
 
 
 class Described(Value, frozen=True, kw_only=True, tag="described"):
-    """What the model is."""
+    """The description of the model."""
 
     modules: dict[str, ModelSpec]  # of a model of one module that alone
 

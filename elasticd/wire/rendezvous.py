@@ -17,7 +17,8 @@ from elasticd.codec.message import Message
 
 
 class WorkerFailure(Value, frozen=True, kw_only=True):
-    """How a worker process failed, as its torchrun knows: by its exit code and what it wrote to stderr."""
+    """The failure of a worker process, as its torchrun knows it: by its exit code and what it wrote to
+    stderr."""
 
     kind: str = ""  # name of the exception's class (empty: no exception was printed)
     text: str = ""  # the exception as a string; without one the last line, or the signal
@@ -48,7 +49,7 @@ class Join(Message, frozen=True, kw_only=True, tag="join"):
 
 
 class Leave(Message, frozen=True, kw_only=True, tag="leave"):
-    """That torchrun ends."""
+    """The torchrun of this connection ends."""
 
     job: str  # the job's name
     failure: WorkerFailure | None = None  # by which it ends (None: otherwise)
@@ -67,7 +68,7 @@ class Attend(Message, frozen=True, kw_only=True, tag="rendezvous-hello"):
 
 
 class AtWork(Value, frozen=True, kw_only=True):
-    """What the workers of a torchrun in restart mode do."""
+    """The state of the workers of a torchrun in restart mode."""
 
     phase: Literal["waits", "runs", "failed", "finished"] = "waits"  # failed: no other is started
     workers: int = 0  # on its node
@@ -81,7 +82,7 @@ class AtWork(Value, frozen=True, kw_only=True):
 
 
 class Present(Message, frozen=True, kw_only=True, tag="rendezvous-presence"):
-    """What other torchruns are to know of this one, for as long as it lives."""
+    """The values of a torchrun that others are to know, for as long as it lives."""
 
     id: int  # by which it knows the answer
     name: str  # its name in the rendezvous

@@ -41,7 +41,7 @@ MOST_NAME = 200
 
 
 class WorkerDevice(Value, frozen=True, kw_only=True):
-    """What a worker computes on, and how its tensors reach other workers."""
+    """The device of a worker, and the way in which its tensors reach other workers."""
 
     name: str  # as torch names it in the worker, as "cuda:0" or "cpu"
     model: str = ""  # as people name it, as "NVIDIA H100 80GB HBM3"
@@ -305,7 +305,7 @@ class Propose(Message, frozen=True, kw_only=True, tag="propose"):
 
 
 class PassedProposal(msgspec.Struct, frozen=True, kw_only=True, tag=tag_of(Propose)):
-    """How an agent encodes a `Propose` around a proposal, which it passes on undecoded."""
+    """The encoding of a `Propose` around a proposal, which it passes on undecoded."""
 
     version: int = WIRE_VERSION
     proposal: msgspec.Raw

@@ -1,4 +1,4 @@
-"""Who writes what of a checkpoint: each element once, by one of its holders, the work dealt out evenly."""
+"""The writers of a checkpoint's parts: each element once, by one of its holders, the work dealt out evenly."""
 
 from __future__ import annotations
 

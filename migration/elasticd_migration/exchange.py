@@ -35,7 +35,7 @@ ALIGNED = 64
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Incoming:
-    """What is posted from one source in one round: seal and messages, with the buffers that they go to and
+    """The receives from one source in one round: seal and messages, with the buffers that they go to and
     whether that is where their one piece belongs."""
 
     index: int
@@ -47,7 +47,7 @@ class _Incoming:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Sent:
-    """What went to one receiver in one round, until its receipt comes."""
+    """The messages to one receiver in one round, until its receipt comes."""
 
     index: int
     rank: int
@@ -129,7 +129,7 @@ class Exchange:
         return incoming
 
     def _buffer(self, index: int, message: Message) -> tuple[torch.Tensor, bool]:
-        """Where a message is received, and whether that is where its one piece belongs."""
+        """The buffer in which a message is received, and whether that is where its one piece belongs."""
         if len(message.pieces) == 1:
             target = self._side.target(message.pieces[0])
             if target.is_contiguous() and target.device == self._transport.device:

@@ -21,7 +21,7 @@ _PURPOSES: dict[Role, Purpose] = {"value": "parameters", "state": "optimizer sta
 
 
 class ExplainedSwitch(Value, frozen=True, kw_only=True):
-    """What moves in a switch."""
+    """The traffic of a switch."""
 
     communications: Communications
     moved: int  #: bytes that are sent

@@ -1,4 +1,4 @@
-"""How many bytes each candidate gives, so that the busiest link has the fewest.
+"""The bytes that each candidate gives, so that the busiest link has the fewest.
 
 Theory of operation. Links are what leaves a device and what leaves a node; what comes into a node is no choice,
 since every byte is received once. Bytes that stay inside a node leave a device but no node, and how many they
@@ -164,7 +164,7 @@ def _scaled(weight: Floats, load: Floats, target: float) -> Floats:
 
 
 def _levels(pressure: Floats) -> Iterator[float]:
-    """Where to cut: all values, or of many those below the widest gaps."""
+    """The values to cut at: all, or of many those below the widest gaps."""
     values = np.unique(pressure)
     if len(values) > LEVELS:
         gaps = values[1:] / np.maximum(values[:-1], 1e-300)

@@ -1,4 +1,4 @@
-"""What a rank holds as named local boxes: collected before a move, installed after it.
+"""The state of a rank as named local boxes: collected before a move, installed after it.
 
 A parameter has its value, where it is computed with and where its state is kept, and its state: planes
 (element-wise moments and master weights, of the shape of the boxes that are owned) and scalars (0-dim tensors
@@ -58,7 +58,7 @@ class Shard:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LocalTensor:
-    """What this rank holds of one item: disjoint boxes, and `scalars`, which the item has once."""
+    """The state of one item on this rank: disjoint boxes, and `scalars`, which the item has once."""
 
     shards: tuple[Shard, ...]
     scalars: Mapping[str, Number] = field(default_factory=dict)
@@ -78,7 +78,7 @@ class LocalTensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LocalState:
-    """What this rank holds. A joiner's is empty.
+    """The state of this rank. A joiner's is empty.
 
     groups: the optimizer's parameter groups. extras: what the job has once (its scheduler's state, a
     gradient scaler's), by name, as text.
@@ -94,7 +94,7 @@ class LocalState:
         return sum(tensor.bytes for tensor in self.tensors.values())
 
     def schema(self) -> Schema:
-        """What the tensors are, for ranks that hold other parts of them."""
+        """The description of the tensors, for ranks that hold other parts of them."""
         tensors: dict[Role, dict[str, TensorSchema]] = {}
         read = _read(value for tensor in self.tensors.values() for value in tensor.scalars.values())
         for item, tensor in self.tensors.items():
@@ -140,7 +140,8 @@ def own(
     state: LocalState | None = None,
     master: torch.dtype | None = None,
 ) -> list[Owned]:
-    """What the optimizer of `device` is to step on, given its `values`: every trained parameter of the model.
+    """The values that the optimizer of `device` is to step on, given its `values`: every trained parameter of
+    the model.
 
     A box that is a whole value is that value itself, if it is a parameter; any other is a parameter of its own
     on the same memory. Of a parameter whose state others keep there is an empty one, of as many dimensions: so

@@ -264,7 +264,8 @@ def execute(
 
 
 def _sections(schema: Schema) -> Iterator[Schema]:
-    """What a rank may well hold alike with others, by itself; together they are the schema."""
+    """The parts of a schema that a rank may well hold alike with others, each by itself; together they are the
+    schema."""
     for role, named in schema.tensors.items():
         yield Schema(tensors={role: named})
     yield Schema(groups=schema.groups, extras=schema.extras, refused=schema.refused)

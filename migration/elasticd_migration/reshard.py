@@ -57,7 +57,7 @@ class Lost(RuntimeError):
 
 
 def reshard(old: Holdings, new: Holdings, sizes: Mapping[Item, int]) -> tuple[Transfer, ...]:
-    """What has to move so that the layout `old` becomes `new`, in the model's order.
+    """Returns the transfers by which the layout `old` becomes `new`, in the model's order.
 
     old: without what is gone (`SurvivingLayouts`). A device that both plans bind, but to different incarnations
     of its worker, is gone by itself.
@@ -215,7 +215,7 @@ class _Cell(NamedTuple):
 
 
 class _Lack(NamedTuple):
-    """What devices lack of one item, and the boxes of it that nobody holds."""
+    """The parts of one item that devices lack, and the boxes of it that nobody holds."""
 
     cells: tuple[_Cell, ...]
     lost: tuple[Box, ...]

@@ -220,7 +220,7 @@ def _rows(shape: tuple[int, ...], most: int) -> int:
 
 
 class RoundPacker:
-    """How full the rounds are, at each end."""
+    """Places messages in rounds, by the bytes that each end has in each round."""
 
     def __init__(self, limit: int) -> None:
         self.limit, self.rounds = limit, 0

@@ -1,4 +1,4 @@
-"""What moves, in words: planes and scalars of every item, and what the whole job has once.
+"""The description of a state that moves: planes and scalars of every item, and what the whole job has once.
 
 A plane is an element-wise tensor of the item's shape: a parameter's value, a moment of it, a buffer. A scalar
 is state that a parameter has once, as AdamW's step counter. Schemas travel as JSON between ranks, so that
@@ -68,7 +68,7 @@ class Group(Value, frozen=True, kw_only=True):
 
 
 class Schema(StoredValue, frozen=True, kw_only=True, tag="state-schema"):
-    """What a rank holds, or all together.
+    """The description of one rank's state, or of the state of all together.
 
     tensors: by role and name. extras: what the job has once, as its learning-rate scheduler, by name, as
     `settings` writes it. refused: why a rank cannot take part, if so: the message then reaches all ranks, and
@@ -81,7 +81,7 @@ class Schema(StoredValue, frozen=True, kw_only=True, tag="state-schema"):
     refused: str = ""
 
     def of(self, item: Item) -> TensorSchema | None:
-        """What is said of an item; None where no rank holds any part of it."""
+        """The description of an item; None where no rank holds any part of it."""
         return self.tensors.get(item.role, {}).get(item.name)
 
     @property
@@ -95,7 +95,7 @@ class Schema(StoredValue, frozen=True, kw_only=True, tag="state-schema"):
         return {item: tensor.planes for item, tensor in self._items()}
 
     def still(self) -> Schema:
-        """What no step changes: the planes alone."""
+        """The part that no step changes: the planes alone."""
         return Schema(
             tensors={
                 role: {name: TensorSchema(planes=tensor.planes) for name, tensor in named.items()}

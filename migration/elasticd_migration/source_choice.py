@@ -1,4 +1,5 @@
-"""Who sends what: for all that is lacking the holders to fetch it from, so that no link is busier than need be.
+"""The choice of senders: for every lacking part the holders to fetch it from, so that no link is busier than
+need be.
 
 A want (a destination, bytes, who holds them) is served by holders of the destination's own node where there are
 any, else by all its holders. Wants with the same candidates are one class; `balance` says how many bytes of
@@ -21,7 +22,7 @@ WHOLE_BELOW = 64 * 1024
 
 
 class Share(NamedTuple):
-    """What one holder sends of a want: `size` bytes, behind those of the shares before it."""
+    """The part of a want that one holder sends: `size` bytes, behind those of the shares before it."""
 
     source: str
     size: int
@@ -64,8 +65,8 @@ class SourceChooser:
         self._cursors = [_Cursor(c.candidates, p) for c, p in zip(self._classes, parts, strict=True)]
 
     def source(self, index: int, size: int) -> str | None:
-        """Who sends the next want of this class, where that is one holder; None where it is divided: ask for
-        its `shares` then."""
+        """The sender of the next want of this class, where that is one holder; None where it is divided: ask
+        for its `shares` then."""
         return self._cursors[index].one(size, self._whole_below)
 
     def shares(self, index: int, size: int) -> tuple[Share, ...]:

@@ -86,11 +86,11 @@ class TargetBuffers:
                 self._open(new)
 
     def outgoing(self, piece: Piece) -> torch.Tensor:
-        """What this rank holds of a piece: a view."""
+        """A view of a piece that this rank holds."""
         return self._holding(piece).shard.part(piece.plane, piece.box)
 
     def target(self, piece: Piece) -> torch.Tensor:
-        """Where a piece that comes belongs: a view."""
+        """A view of the place where a piece that arrives belongs."""
         news = self._new[piece.item]
         for new in news:
             if len(news) == 1 or new.box.contains(piece.box):

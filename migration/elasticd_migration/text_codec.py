@@ -28,7 +28,7 @@ def to_text(value: object, what: str = "value", most: int = MOST_ELEMENTS) -> st
 
 
 def from_text(text: str, device: torch.device | None = None) -> Any:
-    """What `to_text` wrote; a tensor that was on an accelerator is put on `device`."""
+    """Reads the text of `to_text`; a tensor that was on an accelerator is put on `device`."""
     return _read(msgspec.json.decode(text), device or torch.device("cpu"))
 
 

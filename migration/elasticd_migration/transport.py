@@ -1,4 +1,4 @@
-"""How bytes get from rank to rank while state moves: over a torch process group, or in memory.
+"""Transport of bytes from rank to rank while state moves: over a torch process group, or in memory.
 
 The contract, for every implementation:
 
@@ -52,7 +52,7 @@ class Transport(Protocol):
 
     @property
     def size(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
 
     @property
     def members(self) -> tuple[str, ...]:
@@ -60,7 +60,7 @@ class Transport(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Where the tensors of rounds lie."""
+        """The device of the tensors of rounds."""
 
     @property
     def bytes_sent(self) -> int:
@@ -100,7 +100,7 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _Endpoint:
-    """What both transports share: who is who, what is kept until receipt, and how much was sent."""
+    """The part that both transports share: the ranks, what is kept until receipt, and how much was sent."""
 
     device = torch.device("cpu")
 
@@ -225,8 +225,8 @@ _Box = tuple[int, int, int]
 
 
 class _Wire:
-    """What the ends of a `MemoryTransport` share: messages by box and number, how many were sent into each box
-    and asked for, and gatherings."""
+    """The state that the ends of a `MemoryTransport` share: messages by box and number, how many were sent into
+    each box and asked for, and gatherings."""
 
     def __init__(self, size: int, timeout: float) -> None:
         self.size, self.timeout = size, timeout

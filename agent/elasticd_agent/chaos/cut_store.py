@@ -93,7 +93,7 @@ class CuttableStore(Store):
         return self._reach(self._store.identity)
 
     def known(self) -> Identity | None:
-        """What is known of the store without asking it, cut or not."""
+        """The knowledge of the store without asking it, cut or not."""
         return self._store.known()
 
     def close(self) -> None:

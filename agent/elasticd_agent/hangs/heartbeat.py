@@ -19,7 +19,7 @@ STOPPED, IDLE, BUSY = 0.4, 5.0, 60.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Look:
-    """What the kernel says of a process: whether it is stopped, and the processor time that it has used."""
+    """The kernel's account of a process: whether it is stopped, and the processor time that it has used."""
 
     stopped: bool
     used: float
@@ -63,7 +63,7 @@ class Heartbeats:
         return ask, frozen
 
     def answered(self, client: str) -> bool:
-        """Whether it had been found frozen."""
+        """Returns True if it had been found frozen."""
         asked = self._asked.pop(client, None)
         return asked is not None and asked.frozen
 

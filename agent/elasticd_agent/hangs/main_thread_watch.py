@@ -110,7 +110,7 @@ class MainThreadWatch:
         )
 
     def still(self, halt: Halt) -> bool:
-        """Whether the worker has not moved since."""
+        """Returns True if the worker has not moved since."""
         known = self._known.get(halt.client)
         return (
             known is not None and known.told > 0 and known.place is not None and _same(known.place, halt.place)
@@ -149,7 +149,7 @@ def _moments(place: Place) -> tuple[float, ...]:
 
 
 def _looks(place: Place) -> bool:
-    """Whether the stack of one that stays there says what else nobody knows."""
+    """Returns True if the stack of one that stays there says what else nobody knows."""
     return place.computes or place.begins or place.place in FACTORIES
 
 

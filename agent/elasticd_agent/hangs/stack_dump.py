@@ -42,7 +42,7 @@ async def stack(pid: int, pidfd: int | None, own: tuple[int, int] | None) -> str
 
 
 def busy(text: str) -> str:
-    """What a process does, by its stack, that may take any time; nothing of most."""
+    """The work of a process that may take any time, by its stack; empty for most."""
     if any(each in text for each in _DEBUGGERS):
         return "a debugger"
     return "a compilation of its model" if any(each in text for each in _COMPILERS) else ""
@@ -84,7 +84,8 @@ async def _written(pidfd: int, fd: int, number: int) -> str:
 
 
 async def _grown(fd: int) -> str:
-    """What came, once nothing more does. A writer that waits for a processor is in the midst of a line."""
+    """Returns the text once no more of it comes. A writer that waits for a processor is in the midst of a
+    line."""
     size = STACK
     for _ in range(int(_WRITE_SECONDS / 0.05)):
         await asyncio.sleep(0.05)

@@ -1,4 +1,4 @@
-"""What devices this node has: NVIDIA's by NVML; else the machine's cores; or what the configuration says."""
+"""The devices of this node: NVIDIA's by NVML; else the machine's cores; or what the configuration says."""
 
 from __future__ import annotations
 

@@ -246,7 +246,7 @@ class NvidiaReader:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether two handles, which are pointers, are of one device."""
+    """Returns True if two handles, which are pointers, are of one device."""
     try:
         return ctypes.cast(one, ctypes.c_void_p).value == ctypes.cast(other, ctypes.c_void_p).value
     except (ctypes.ArgumentError, TypeError):

@@ -9,7 +9,7 @@ from elasticd.records import NodeRecord
 
 
 class Peers:
-    """What the other nodes' records say. Thread-safe."""
+    """The records of the other nodes. Thread-safe."""
 
     def __init__(self, node: str) -> None:
         self._node = node
@@ -32,7 +32,7 @@ class Peers:
             return {node: record.certificate for node, record in self._records.items() if record.certificate}
 
     def there(self, agent: str) -> bool:
-        """Whether the store names this agent as that of another node."""
+        """Returns True if the store names this agent as that of another node."""
         with self._lock:
             return any(record.agent == agent for record in self._records.values())
 

@@ -72,7 +72,7 @@ class _Guest:
 
 
 class Trust:
-    """Whose certificates are trusted: those that `peers` gives now, by node. Thread-safe."""
+    """The trusted certificates: those that `peers` gives now, by node. Thread-safe."""
 
     def __init__(self, identity: TlsIdentity, peers: Callable[[], Mapping[str, str]]) -> None:
         self._identity, self._peers = identity, peers

@@ -75,7 +75,7 @@ class SnapshotStore:
         self._reserved = 0
 
     def mine(self, held: Held) -> bool:
-        """Whether a worker of this node copied it."""
+        """Returns True if a worker of this node copied it."""
         return held.node == self._node
 
     def put(self, snapshot: Snapshot) -> list[Snapshot]:
@@ -185,8 +185,8 @@ class SnapshotStore:
             return entry.lent
 
     def settle(self, held: Held, lent: threading.Event, peer: str, took: float) -> list[Snapshot]:
-        """What was lent was sent to the agent `peer` (empty: to nobody), which took so many seconds; what was
-        kept for that alone goes."""
+        """Notes that a lent snapshot reached the agent `peer` (empty: none did), in so many seconds. Memory
+        that was kept for the sending alone is given back."""
         with self._lock:
             entry = self._entries.get(_key(held))
             if entry is None or entry.lent is not lent:
@@ -207,7 +207,7 @@ class SnapshotStore:
     # -- parts, under the lock ------------------------------------------------------------------------------
 
     def _sending(self, held: Held) -> bool:
-        """Whether any snapshot of that job and device is lent."""
+        """Returns True if any snapshot of that job and device is lent."""
         like = held.job, held.device
         return any(key[:2] == like and entry.lent is not None for key, entry in self._entries.items())
 

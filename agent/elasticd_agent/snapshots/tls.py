@@ -1,4 +1,4 @@
-"""What agents know each other by: a key for as long as an agent runs, and its certificate in the store."""
+"""The identities of agents: a key for as long as an agent runs, and its certificate in the store."""
 
 from __future__ import annotations
 

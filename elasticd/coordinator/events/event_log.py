@@ -1,5 +1,4 @@
-"""What people may look back at: events and steps, bounded. They are stored by
-`elasticd.coordinator.events.event_pages`.
+"""History for people: events and steps, bounded. They are stored by `elasticd.coordinator.events.event_pages`.
 
 The id of an event grows by one, and from leader to leader: a later leader goes on above all that one before it
 told, also above what that one had no time to write. So who reads events from an id on misses none that is kept
@@ -56,7 +55,7 @@ def line(event: EventRecord) -> str:
 
 
 class Pacing(Value, frozen=True, kw_only=True):
-    """What all ranks of a job reported of emulated devices."""
+    """The reports of all ranks of a job about emulated devices."""
 
     paced: int = 0  # sections that were slowed down to the emulated speed
     overruns: int = 0  # sections that took longer than that speed allows
@@ -266,7 +265,7 @@ class EventLog:
 
     @property
     def new_events(self) -> int:
-        """How many events `new` has to return."""
+        """The number of events that `new` has to return."""
         return len(self._new_events)
 
     def forget(self, *jobs: str) -> None:
@@ -287,12 +286,12 @@ class EventLog:
 
     @property
     def clocks(self) -> dict[str, JobClock]:
-        """Where the wall time of each job went, by its name."""
+        """The wall time of each job by its use; by the job's name."""
         return self._clocks
 
     @property
     def readings(self) -> dict[str, ClockReading]:
-        """Where the wall time of each job went, and how fast it trains."""
+        """The wall time of each job by its use, and its training speed."""
         return {
             job: msgspec.structs.replace(clock.reading, speed=self.speed(job))
             for job, clock in self._clocks.items()
@@ -328,7 +327,7 @@ class EventLog:
         return _tail(self._events, lambda record: record.id > after)
 
     def pacing(self, job: str) -> Pacing:
-        """What a job's emulated devices reported of their pacing in all."""
+        """The sum of the pacing that a job's emulated devices reported."""
         return self._pacing.get(job, Pacing())
 
     def steps(self, job: str, after: int = -1) -> list[StepRecord]:

@@ -57,7 +57,7 @@ class _Small:
 
 
 class Pages:
-    """What the store has of the journal, and what is to be written next. Begins with what was `known` of it
+    """The pages of the journal in the store, and those to be written next. Begins with what was `known` of it
     when this leader took over; keys that are no pages are left alone."""
 
     def __init__(self, keys: Keys, known: Iterable[KeyValue] = ()) -> None:
@@ -84,7 +84,8 @@ class Pages:
                 skip("record", ("journal",), f"a page of the journal is skipped: {error}")
 
     def written(self, lines: Lines) -> Paged:
-        """How these lines get into the store. What came before is to be written, or `refused`, first."""
+        """Returns the writes that bring these lines into the store. Earlier lines are to be written, or
+        `refused`, first."""
         self._before = dict(self._sizes), list(self._small)
         lines = msgspec.structs.replace(lines, events=tuple(map(_bounded, lines.events)))
         text = encode(lines)

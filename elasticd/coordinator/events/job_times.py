@@ -1,4 +1,4 @@
-"""Where the wall time of a job went: into steps that count, or into which kind of loss.
+"""The wall time of a job: the part in steps that count, or into which kind of loss.
 
 ETTR (effective training time ratio, as in ByteRobust, arXiv 2509.16293) is the part of the wall time since the
 first step began that went into steps of the surviving history. What is left is lost, and each second of it has
@@ -61,7 +61,7 @@ USUAL_STEPS = 21
 
 
 class JobTime(Value, frozen=True, kw_only=True):
-    """Where a job's wall time went so far."""
+    """The uses of a job's wall time so far."""
 
     began: float  # unix seconds at which its first step began
     last: float  # unix seconds at which its newest step was reported
@@ -209,7 +209,7 @@ class JobClock:
 
     @property
     def time(self) -> JobTime | None:
-        """Where the time went; None before the first step."""
+        """The uses of the time; None before the first step."""
         if self._began is None:
             return None
         return JobTime(

@@ -1,4 +1,4 @@
-"""What a switch to a plan gained: the seconds of the steps around it, and the pause that its ranks measured."""
+"""The gain of a switch to a plan: the seconds of the steps around it, and the pause that its ranks measured."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class StepRecord(Value, frozen=True, kw_only=True):
 
 
 class Gain(Value, frozen=True, kw_only=True):
-    """What a switch to a plan changed."""
+    """The change that a switch to a plan brought."""
 
     before: float  # seconds a step
     after: float  # seconds a step

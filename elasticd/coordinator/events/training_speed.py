@@ -1,4 +1,4 @@
-"""How fast a job trains: tokens over wall time, beside the time of the steps themselves.
+"""The training speed of a job: tokens over wall time, beside the time of the steps themselves.
 
 A step's own seconds end with it. The script's own code then runs until the next step begins: logging, an
 evaluation, a checkpoint. Tokens a second are counted over all of that, from the end of one step to the end of
@@ -21,7 +21,7 @@ SPEED_STEPS = 10
 
 
 class TimedStep(Protocol):
-    """What is read of a step here."""
+    """The part of a step's record that is read here."""
 
     @property
     def step(self) -> int:

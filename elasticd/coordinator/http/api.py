@@ -52,7 +52,7 @@ class StopRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class ByRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Who asks for it."""
+    """The sender of the request."""
 
     by: str
 
@@ -65,8 +65,8 @@ class ConfigRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class Served(Protocol):
-    """What the server shows: the leader, its status, and the history that only the store has. `viewers` make
-    and encode what is large beside the loop."""
+    """The contents that the server shows: the leader, its status, and the history that only the store has.
+    `viewers` make and encode what is large beside the loop."""
 
     leading: Leader
     access: Authorizer
@@ -81,7 +81,7 @@ class Served(Protocol):
         ...
 
     def listening(self) -> FeedSource:
-        """What those who listen are told from."""
+        """The source of the live feed."""
         ...
 
     def ready(self) -> str:
@@ -90,7 +90,7 @@ class Served(Protocol):
 
 
 class ApiRoutes:
-    """What is asked of one coordinator. `document` is the OpenAPI document that this is part of, once drawn."""
+    """The routes of one coordinator. `document` is the OpenAPI document that this is part of, once drawn."""
 
     def __init__(self, served: Served) -> None:
         self._served = served
@@ -108,7 +108,7 @@ class ApiRoutes:
 
     @get("/v1/events", large=True)
     async def events(self, after: int = 0) -> Events:
-        """What happened of late: events with an id above `after`, oldest first."""
+        """The newest events: those with an id above `after`, oldest first."""
         return Events(events=tuple(self._served.leading.journal.events(after)))
 
     @get("/v1/jobs/{job}/steps", large=True)
@@ -127,7 +127,7 @@ class ApiRoutes:
 
     @get("/v1/jobs/{job}/spec")
     async def spec(self, job: str) -> JobSpec:
-        """What a job trains: its model's tensors, its batch and its settings."""
+        """A job's spec: its model's tensors, its batch and its settings."""
         self._know(job)
         found = self._served.leading.state.jobs.get(job)
         if found is None or found.spec is None:
@@ -142,8 +142,8 @@ class ApiRoutes:
     async def output(
         self, node: str, index: str, job: str = "", after: int = -MOST_READ, most: int = MOST_READ
     ) -> OutputText:
-        """What the worker of a device wrote, as far as its agent keeps it: at most so many bytes behind the
-        first `after`, or behind all but the newest `-after`. `job`: without it the newest one's."""
+        """The output of a device's worker, as far as its agent keeps it: at most so many bytes behind the first
+        `after`, or behind all but the newest `-after`. `job`: without it the newest one's."""
         device = f"{node}/{index}"
         part = await self._served.leading.outputs.read(device, job, after, max(1, most))
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -253,7 +253,7 @@ class ApiRoutes:
 
     @get("/v1/caller")
     async def caller(self, caller: Caller | None) -> CallerStatus:
-        """Who asks: what this token or certificate may do here, and its name."""
+        """The caller: what this token or certificate may do here, and its name."""
         known = caller or ANYBODY
         return CallerStatus(name=known.name, role=known.role.value, asks=self._served.access.asks)
 
@@ -285,5 +285,5 @@ class ApiRoutes:
 
 
 def _by(said: str, caller: Caller | None) -> str:
-    """Who asks, in their own words, and by the name of their token."""
+    """The sender of a request: its own name for itself, and the name of its token."""
     return f"{said} ({caller.name})" if caller is not None and caller.name else said

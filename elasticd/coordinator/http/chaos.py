@@ -112,7 +112,7 @@ _EXAMPLE = ChaosRequest(action="slow", device="alpha/1", factor=3.0)
 
 
 class ChaosRoutes:
-    """What is asked of chaos, and the cuts that this server holds. `leading` gives who leads now."""
+    """The routes of chaos, and the cuts that this server holds. `leading` gives who leads now."""
 
     def __init__(self, leading: Callable[[], Leader]) -> None:
         self._leading = leading

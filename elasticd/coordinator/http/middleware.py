@@ -1,4 +1,4 @@
-"""What stands before every request: who asks, from which page, how much and how often. Refusals are counted."""
+"""Checks before every request: its sender, its page, its size and its frequency. Refusals are counted."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ async def _answer(scope: Scope, send: Send, refusal: _Refusal) -> None:
 
 
 def _foreign(headers: dict[bytes, bytes]) -> bool:
-    """Whether a browser asks for a page of another site: it would, with all that this machine may."""
+    """Returns True if a browser asks for a page of another site: it would, with all that this machine may."""
     origin = headers.get(b"origin")
     if origin is None:
         return False
@@ -193,7 +193,7 @@ def _foreign(headers: dict[bytes, bytes]) -> bool:
 
 
 def _said(headers: dict[bytes, bytes], scope: Scope) -> str:
-    """Who a sender says it is, else where it asks from."""
+    """The name that a sender gives itself, else its address."""
     text = headers.get(USER_HEADER.encode(), b"").decode("latin-1")
     said = "".join(each for each in text if each.isprintable())[:MOST_SAID].strip()
     return said or f"somebody at {(scope.get('client') or ('?',))[0]}"

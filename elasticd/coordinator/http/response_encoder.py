@@ -29,7 +29,8 @@ class Viewers:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="viewers")
 
     async def beside(self, work: Callable[..., T], *values: Any) -> T:
-        """What `work` returns or raises. It may read immutable values alone: the loop runs meanwhile."""
+        """Returns the result of `work`, or raises its exception. It may read immutable values alone: the loop
+        runs meanwhile."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, work, *values)
 
     async def encoded(self, answer: msgspec.Struct) -> AsyncIterator[bytes]:

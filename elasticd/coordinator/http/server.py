@@ -75,9 +75,9 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def url_of(host: str, port: int, *, secure: bool, stores: Iterable[str] = ()) -> str:
-    """Where others reach us: a host that stands for all addresses is no address to call. In its place stands
-    our address on the route to one of `stores`, since agents have a route from there too. With TLS it is the
-    machine's name, which the certificate is for; the same if all stores are on this machine."""
+    """The URL at which others reach this server: a host that stands for all addresses is no address to call. In
+    its place stands our address on the route to one of `stores`, since agents have a route from there too. With
+    TLS it is the machine's name, which the certificate is for; the same if all stores are on this machine."""
     reachable = host
     if host in ("0.0.0.0", "::"):
         reachable = (None if secure else outward(stores)) or socket.gethostname()

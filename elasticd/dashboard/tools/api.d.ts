@@ -19,7 +19,7 @@ export interface Viewer {
   role: "viewer" | "operator" | "";
 }
 
-/** Who decides, and whether the dashboard hears it. */
+/** The leader, and whether the dashboard hears it. */
 export interface LeaderView {
   name: string;
   url: string;
@@ -202,7 +202,7 @@ export interface BatchView {
   imbalance: number | null;
 }
 
-/** What the script's own code raised. */
+/** An exception of the script's own code. */
 export interface ExceptionView {
   device: string;
   step: number;
@@ -455,7 +455,7 @@ export interface Thresholds {
   cusum: number | null;
 }
 
-/** What the node's agent saw of the device, columns of the same length, oldest first; null at a time after */
+/** The readings of the node's agent about the device: columns of the same length, oldest first; null at a */
 export interface HealthColumns {
   time: number[];
   values: Record<string, (number | null)[]>;
@@ -606,7 +606,7 @@ export interface LivePlan {
   gone: boolean;
 }
 
-/** Who leads, whether all is reached, and which links are slow. */
+/** The leader, the reachability of all, and the slow links. */
 export interface LiveLeader {
   leader: LeaderView;
   etcd: EtcdView;

@@ -138,7 +138,8 @@ _ORDERS = (Propose, Abort, Fenced, Recorded, Published, Welcome, Shutdown)
 
 
 def step(state: AgentState, event: Event, now: float) -> Result:
-    """What an event means. Raises UnknownEvent for one that may not come in this phase."""
+    """Returns the state and the effects after an event. Raises UnknownEvent for one that may not come in this
+    phase."""
     try:
         handler = TABLE[state.phase, type(event)]
     except KeyError:
@@ -211,7 +212,7 @@ def _let_go(state: AgentState, names: Iterable[str], what: str) -> Result:
 
 
 def _drop(state: AgentState, name: str, how: str) -> Result:
-    """What `_ended` does, where that fails: nobody hears more of the client than that it is gone."""
+    """Does the work of `_ended` where that fails: the others learn only that the client is gone."""
     client = state.clients.get(name)
     if client is None:
         return state, ()
@@ -712,7 +713,7 @@ def standing(state: AgentState, worker: Client) -> tuple[Effect, ...]:
 
 
 def _returns(worker: Client) -> bool:
-    """Whether it comes again as what it was."""
+    """Returns True if it comes again as what it was."""
     return isinstance(worker.opening, Hello) and worker.opening.incarnation == worker.incarnation
 
 
@@ -753,15 +754,15 @@ def _binding(plan: JobPlan) -> _Binding:
 
 
 def _bindings(proposal: ProposalHead) -> list[_Binding]:
-    """Whom a proposal concerns: the members of both plans. A recovery concerns those of the new one, and of the
-    others those alone whose copies or snapshots it goes on from."""
+    """The workers that a proposal concerns: the members of both plans. A recovery concerns those of the new
+    one, and of the others those alone whose copies or snapshots it goes on from."""
     if proposal.recovery is not None:
         return [proposal.plan.binding, proposal.recovery.sources]
     return [plan.binding for plan in (proposal.plan, proposal.old) if plan is not None]
 
 
 def _usurped(state: AgentState, epoch: int, revision: int) -> bool:
-    """Whether the leader of this epoch wrote after the newest one that was seen had taken its place."""
+    """Returns True if the leader of this epoch wrote after the newest one that was seen had taken its place."""
     return epoch < state.epoch <= revision
 
 

@@ -1,4 +1,4 @@
-"""What the agent's machine knows, hears and asks for: its state, its events, its effects."""
+"""The values of the agent's machine: its state, its events, its effects."""
 
 from __future__ import annotations
 
@@ -216,7 +216,7 @@ class FenceRead:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DoneRead:
-    """How a job ended, as read from the store."""
+    """The end of a job, as read from the store."""
 
     job: str  # the job's name
     record: DoneRecord | None  # None when the key is gone

@@ -26,7 +26,7 @@ EMPTY_SECONDS = 600.0
 
 
 class Forgotten(Value, frozen=True, kw_only=True):
-    """What follows when jobs are forgotten."""
+    """The consequences of forgetting jobs."""
 
     jobs: dict[str, JobState]  # those that are left, by name
     effects: tuple[Effect, ...]  # what is to be done
@@ -76,13 +76,13 @@ def refusal(job: JobState, nodes: Mapping[str, NodeState]) -> str:
 
 
 def is_without_job(job: JobState) -> bool:
-    """Whether no worker of the job has come to its `elasticd.Job` so far."""
+    """Returns True if no worker of the job has come to its `elasticd.Job` so far."""
     return job.plan is None and not job.workers and job.phase in (JobPhase.GATHERING, JobPhase.ASSEMBLING)
 
 
 def begins_again(job: JobState, body: Join, now: float) -> bool:
-    """Whether this torchrun was started after the job's end, to run it again. A job that finished has nothing
-    left to do, unless it is to begin anew. A torchrun of before the end is told how the job ended."""
+    """Returns True if this torchrun was started after the job's end, to run it again. A job that finished has
+    nothing left to do, unless it is to begin anew. A torchrun of before the end is told how the job ended."""
     if job.phase not in OVER or body.age is None or body.failure is not None:
         return False
     return (job.phase is JobPhase.STOPPED or body.fresh) and now - body.age > job.since

@@ -317,7 +317,8 @@ def _begun_again(state: CoordinatorState, node: str, up: FromClient, now: float)
 
 
 def _first_said(state: CoordinatorState, up: FromClient) -> bool:
-    """Whether a worker tells of a switch, and not again: to a new leader agents say all that still holds."""
+    """Returns True if a worker tells of a switch, and not again: to a new leader agents say all that still
+    holds."""
     job = state.jobs.get(up.job)
     worker = job.workers.get(up.device) if job is not None and job.settle_until is None else None
     return isinstance(up.body, Switched) and worker is not None and worker.swapped < up.body.number

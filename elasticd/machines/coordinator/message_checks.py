@@ -1,4 +1,5 @@
-"""What a leader takes from a connection: names in the one grammar, and a node's word about itself alone.
+"""Checks of the messages that a leader takes from a connection: names in the one grammar, and a node's word
+about itself alone.
 
 An agent's token or certificate is worth its node. Whoever has stolen one can say of that node's devices what he
 likes, and nothing of any other's. He has no say in a job that this node does not take part in: its processes

@@ -48,7 +48,7 @@ class Links(Value, frozen=True, kw_only=True):
     probes: dict[str, Measured] = msgspec.field(default_factory=dict)  # the last probe, by the link's name
 
     def rate(self, name: str) -> float:
-        """How many times slower than normal a link is, by whichever says more."""
+        """The slowdown of a link, by the larger of its two readings."""
         return max([state.rates.rates.get(name, 1.0) for state in self.judged.values()], default=1.0)
 
 

@@ -89,7 +89,7 @@ class RestartJob(Value, frozen=True, kw_only=True):
     stop_at: float = math.inf  # when its torchruns are killed
 
     def phase(self, now: float) -> RestartPhase:
-        """Where the job is in its life, as far as the leader is told."""
+        """The job's phase, as far as the leader knows it."""
         states = [known.state for known in self.torchruns.values()]
         if self.ended is not None and not states:
             return self.ended.phase
@@ -104,11 +104,11 @@ class RestartJob(Value, frozen=True, kw_only=True):
         return "failed" if "failed" in phases else "finished" if "finished" in phases else "stopped"
 
     def over(self, now: float) -> bool:
-        """Whether none of its torchruns has anything left to do."""
+        """Returns True if none of its torchruns has anything left to do."""
         return self.phase(now) not in ("running", "gathering")
 
     def lives(self, now: float) -> bool:
-        """Whether an agent tells of a torchrun of the job that is at work."""
+        """Returns True if an agent tells of a torchrun of the job that is at work."""
         return bool(self.torchruns) and not self.over(now)
 
     @property
@@ -160,7 +160,7 @@ class RestartJob(Value, frozen=True, kw_only=True):
         return self.stopping or (self.ended_by if self.over(now) else "")
 
     def sentence(self, now: float) -> str:
-        """What people are told of the job's torchruns; empty where no agent told of any."""
+        """A sentence about the job's torchruns; empty where no agent reported any."""
         if not self.torchruns:
             return "" if self.ended is None else self.ended.sentence
         phase = self.phase(now)

@@ -1,4 +1,4 @@
-"""How a job comes together: torchruns join, their workers say hello.
+"""Assembly of a job: torchruns join, their workers say hello.
 
 A torchrun has a place: its node's name, or, where each device has a torchrun of its own, the device's.
 """
@@ -148,7 +148,7 @@ def _full(turn: Transaction) -> str:
 
 
 def _gathering(turn: Transaction) -> bool:
-    """Whether nodes are still being counted. A leader that took over while workers were starting counts
+    """Returns True if nodes are still being counted. A leader that took over while workers were starting counts
     again, from what the agents repeat."""
     job = turn.job
     return job.phase is JobPhase.GATHERING or (job.phase is JobPhase.ASSEMBLING and not job.joined)
@@ -172,7 +172,8 @@ def _bound(turn: Transaction) -> dict[str, str]:
 
 
 def _there(turn: Transaction, place: str) -> bool:
-    """Whether a torchrun has its place still: not if it went with its node, or left with its workers."""
+    """Returns True if a torchrun has its place still: not if it went with its node, or left with its
+    workers."""
     if _has_workers(turn, place):
         return True
     if place in turn.job.joiners:
@@ -389,7 +390,7 @@ def hello_after_end(turn: Transaction, node: str, up: FromClient, body: Hello) -
 
 
 def _said_again(turn: Transaction, node: str, up: FromClient, body: Hello) -> bool:
-    """Whether this worker is known already; it can be reached through this agent from now on."""
+    """Returns True if this worker is known already; it can be reached through this agent from now on."""
     known = turn.job.worker(up.device, up.incarnation)
     if known is None:
         return False
@@ -454,7 +455,7 @@ def unread(turn: Transaction, node: str, message: Unread) -> None:
 
 
 def cannot_read(message: Unread) -> str:
-    """What a worker or torchrun is told whose opening this release cannot decode."""
+    """The refusal for a worker or torchrun whose opening this release cannot decode."""
     what = f"worker {message.device}" if message.device else "this torchrun"
     return (
         f"the coordinator, of elasticd {__version__}, cannot decode the hello of {what}"
@@ -533,8 +534,8 @@ def _measured_bytes(spec: AnyJobSpec) -> ModelBytes | None:
 
 
 def difference(ours: AnyJobSpec, theirs: AnyJobSpec) -> str:
-    """What differs in the training of two specs, in words; an empty string if they train alike, whichever
-    release wrote them."""
+    """The difference between the training of two specs, in words; an empty string if they train alike,
+    whichever release wrote them."""
     told = list[str]()
     if type(ours) is not type(theirs):
         loops = "elasticd.live's loop of its own", "an elasticd.Job"

@@ -109,7 +109,7 @@ def agent_up(turn: Transaction, event: AgentUp) -> None:
 
 
 def snapshots_gone(turn: Transaction, event: AgentUp) -> None:
-    """What an agent kept in memory is gone once another took its place."""
+    """Forgets the snapshots in an agent's memory once another agent took its place."""
     if event.anew:
         turn.set(snapshots=turn.job.snapshots.forgotten(event.record.node))
 
@@ -273,7 +273,7 @@ def step(
 
 
 def _hear(turn: Transaction, event: Event) -> None:
-    """What the event does in the job's phase; where the table has nothing, the log has a line of it."""
+    """Handles the event as the job's phase asks; where the table has no row, the log has a line of it."""
     said: Any = event.message if isinstance(event, Received) else event
     up = said if isinstance(said, FromClient) else None
     body = up.body if up is not None else said
@@ -316,7 +316,7 @@ def _due(turn: Transaction) -> None:
 
 
 def _waits(before: JobState, after: JobState, event: Event) -> bool:
-    """Whether what has become due may wait for the next tick.
+    """Returns True if what has become due may wait for the next tick.
 
     What only completes the picture of a step or of a switch makes nothing due, nor does an agent that comes or
     goes: what time asks for, a tick does. In a job of many workers other messages wait for it as well: after a
@@ -346,7 +346,7 @@ def failed(turn: Transaction, event: Event, error: Exception) -> None:
 
 
 def _frames(error: Exception) -> Iterator[str]:
-    """Where it was raised, the innermost call last."""
+    """The frames of the exception, the innermost call last."""
     at = error.__traceback__
     while at is not None:
         code = at.tb_frame.f_code
@@ -361,8 +361,8 @@ def turned_away(turn: Transaction, node: str, device: str, why: str) -> None:
 
 
 def _adds(job: JobState, event: Received) -> bool:
-    """Whether it is one of what all members, or their agents, say alike. After a loss snapshots may be what was
-    waited for."""
+    """Returns True if it is one of what all members, or their agents, say alike. After a loss snapshots may be
+    what was waited for."""
     if isinstance(event.message, SnapshotInventory):
         return job.phase is not JobPhase.RECOVERING
     return isinstance(event.message, FromClient) and isinstance(
@@ -371,7 +371,7 @@ def _adds(job: JobState, event: Received) -> bool:
 
 
 def _alike(before: JobState, after: JobState) -> bool:
-    """Whether nothing changed that anything could become due from at once. A profile that was fitted is asked
-    about with the end of the step: to fit it was enough for one message."""
+    """Returns True if nothing changed that anything could become due from at once. A profile that was fitted is
+    asked about with the end of the step: to fit it was enough for one message."""
     same = before.rates is after.rates and before.phase is after.phase
     return same and len(before.workers) == len(after.workers)

@@ -113,9 +113,9 @@ def _without_steps(turn: Transaction) -> float:
 
 
 def _spared(turn: Transaction, found: Collection[str], why: str) -> bool:
-    """Whether members that live, but stand still, are waited for: those that alone hold a part of the state,
-    where there is none to go back to. Without them the job would end; and a step that takes longer than any of
-    late, or a debugger, looks no different from a hang."""
+    """Returns True if members that live, but stand still, are waited for: those that alone hold a part of the
+    state, where there is none to go back to. Without them the job would end; and a step that takes longer than
+    any of late, or a debugger, looks no different from a hang."""
     if _NOBODY_ELSE not in turn.job.reason or older_state(turn):  # else it was found before
         lost = lost_without(turn, found)
         if not lost:
@@ -126,8 +126,8 @@ def _spared(turn: Transaction, found: Collection[str], why: str) -> bool:
 
 
 def lost_without(turn: Transaction, found: Collection[str]) -> str:
-    """What nobody else holds if these devices are lost, where there is no older state to go back to: without
-    them the job would end."""
+    """The state that nobody else holds if these devices are lost, where there is no older state to go back to:
+    without them the job would end."""
     job, plan = turn.job, turn.job.plan
     if job.spec is None or older_state(turn):
         return ""
@@ -145,8 +145,8 @@ def lost_without(turn: Transaction, found: Collection[str]) -> str:
 
 
 def _awaited(turn: Transaction, nodes: Collection[str], away: Collection[str], why: str) -> bool:
-    """Whether nodes are waited for longer than others: the job would end without what they hold, and most
-    networks that break are mended within a minute."""
+    """Returns True if nodes are waited for longer than others: the job would end without what they hold, and
+    most networks that break are mended within a minute."""
     takeover = turn.job.patient_until - turn.settings.reconnect_seconds  # of nodes that this leader never met
     since = [turn.nodes[name].since if name in turn.nodes else takeover for name in nodes]
     return all(turn.now - each < turn.lone_seconds for each in since) and _spared(turn, away, why)
@@ -213,8 +213,8 @@ def _once_more(turn: Transaction, source: Source | str) -> None:
 
 
 def _silent(turn: Transaction, silent: list[Worker]) -> None:
-    """Who does not answer a fence is gone, too: frozen, or with a node that is away. An agent that is being
-    started again has the time for that; and who may hold what nobody else does is waited for."""
+    """A worker that does not answer a fence is gone, too: frozen, or with a node that is away. An agent that is
+    being started again has the time for that; and who may hold what nobody else does is waited for."""
     late = [worker for worker in silent if _late(turn, worker)]
     late, outside = [w for w in late if not busy(turn, w)], [w for w in late if busy(turn, w)]
     if outside and not late:
@@ -246,7 +246,8 @@ def _leavers_wait(turn: Transaction, late: list[Worker]) -> float:
 
 
 def _late(turn: Transaction, worker: Worker) -> bool:
-    """Whether it has had its time to answer. One that this leader never met had it while agents came back."""
+    """Returns True if it has had its time to answer. One that this leader never met had it while agents came
+    back."""
     job, settings, node = turn.job, turn.settings, turn.nodes.get(worker.node)
     if worker.device in job.unmet:
         since = max(node.since if node is not None else 0.0, job.patient_until - settings.reconnect_seconds)
@@ -341,7 +342,7 @@ def _vote(turn: Transaction, step: int) -> Vote | None:
 
 
 def _answer(turn: Transaction, worker: Worker) -> StateReport | None:
-    """What it said after the last fence; what it said after one before may be no more."""
+    """Its report after the last fence; the state of an earlier report may be gone."""
     fence, said = turn.job.fence, worker.standing
     return said if said is not None and fence is not None and said.fence == fence.number else None
 

@@ -237,8 +237,8 @@ def _fit_modules(turn: Transaction, plan: Plan, profile: ModelProfile, steps: tu
 
 
 def _teaches(turn: Transaction, plan: Plan, profile: ModelProfile) -> bool:
-    """Whether steps of `plan` tell what the profile only guesses: seconds, before the first fit, or those of
-    an all-reduce in groups as wide as the plan's, which may have been rehearsed, but not in steps."""
+    """Returns True if steps of `plan` tell what the profile only guesses: seconds, before the first fit, or
+    those of an all-reduce in groups as wide as the plan's, which may have been rehearsed, but not in steps."""
     if not profile.fitted or not all(module.profile.fitted for module in turn.job.modules):
         return True
     known = profile.collective_seconds.keys() - turn.job.rehearsed
@@ -319,7 +319,8 @@ def _profile(turn: Transaction) -> ModelProfile | None:
 
 
 def _kept(turn: Transaction) -> bool:
-    """Whether no plan is replaced by a better one, but only where its devices are lost or are to leave."""
+    """Returns True if no plan is replaced by a better one, but only where its devices are lost or are to
+    leave."""
     spec = turn.job.spec
     return turn.settings.policy.paused or (spec is not None and spec.keep_plan)
 
@@ -403,7 +404,7 @@ def loss_module(spec: JobSpec) -> str:
 
 
 def problem_now(turn: Transaction) -> JobProblem | None:
-    """What a plan would be made for now; None before the first was."""
+    """The problem that a plan would be made for now; None before the first was."""
     job, devices = turn.job, _devices(turn)
     if job.spec is None or not devices or (job.profile is None and job.pipeline_spec is not None):
         return None
@@ -554,7 +555,8 @@ def remedy(spec: AnyJobSpec | None, why: str) -> str:
 
 
 def ripe(job: JobState) -> bool:
-    """Whether an answer that was worth no switch may have become worth one, since its basis has held."""
+    """Returns True if an answer that was worth no switch may have become worth one, since its basis has
+    held."""
     return job.deferred is not None and job.rates.step >= job.deferred.step
 
 
@@ -626,7 +628,7 @@ def _bytes_to_move(problem: Problem, old: Plan, new: Plan) -> int:
 
 
 def all_there(turn: Transaction) -> bool:
-    """Whether a proposal could be prepared now: all members reported, on nodes that can be reached."""
+    """Returns True if a proposal could be prepared now: all members reported, on nodes that can be reached."""
     job = turn.job
     if job.settle_until is not None and job.phase in (JobPhase.RUNNING, JobPhase.RECOVERING):
         return False

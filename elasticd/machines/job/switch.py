@@ -329,8 +329,8 @@ def all_kept(turn: Transaction) -> None:
 
 
 def _setback(turn: Transaction) -> Setback | None:
-    """What was given up now would be again, unless rates or devices change: each time that it is, the next
-    attempt waits twice as long."""
+    """The setback of a plan that was given up and would be given up again, unless rates or devices change: each
+    time that it is, the next attempt waits twice as long."""
     job, settings = turn.job, turn.settings
     if job.decided is None:  # it changed while the proposal was open: nothing is known against the new one
         return None

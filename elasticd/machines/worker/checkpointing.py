@@ -32,7 +32,7 @@ from elasticd_planner.value import Value
 
 
 class Status(IntEnum):
-    """What a rank does for the checkpoint that was begun last."""
+    """The state of a rank's work for the checkpoint that was begun last."""
 
     FREE = 0  # nothing
     WRITING = 1  # its share of the state goes to disk
@@ -48,7 +48,7 @@ _PART = (Status.WRITING, Status.WRITTEN, Status.FAILED)
 
 
 class CheckpointState(Value, frozen=True, kw_only=True):
-    """What a rank knows of checkpoints."""
+    """A rank's knowledge of checkpoints."""
 
     every: int  # steps from one checkpoint to the next
     step: int = -1  # of the last checkpoint that was begun here (-1: none)
@@ -101,7 +101,7 @@ CheckpointStep = tuple[CheckpointState, tuple[CheckpointEffect, ...]]
 
 
 def due(state: CheckpointState, step: int) -> bool:
-    """Whether a checkpoint is due after `step` updates."""
+    """Returns True if a checkpoint is due after `step` updates."""
     return step % state.every == 0 and step > 0
 
 

@@ -36,7 +36,7 @@ class Slot(Value, frozen=True, kw_only=True):
 
 
 class SnapshotState(Value, frozen=True, kw_only=True):
-    """What a rank knows of snapshots."""
+    """A rank's knowledge of snapshots."""
 
     every: int  # steps from one snapshot to the next
     plan: int = -1  # number of the plan in force (-1: none)

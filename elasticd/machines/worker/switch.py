@@ -60,7 +60,7 @@ from elasticd.wire.worker import (
 
 
 class SwitchPhase(Enum):
-    """What a rank is doing."""
+    """The phase of a rank."""
 
     STANDBY = "standby"  # holds no plan: waits to be used
     TRAINING = "training"  # under the plan `number`
@@ -81,7 +81,7 @@ BESIDE = (SwitchPhase.TRAINING, SwitchPhase.PREPARING, SwitchPhase.READY, Switch
 
 
 class SwitchState(Value, frozen=True, kw_only=True):
-    """What a rank knows of switches."""
+    """A rank's knowledge of switches."""
 
     phase: SwitchPhase = SwitchPhase.STANDBY
     number: int = 0  # of the plan in force here (0: none)
@@ -106,7 +106,7 @@ class SwitchState(Value, frozen=True, kw_only=True):
 
     @property
     def at_work(self) -> bool:
-        """Whether the plan in force may make a step here."""
+        """True if the plan in force may make a step here."""
         return self.trains and not self.fenced and self.phase in BESIDE
 
 
@@ -180,7 +180,7 @@ SwitchEvent = (
 
 
 class SwitchEffect(Value, frozen=True, kw_only=True):
-    """What the rank is to do, in the order of the effects."""
+    """An action for the rank, in the order of the effects."""
 
 
 class SendToLeader(SwitchEffect, frozen=True, kw_only=True):
@@ -504,8 +504,8 @@ def fence(state: SwitchState, event: Fenced) -> SwitchState:
 
 
 def resolved(state: SwitchState, event: Fenced) -> bool:
-    """Whether this fence was read before, or was resolved before the proposal that this rank is busy with: a
-    worker that comes back to its agent reads it again."""
+    """Returns True if this fence was read before, or was resolved before the proposal that this rank is busy
+    with: a worker that comes back to its agent reads it again."""
     return event.number <= state.fence or (event.number < state.proposal and not event.evicted)
 
 
@@ -554,7 +554,7 @@ def fenced_again(state: SwitchState, event: Fenced) -> _Step:
 
 
 def at_rest(state: SwitchState, event: Rested | PeersLost | None = None) -> _Step:
-    """What is held is reported. An incarnation that was fenced off owns nothing any more."""
+    """Reports the holdings. An incarnation that was fenced off owns nothing any more."""
     if state.evicted:
         after = SwitchState(seen=state.seen, fence=state.fence, draining=state.draining)
         return after, (DropState() if state.draining else DropStateAndRejoin(),)

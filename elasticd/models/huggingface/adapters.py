@@ -216,12 +216,12 @@ def named_forms(module: nn.Module, path: str = "", actual: str = "") -> Iterator
 
 
 def is_lora(module: object) -> bool:
-    """Whether a module is a base with its adapter."""
+    """Returns True if a module is a base with its adapter."""
     return _is(module, _LORA_LAYER)
 
 
 def is_dora(module: Any) -> bool:
-    """Whether a module's adapter also trains the length of each output's weights (DoRA)."""
+    """Returns True if a module's adapter also trains the length of each output's weights (DoRA)."""
     return is_lora(module) and any(module.use_dora.values())
 
 

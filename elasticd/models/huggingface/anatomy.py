@@ -103,7 +103,7 @@ def parts(model: nn.Module, layers: str) -> dict[str, nn.Module]:
 
 
 def is_outer(path: str, module: nn.Module, layers: str) -> bool:
-    """Whether a module is around the layers, or a list of modules beside them: no part by itself."""
+    """Returns True if a module is around the layers, or a list of modules beside them: no part by itself."""
     return layers.startswith(f"{path}.") or isinstance(module, nn.ModuleList | nn.ModuleDict)
 
 
@@ -230,7 +230,7 @@ def _outer(path: str) -> Iterator[str]:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether two arguments of a layer are alike, tensors by their values."""
+    """Returns True if two arguments of a layer are alike, tensors by their values."""
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return a.shape == b.shape and bool(torch.equal(a, b))
     if isinstance(a, tuple | list) and isinstance(b, tuple | list):

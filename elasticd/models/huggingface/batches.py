@@ -150,7 +150,7 @@ class HfBatches:
         return {}
 
     def has_targets(self, batch: Any) -> bool:
-        """Whether a batch that was read has what the model's own loss compares the logits with."""
+        """Returns True if a batch that was read has what the model's own loss compares the logits with."""
         return TARGETS in batch or "targets" in batch
 
     def _with_targets(self, batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -236,7 +236,8 @@ def shifted(labels: Tensor) -> Tensor:
 
 
 def _says_nothing(mask: Tensor, targets: Any) -> bool:
-    """Whether a mask [samples, tokens] leaves out only tokens at the end of samples, which have no target."""
+    """Returns True if a mask [samples, tokens] leaves out only tokens at the end of samples, which have no
+    target."""
     left_out = mask == 0
     if not bool(left_out.any()):
         return True
@@ -248,7 +249,7 @@ def _says_nothing(mask: Tensor, targets: Any) -> bool:
 
 
 def _counted(positions: Tensor, mask: Tensor | None = None) -> bool:
-    """Whether positions are 0, 1, 2, ..., as far as a mask leaves tokens in."""
+    """Returns True if positions are 0, 1, 2, ..., as far as a mask leaves tokens in."""
     alike = positions == torch.arange(positions.shape[-1])
     if mask is not None and mask.shape == positions.shape:
         alike = alike | (mask == 0)

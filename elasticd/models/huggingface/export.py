@@ -270,7 +270,7 @@ class HfExporter:
 
 
 def _covers(parts: Any, whole: Sequence[str]) -> bool:
-    """Whether parts have each name of the whole once."""
+    """Returns True if parts have each name of the whole once."""
     names = [key for part in parts for key in part]
     return len(names) == len(whole) and set(names) == set(whole)
 

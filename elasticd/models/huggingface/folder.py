@@ -197,7 +197,7 @@ class FolderWeights:
                 )
 
     def has(self, name: str) -> bool:
-        """Whether the files have a value."""
+        """Returns True if the files have a value."""
         return self._source(self._their_name(name)) is not None
 
     def read(self, name: str, box: Box) -> Tensor:
@@ -315,7 +315,7 @@ class FolderWeights:
 
 
 def _has_value(described: Model, section: str, parameter: Parameter) -> bool:
-    """Whether a buffer has its value already."""
+    """Returns True if a buffer has its value already."""
     return parameter.kind == "buffer" and not described.sections[section].get_buffer(parameter.name).is_meta
 
 

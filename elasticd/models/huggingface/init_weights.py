@@ -15,7 +15,7 @@ from elasticd.runtime.model.validation import ModelError
 
 
 def on_meta(model: nn.Module) -> bool:
-    """Whether a model has parameters without values."""
+    """Returns True if a model has parameters without values."""
     return any(parameter.is_meta for parameter in model.parameters())
 
 

@@ -166,7 +166,7 @@ def changed_alone(kind: Any, base: Any, name: str, value: Any) -> bool | None:
 
 
 def acts(kind: Any, copy: SmallModel, name: str) -> bool:
-    """Whether the copy's logits are others with this number of its configuration changed."""
+    """Returns True if the copy's logits are others with this number of its configuration changed."""
     config = copy.model.config
     try:
         other = copy_of(kind, tiny_config.with_numbers(config, {name: tiny_config.numbers(config)[name]}))
@@ -370,7 +370,7 @@ def shifted_by(model: Any, batch: Mapping[str, Tensor], logits: Tensor) -> bool 
 
 
 def counts_from_zero(copy: SmallModel) -> bool:
-    """Whether the copy gives with positions 0, 1, 2, ... what it gives without positions."""
+    """Returns True if the copy gives with positions 0, 1, 2, ... what it gives without positions."""
     places = torch.arange(copy.ids.shape[1]).expand(copy.ids.shape)
     if "position_ids" not in takes(copy.model):
         return True
@@ -449,7 +449,7 @@ def drawn_inside(kind: str, dropouts: Mapping[str, float]) -> str:
 
 
 def _draws(kind: Any, base: Any, dropouts: Mapping[str, float]) -> bool:
-    """Whether the sections draw random numbers once every nn.Dropout is a keyed one."""
+    """Returns True if the sections draw random numbers once every nn.Dropout is a keyed one."""
     copy = copy_of(kind, tiny_config.with_numbers(base, dropouts))
     for layer in copy.model.modules():  # layers that are dropped whole are not called
         layer.training = False

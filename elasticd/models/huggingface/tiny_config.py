@@ -104,7 +104,7 @@ def _is_config(value: Any) -> bool:
 
 
 def is_dropout(name: str) -> bool:
-    """Whether a field is the probability of a random draw in training."""
+    """Returns True if a field is the probability of a random draw in training."""
     return re.fullmatch(r".*(drop|jitter).*", name) is not None and not name.startswith(("use_", "no_"))
 
 
@@ -216,7 +216,7 @@ def _first(values: Mapping[str, Any], pattern: re.Pattern[str]) -> int:
 
 
 def _scaled(values: Mapping[str, Any]) -> bool:
-    """Whether rotary frequencies depend on how many positions there are."""
+    """Returns True if rotary frequencies depend on how many positions there are."""
     return "original_max_position_embeddings" in repr(values.get("rope_parameters"))
 
 

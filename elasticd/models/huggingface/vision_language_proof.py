@@ -293,7 +293,7 @@ def _refuse_draws(kind: Any, config: Any, dropouts: Mapping[str, float], *, bloc
 
 
 def _draws(kind: Any, config: Any, dropouts: Mapping[str, float], blocks: bool) -> bool:
-    """Whether the modules draw random numbers once every nn.Dropout is a keyed one."""
+    """Returns True if the modules draw random numbers once every nn.Dropout is a keyed one."""
     still = kind(config).to(torch.float64).eval()
     samples, seam, anatomy = samples_of(still)
     seam = seam if blocks else replace(seam, encoder=None)

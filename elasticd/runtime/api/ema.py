@@ -90,7 +90,7 @@ class _OuterSteps:
             self._outer = frame
 
     def ends(self) -> bool:
-        """Whether the hook that calls this was called at the end of the outermost step."""
+        """Returns True if the hook that calls this was called at the end of the outermost step."""
         if sys._getframe(2) is not self._outer:
             return False
         self._outer = None

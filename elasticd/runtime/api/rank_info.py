@@ -66,12 +66,12 @@ class RankInfo:
 
     @property
     def is_first_stage(self) -> bool:
-        """Whether this device computes the embedding, and reads inputs."""
+        """True if this device computes the embedding, and reads inputs."""
         return self.stage == 0
 
     @property
     def is_last_stage(self) -> bool:
-        """Whether this device computes the head and the loss."""
+        """True if this device computes the head and the loss."""
         return self.stage is not None and self.stages is not None and self.stage + 1 == self.stages
 
     @property

@@ -51,14 +51,14 @@ class Work(Protocol):
         """The device's current stream waits for it. The host does not."""
 
     def over(self) -> bool:
-        """Whether the device is done with it."""
+        """Returns True if the device is done with it."""
 
 
 class Communicator(Protocol):
     """A library's communicator. Members count by their rank. All launch the same operations in one order."""
 
     def ready(self) -> bool:
-        """Whether it is connected with all other members."""
+        """Returns True if it is connected with all other members."""
 
     def all_reduce(self, tensor: Tensor) -> Work:
         """The sum over the members, in place."""

@@ -76,7 +76,7 @@ class BootstrapKeyValue(Protocol):
         """Adds to a whole number, which begins at 0, and returns the sum."""
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether all keys are there. It does not wait."""
+        """Returns True if all keys are there. It does not wait."""
 
 
 #: Seconds between two looks at what is waited for, at most. Tests of whole jobs, whose devices sleep most of
@@ -172,7 +172,7 @@ class Group:
             work.wait()
 
     def completed(self, work: Any) -> bool:
-        """Whether what `begin_all_reduce` or `begin_all_to_all` started is complete. It does not wait.
+        """Returns True if what `begin_all_reduce` or `begin_all_to_all` started is complete. It does not wait.
 
         Raises as `all_reduce`."""
         if work.work.is_completed():

@@ -86,7 +86,7 @@ def version() -> tuple[int, ...]:
 
 
 def available() -> bool:
-    """Whether this torch has NCCL, or RCCL, which it has under the same names."""
+    """Returns True if this torch has NCCL, or RCCL, which it has under the same names."""
     return hasattr(c10d, "ProcessGroupNCCL")
 
 

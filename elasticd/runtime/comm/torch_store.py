@@ -31,5 +31,5 @@ class TorchStore:
         return self._store.add(key, amount)
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether all keys are there. It does not wait."""
+        """Returns True if all keys are there. It does not wait."""
         return self._store.check(list(keys))

@@ -185,7 +185,7 @@ class TwoLevelTeam:
         return moved
 
     def _ended(self, part: _Part) -> bool:
-        """Whether the phase of a part is at its end."""
+        """Returns True if the phase of a part is at its end."""
         if part.phase == _WAITS:
             return True
         group = {_SCATTERS: self._inside, _BETWEEN: self._between, _GATHERS: self._back}[part.phase]

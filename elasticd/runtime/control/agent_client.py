@@ -426,5 +426,5 @@ class AgentKeyValue:
         return self._control.call("add", key, str(amount).encode()).number
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether all keys are there, without waiting for them. Raises TimeoutError as `set`."""
+        """Returns True if all keys are there, without waiting for them. Raises TimeoutError as `set`."""
         return all(self._control.call("check", key).number for key in keys)

@@ -62,7 +62,7 @@ _PLAN = 1
 
 
 def runs_alone(environment: Mapping[str, str]) -> bool:
-    """Whether nobody started this process as one worker of several, or as a worker of torchrun."""
+    """Returns True if nobody started this process as one worker of several, or as a worker of torchrun."""
     return "TORCHELASTIC_RUN_ID" not in environment and environment.get("WORLD_SIZE", "1") == "1"
 
 

@@ -150,8 +150,8 @@ def _last_words(why: str) -> None:
 
 
 def _is_free(number: signal.Signals) -> bool:
-    """Whether a signal is not ignored, and, if it is one of the user's own, handled by nobody: neither by
-    Python nor in C, as by `faulthandler.register`."""
+    """Returns True if a signal is not ignored, and, if it is one of the user's own, handled by nobody: neither
+    by Python nor in C, as by `faulthandler.register`."""
     before = signal.getsignal(number)
     if before is signal.SIG_IGN:
         return False

@@ -168,7 +168,7 @@ class UserExceptionExit:
         self.now()
 
     def withdrawn(self) -> bool:
-        """Whether that was in time. From then on it is not taken any more."""
+        """Returns True if that was in time. From then on it is not taken any more."""
         with self._lock:
             before, self._taken = self._taken, True
         return not before

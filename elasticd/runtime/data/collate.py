@@ -109,7 +109,7 @@ def signed(targets: Tensor) -> Tensor:
 
 
 def _holds(dtype: torch.dtype, value: int) -> bool:
-    """Whether a tensor of this type can hold the value."""
+    """Returns True if a tensor of this type can hold the value."""
     if dtype.is_floating_point or dtype.is_complex:
         return True
     return dtype is not torch.bool and torch.iinfo(dtype).min <= value
@@ -161,7 +161,7 @@ def fresh(part: Any) -> Any:
 
 
 def is_text(part: Any) -> bool:
-    """Whether a part of a sample is text, or has text in it; or is None, as an empty column has."""
+    """Returns True if a part of a sample is text, or has text in it; or is None, as an empty column has."""
     if isinstance(part, Mapping):
         return any(map(is_text, part.values()))
     if isinstance(part, list | tuple) and part:

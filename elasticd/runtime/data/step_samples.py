@@ -52,14 +52,14 @@ class Feed(Samples, Protocol):
 
     @property
     def ahead(self) -> bool:
-        """Whether `dealing` can be asked for later steps."""
+        """True if `dealing` can be asked for later steps."""
 
     def samples(self, step: int) -> tuple[int, ...]:
         """The ids of a step, once it has begun."""
 
     @property
     def packed(self) -> bool:
-        """Whether sequences are packed."""
+        """True if sequences are packed."""
 
     def dealing(self, plan: Plan, step: int, slowdown: Sequence[int] | None = None) -> Callable[[], BatchPlan]:
         """A function that gives the samples of a step as the plan's lanes take them. It asks for nothing of the
@@ -119,7 +119,7 @@ class MapStyleSamples:
 
     @property
     def ahead(self) -> bool:
-        """Whether later steps have the samples of the sampler."""
+        """True if later steps have the samples of the sampler."""
         return not self._given
 
     @property
@@ -167,7 +167,7 @@ class MapStyleSamples:
 
     @property
     def packed(self) -> bool:
-        """Whether sequences are packed."""
+        """True if sequences are packed."""
         return self._packing is not None
 
     def dealing(self, plan: Plan, step: int, slowdown: Sequence[int] | None = None) -> Callable[[], BatchPlan]:

@@ -150,7 +150,7 @@ class Streamed:
 
     @property
     def packed(self) -> bool:
-        """Whether sequences are packed."""
+        """True if sequences are packed."""
         return self._packing is not None
 
     def dealing(self, plan: Plan, step: int, slowdown: Sequence[int] | None = None) -> Callable[[], BatchPlan]:

@@ -61,7 +61,7 @@ class BatchesAhead:
         return self._made[step].result()
 
     def compared(self, step: int) -> bool:
-        """Whether all ranks are known to have the same batch plan of a step."""
+        """Returns True if all ranks are known to have the same batch plan of a step."""
         return self._compared == step and self._feed.ahead
 
     def next(self, step: int) -> BatchPlan | None:

@@ -102,7 +102,7 @@ class Precision:
 
     @property
     def separate(self) -> bool:
-        """Whether there are master weights beside the parameters."""
+        """True if there are master weights beside the parameters."""
         return self.compute != self.master
 
     @property

@@ -97,7 +97,8 @@ def _total(values: Sequence[float | Tensor]) -> float | Tensor:
 
 
 def _none(counted: float | Tensor) -> bool:
-    """Whether a micro-batch has no target, as far as the host knows: it does not wait for a device's count."""
+    """Returns True if a micro-batch has no target, as far as the host knows: it does not wait for a device's
+    count."""
     return not isinstance(counted, Tensor) and not counted
 
 

@@ -31,7 +31,7 @@ class BatchFormat(Protocol):
         items; without those of which the model says nothing."""
 
     def has_targets(self, batch: Any) -> bool:
-        """Whether a batch, as `batch` gives it, has targets of the model's own loss."""
+        """Returns True if a batch, as `batch` gives it, has targets of the model's own loss."""
 
     def for_other_loss(self) -> BatchFormat:
         """The same for a job with a loss of its own: its labels may be anything."""

@@ -101,7 +101,7 @@ def _changed(buffer: Tensor, seen: _Seen, persistent: bool, values: bool) -> boo
 
 
 def _agree(one: Tensor, other: Tensor) -> bool:
-    """Whether they hold the same where both have values."""
+    """Returns True if they hold the same where both have values."""
     if one.dim() != other.dim():
         return False
     common = tuple(slice(min(sizes)) for sizes in zip(one.shape, other.shape, strict=True))

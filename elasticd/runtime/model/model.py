@@ -336,7 +336,8 @@ class Model:
         return self._owners[section]
 
     def communicates(self, sections: Iterable[str]) -> bool:
-        """Whether the members of a TP group wait for each other in a forward pass through these sections."""
+        """Returns True if the members of a TP group wait for each other in a forward pass through these
+        sections."""
         return any(map(self._sums, sections))
 
     def _sums(self, section: str) -> int:

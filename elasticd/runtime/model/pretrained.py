@@ -22,7 +22,7 @@ class Pretrained(Protocol):
 
     @property
     def adapted(self) -> bool:
-        """Whether it is a model with adapters, which are written alone unless they are merged into it."""
+        """True if it is a model with adapters, which are written alone unless they are merged into it."""
 
     def wanted(self, merge: bool) -> Sequence[str]:
         """The full names of the values that are written."""

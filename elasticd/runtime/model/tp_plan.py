@@ -430,7 +430,7 @@ def _check_widths(columns: Sequence[_Cut], rows: Sequence[_Cut], fewer: bool) ->
 
 
 def _like_attention(parent: str, columns: Sequence[_Cut]) -> bool:
-    """Whether a group must be cut in heads, if only it is known in which."""
+    """Returns True if a group must be cut in heads, if only it is known in which."""
     named = re.search("attn|attention", _inner(parent).lower()) is not None
     return named or len(columns) > 2 or any(column.parts == 3 for column in columns)
 
@@ -458,7 +458,7 @@ class _Heads:
 
     @property
     def known(self) -> bool:
-        """Whether an attribute has their number or size."""
+        """True if an attribute has their number or size."""
         return self._given or bool(self._first(_HEADS) or self._first(_HEAD_SIZES))
 
     def count(self, width: int) -> int:

@@ -37,17 +37,17 @@ class Visible(NamedTuple):
         return start, max(start, stop)
 
     def any(self, queries: int, keys: int) -> bool:
-        """Whether any query attends to any key."""
+        """Returns True if any query attends to any key."""
         start, stop = self.keys(0, queries - 1, keys)
         return queries > 0 and start < stop
 
     def all(self, queries: int, keys: int) -> bool:
-        """Whether all queries attend to all keys."""
+        """Returns True if all queries attend to all keys."""
         below = not self.causal or self.shift >= keys - 1
         return below and (self.window is None or queries - 1 + self.shift < self.window)
 
     def diagonal(self, queries: int, keys: int) -> bool:
-        """Whether query i attends to the keys 0 to i."""
+        """Returns True if query i attends to the keys 0 to i."""
         narrow = self.window is not None and self.window < queries
         return self.causal and self.shift == 0 and not narrow
 
@@ -73,7 +73,7 @@ class Kernel(Protocol):
     """An implementation for one type of device."""
 
     def takes(self, q: Tensor, k: Tensor, v: Tensor, visible: Visible) -> bool:
-        """Whether it can do this."""
+        """Returns True if it can do this."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, visible: Visible, scale: float) -> tuple[Tensor, Tensor]:
         """See `forward`."""

@@ -171,7 +171,8 @@ class ContextParallel:
 
 
 def _replicated(k: Tensor) -> bool:
-    """Whether all members of the TP group have the same keys: so many of them, and those of the first token."""
+    """Returns True if all members of the TP group have the same keys: so many of them, and those of the first
+    token."""
     first = k[0, 0, 0, :8].double()
     mine = torch.cat([first.new_tensor(k.shape[1:2]), first, first.new_zeros(8 - len(first))])
     every = running_group().all_gather(mine)

@@ -368,7 +368,7 @@ def _said(path: str, module: nn.Module, calls: _Calls, lengths: Sequence[int]) -
 def _alike(
     whole: Sequence[Tensor], parts: Sequence[Sequence[Tensor]], lengths: Sequence[int], near: float
 ) -> bool:
-    """Whether tensors of a row are those of its sequences, as far as they have tokens."""
+    """Returns True if tensors of a row are those of its sequences, as far as they have tokens."""
     if any(len(part) != len(whole) for part in parts):
         return True  # modules that are called otherwise cannot be compared
     for place, x in enumerate(whole):
@@ -406,7 +406,7 @@ _PADDED = 8
 
 
 def _by_token(whole: Tensor, parts: Sequence[Tensor], lengths: Sequence[int]) -> bool:
-    """Whether a tensor has an entry for each token; or the same for all sequences, as a table has."""
+    """Returns True if a tensor has an entry for each token; or the same for all sequences, as a table has."""
     if _joined(whole, parts, lengths) is not None:
         return True
     return all(part.shape == whole.shape and bool(torch.equal(part, whole)) for part in parts)

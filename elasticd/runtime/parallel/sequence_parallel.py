@@ -122,7 +122,7 @@ class SequenceSlices:
         return self._way("enter", self.length)
 
     def fits(self, x: object) -> bool:
-        """Whether something may be a slice of an activation."""
+        """Returns True if something may be a slice of an activation."""
         return isinstance(x, Tensor) and x.dim() >= 3 and x.shape[TOKENS] == self.width
 
     def refuse(self, where: str) -> ModelError:
@@ -205,7 +205,7 @@ class _Entered(NamedTuple):
     version: int
 
     def has(self, tensor: Tensor) -> bool:
-        """Whether a tensor is in the memory of all tokens, as they came."""
+        """Returns True if a tensor is in the memory of all tokens, as they came."""
         if self.kept is None or tensor.dtype != self.whole.dtype or tensor._version != self.version:
             return False
         return tensor.untyped_storage().data_ptr() == self.memory

@@ -309,7 +309,7 @@ class Switcher(Generic[Held]):
 
     @property
     def draining(self) -> bool:
-        """Whether this process drains."""
+        """True if this process drains."""
         return self._state.draining
 
     def missed(self, plan: int, vote: Vote) -> None:
@@ -328,7 +328,8 @@ class Switcher(Generic[Held]):
         return missed
 
     def loaded(self, step: int) -> bool:
-        """Whether the state after `step` updates was read from a checkpoint, by all members of the plan."""
+        """Returns True if the state after `step` updates was read from a checkpoint, by all members of the
+        plan."""
         return self._loaded == step
 
     def await_order(self, seconds: float) -> None:
@@ -345,7 +346,7 @@ class Switcher(Generic[Held]):
 
     @property
     def at_work(self) -> bool:
-        """Whether the engine in force may make a step."""
+        """True if the engine in force may make a step."""
         return self._state.at_work
 
     def _rest(self) -> None:

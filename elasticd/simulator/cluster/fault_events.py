@@ -1,4 +1,4 @@
-"""What the script does to the cluster, and what follows by itself: links that break, processes that end.
+"""The faults that a script brings to the cluster, and their consequences: links that break, processes that end.
 
 What the machines make of it is theirs: a death reaches the coordinator as its agent's word, or not at all.
 """
@@ -46,7 +46,7 @@ class FaultScript:
         self._joining: list[float] = []
 
     def before(self) -> None:
-        """What is dead from the beginning never was there."""
+        """Leaves out the devices that are dead from the beginning."""
         while self._by_step and not self._by_step[0].step and self._by_step[0].kind == "kill":
             fault = self._by_step.pop(0)
             self._truth.strike(fault)
@@ -74,12 +74,12 @@ class FaultScript:
         return listed + self._healing + self._joining
 
     def brings_nodes(self, now: float) -> bool:
-        """Whether time alone brings nodes (back)."""
+        """Returns True if time alone brings nodes (back)."""
         joins = any(f.kind == "join" and (f.seconds or 0.0) > now for f in self._by_time)
         return joins or bool(self._healing or self._joining)
 
     def linked(self, node: Node) -> bool:
-        """Whether a node finds a leader, if there is one."""
+        """Returns True if a node finds a leader, if there is one."""
         gone = self._unlinked | self._worker_group.cut | {node_of(name) for name in self._crashed()}
         return node.name not in gone
 

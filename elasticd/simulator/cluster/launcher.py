@@ -1,4 +1,5 @@
-"""Who starts the job, and torchrun on nodes that come; and the job again when it stopped for lack of state.
+"""The launcher of the job, and of torchrun on nodes that join; it starts the job again when it stopped for lack
+of state.
 
 The job survives what leaves a whole copy of its state. Where a death took the last copy of a part, the job
 stops. What follows is what its users do, or a script of theirs: start it again on the nodes that are whole and
@@ -40,7 +41,7 @@ class Launcher:
         self._items: dict[str, float] = {}  # of a sample, by module, in the dataset of the newest start
 
     def spec(self) -> JobSpec:
-        """What the workers train, as they would tell the coordinator now."""
+        """The spec of the workers' job, as they would tell the coordinator now."""
         model, truth = self._scenario.model, self._worker_group.truth
         return JobSpec(
             job=self.job,

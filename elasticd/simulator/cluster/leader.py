@@ -49,8 +49,8 @@ _LEASE = 10 * 365 * 86_400
 
 
 class Known:
-    """What was last found out of values that are replaced, never changed, where nothing replaced them since:
-    each of a thousand reports of a step asks the same of a thousand workers."""
+    """The last result that was derived from values that are replaced, never changed, where nothing replaced
+    them since: each of a thousand reports of a step asks the same of a thousand workers."""
 
     def __init__(self) -> None:
         self._found: dict[Callable[..., bool], tuple[tuple[object, ...], bool]] = {}
@@ -116,7 +116,7 @@ class SimulatedLeader:
         return self.state.jobs.get(name)
 
     def idle(self, name: str) -> bool:
-        """Whether nothing is under way that further steps or time would bring to an end."""
+        """Returns True if nothing is under way that further steps or time would bring to an end."""
         job = self.job(name)
         if not self.alive or job is None or job.phase is not JobPhase.RUNNING:
             return False
@@ -126,7 +126,7 @@ class SimulatedLeader:
         return not (learning or waiting or undecided or self._away(job))
 
     def _away(self, job: JobState) -> bool:
-        """Whether a member's node cannot be reached."""
+        """Returns True if a member's node cannot be reached."""
         return self._known.of(_member_away, job.plan, self.state.nodes)
 
     def heard(self, node: str, message: ToLeader) -> None:

@@ -108,7 +108,7 @@ class Node:
 
     @property
     def runs(self) -> bool:
-        """Whether a torchrun is here."""
+        """True if a torchrun is here."""
         return self._torchrun != ""
 
     def torchrun(self, spec: JobSpec, pid: int, most: int) -> None:
@@ -169,7 +169,7 @@ class Node:
 
     @property
     def linked(self) -> bool:
-        """Whether its agent has a link to a leader."""
+        """True if its agent has a link to a leader."""
         return self.state.phase is AgentPhase.LINKED
 
     def link(self, up: bool) -> None:

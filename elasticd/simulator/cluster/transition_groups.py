@@ -68,12 +68,12 @@ class Transitions:
         return self._open[number]
 
     def shares(self, worker: SimulatedWorker, device: str) -> bool:
-        """Whether a worker that moves, or is in the all-gather of ok, waits for `device`."""
+        """Returns True if a worker that moves, or is in the all-gather of ok, waits for `device`."""
         transition = self._open.get(worker.state.proposal)
         return transition is not None and device in transition.names
 
     def said(self, worker: SimulatedWorker) -> bool:
-        """Whether a worker is in the all-gather of ok."""
+        """Returns True if a worker is in the all-gather of ok."""
         transition = self._open.get(worker.state.proposal)
         return transition is not None and worker.device in transition.said
 

@@ -58,7 +58,7 @@ class SimulatedWorker:
 
     @property
     def at_work(self) -> bool:
-        """Whether it lives and may make a step under the plan in force here."""
+        """True if it lives and may make a step under the plan in force here."""
         return self.alive and self.state.at_work
 
     def freeze(self) -> None:
@@ -111,7 +111,7 @@ class SimulatedWorker:
             self._emit(self, body)
 
     def torn(self) -> None:
-        """What it did with others ends here."""
+        """Ends its work with others."""
         self.era += 1
 
     def holds(self, number: int) -> int | None:

@@ -26,8 +26,8 @@ from elasticd.wire.worker import Finished, PeersLost, Report
 
 @dataclass(frozen=True, kw_only=True)
 class Began:
-    """What holds for a number of steps as their first one begins. A change of a device's speed during a step
-    shows in the next one."""
+    """The values that hold for a number of steps as their first one begins. A change of a device's speed during
+    a step shows in the next one."""
 
     now: float  # seconds
     speeds: Mapping[str, float]  # by device
@@ -165,7 +165,7 @@ class WorkerGroup:
 
     @property
     def over(self) -> bool:
-        """Whether the job or the scenario has ended; `over_at` says when, in virtual seconds."""
+        """True if the job or the scenario has ended; `over_at` says when, in virtual seconds."""
         return self.over_at is not None
 
     def end(self) -> None:

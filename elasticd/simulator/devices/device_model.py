@@ -1,4 +1,5 @@
-"""What the modelled devices really do: how slow each is, what a step takes, what a worker would measure.
+"""The modelled devices as they really are: the slowdown of each, the seconds of a step, the measurements of a
+worker.
 
 The coordinator sees none of it but the measurements. A step is the 1F1B schedule of each pipeline (exact, by
 `elasticd_planner.cost.schedule_timeline`), then the gradients' reduction, each device's computation multiplied
@@ -126,7 +127,7 @@ class DeviceModel:
         self.profile = self._of(tokens)
 
     def strike(self, fault: Fault) -> None:
-        """What a fault does to the devices themselves, or to the samples; other kinds do nothing here."""
+        """Applies a fault to the devices themselves, or to the samples; other kinds do nothing here."""
         names = fault.devices(self.names)
         match fault.kind:
             case "slow" | "recover":
@@ -155,7 +156,7 @@ class DeviceModel:
         return np.exp(rng.normal(0.0, self._noise, len(self.names)))
 
     def step(self, plan: Plan, step: int) -> StepTimes:
-        """What step number `step` takes under a plan at the present factors."""
+        """The seconds of step number `step` under a plan at the present factors."""
         return self._times(self._shape(plan), self.factors * self.noise(step))
 
     def typical(self, plan: Plan) -> float:
@@ -206,7 +207,7 @@ class DeviceModel:
         )
 
     def measurements(self, plan: Plan, step: int, times: StepTimes) -> list[Measurement]:
-        """What the members would report of it, in rank order."""
+        """The reports of the members about it, in rank order."""
         shape, seconds = self._shape(plan), float(times.seconds)
         rows = zip(
             plan.members,

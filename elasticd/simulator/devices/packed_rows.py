@@ -38,7 +38,7 @@ class Gang(NamedTuple):
 
     @property
     def lanes(self) -> int:
-        """How many there are."""
+        """The number of lanes."""
         return len(self.slowdown)
 
     @property
@@ -134,7 +134,8 @@ def _schedule_seconds(times: Sequence[Sequence[float]], boundary: Sequence[float
 
 
 def row_times(row: BatchRow, gang: Gang) -> tuple[Floats, Ints]:
-    """What each lane takes for a row, and the least of the lanes that it meets in it (-1: it has no part)."""
+    """The seconds of each lane for a row, and the least of the lanes that it meets in it (-1: it has no
+    part)."""
     pieces = [(lane, *piece, piece.tokens) for lane, own in enumerate(row.lanes) for piece in own]
     lane, sample, length, start, _, tokens = np.array(pieces).T
     slowdown, node_of = np.array(gang.slowdown) / 64, gang.node_of

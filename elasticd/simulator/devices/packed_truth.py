@@ -1,4 +1,4 @@
-"""What the modelled devices really do with packed sequences: each step's rows as workers deal them, played.
+"""The modelled devices' real times with packed sequences: each step's rows as workers deal them, played.
 
 A step has sequences of its own, a function of (seed, step). They are dealt by the same code as in workers, by
 slowdowns that lanes agree on after each step and use from the step after next on, as workers do. The rows are
@@ -33,7 +33,7 @@ _PASSES = 3
 
 @dataclass(frozen=True, kw_only=True)
 class PackedWork:
-    """What a job packs."""
+    """The sequences that a job packs."""
 
     drawn: Callable[[int, float], Ints]  # lengths of the sequences of a step, times a factor
     mean: float  # tokens of a sequence
@@ -69,7 +69,7 @@ class PackedTruth(DeviceModel):
 
     @property
     def scale(self) -> float:
-        """How many times longer sequences are than at first."""
+        """The length of sequences as a multiple of that at first."""
         return self.tokens / self.work.mean
 
     def overfull(self, plan: Plan) -> str:
@@ -91,7 +91,7 @@ class PackedTruth(DeviceModel):
         return made, lengths
 
     def step(self, plan: Plan, step: int) -> StepTimes:
-        """What step number `step` takes, after which lanes agree on slowdowns."""
+        """The seconds of step number `step`, after which lanes agree on slowdowns."""
         state, ahead = self._agreed.get(plan.digest) or self._begun(plan)
         batch, _ = self.dealt(plan, step, ahead[0])
         times = self._played(plan, batch, self.factors * self.noise(step))
@@ -239,7 +239,7 @@ class PackedTruth(DeviceModel):
         return staged_seconds(rows, gangs, hops) * base
 
     def measurements(self, plan: Plan, step: int, times: StepTimes) -> list[Measurement]:
-        """What the members would report of it, in rank order."""
+        """The reports of the members about it, in rank order."""
         batch = self._batch
         assert batch is not None
         assert batch.step == step

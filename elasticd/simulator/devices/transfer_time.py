@@ -1,4 +1,4 @@
-"""What a switch moves and how long that takes on the modelled links."""
+"""The bytes that a switch moves, and its seconds on the modelled links."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What a simulation gives: timeline and totals, beside baselines and the bound."""
+"""The results of a simulation: timeline and totals, beside baselines and the bound."""

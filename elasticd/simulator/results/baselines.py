@@ -98,7 +98,7 @@ def baselines(scenario: Scenario, bounds: Bounds, planner: Planner) -> tuple[Tot
 
 @dataclass(frozen=True, kw_only=True)
 class Given:
-    """What all baselines share."""
+    """The inputs that all baselines share."""
 
     scenario: Scenario
     bounds: Bounds
@@ -154,7 +154,7 @@ class BaselineRun(ABC):
         """Something happened to the devices, which nobody has noticed yet; most runs never do."""
 
     def react(self) -> None:  # noqa: B027
-        """What the run does at `react_at` steps, once it has noticed."""
+        """Reacts at `react_at` steps, once the run has noticed the change."""
 
     def run(self, name: str) -> Totals:
         """Plays the scenario to its last step or hour and returns the totals under `name`. A run in which
@@ -206,7 +206,7 @@ class BaselineRun(ABC):
             self.react()
 
     def _strike(self, fault: Fault) -> bool:
-        """Whether it is one that this run may ever notice."""
+        """Returns True if it is one that this run may ever notice."""
         if fault.kind not in ("slow", "recover", "kill", "join", "shift", "partition"):
             return False
         self.truth.strike(fault)

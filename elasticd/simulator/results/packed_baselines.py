@@ -108,8 +108,8 @@ def degrees(times: Sequence[Floats], least: Sequence[int], ranks: int, allowed: 
 
 
 def group_times(lengths: Lengths, gang: Gang) -> Floats:
-    """What a group takes for these sequences at 1, 2, ... ranks: a ring passes all keys, and shows beyond the
-    attention."""
+    """The seconds of a group for these sequences at 1, 2, ... ranks: a ring passes all keys, and shows beyond
+    the attention."""
     degree = np.arange(1, gang.lanes + 1)
     link = np.where(degree <= gang.node, gang.near, gang.far)
     exchange = (degree - 1) / degree * lengths.sum() * link * gang.linear

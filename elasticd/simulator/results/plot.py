@@ -101,7 +101,7 @@ def _still(outcome: Outcome, axes: Any) -> None:
 
 
 def _mark(outcome: Outcome, axes: Any, unit: float, last: float) -> None:
-    """What happened when: the script's events by name where there is room for names."""
+    """Marks the times of the script's events, by name where there is room for names."""
     found = [event for event in outcome.timeline if event.kind in _MARKS]
     faults = [event for event in found if event.kind == "fault"]
     many = len(found) > _MOST_MARKS

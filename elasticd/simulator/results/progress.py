@@ -1,4 +1,4 @@
-"""What a run has trained: steps and their tokens, with those that a restart takes back."""
+"""The progress of a run: steps and their tokens, with those that a restart takes back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a simulation gives: a timeline, stretches of steps, totals beside the baselines. JSON by msgspec."""
+"""The result of a simulation: a timeline, stretches of steps, totals beside the baselines. JSON by msgspec."""
 
 from __future__ import annotations
 

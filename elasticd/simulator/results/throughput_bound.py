@@ -1,4 +1,5 @@
-"""What no plan can beat at a moment: the planner's own proved bound at the true speeds of what lives."""
+"""The bound that no plan can beat at a moment: the planner's own proved bound at the true speeds of what
+lives."""
 
 from __future__ import annotations
 

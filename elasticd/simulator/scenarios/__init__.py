@@ -1,1 +1,1 @@
-"""What a simulation is given: cluster, model and faults."""
+"""The inputs of a simulation: cluster, model and faults."""

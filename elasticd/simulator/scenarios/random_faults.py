@@ -33,7 +33,7 @@ class RandomFaults(Value, frozen=True, kw_only=True):
 
     @property
     def any(self) -> bool:
-        """Whether either rate is above 0. Both are 0 by default, and then `draw` gives no fault."""
+        """True if either rate is above 0. Both are 0 by default, and then `draw` gives no fault."""
         return self.slow_per_device_day > 0 or self.stop_per_device_day > 0
 
 

@@ -175,7 +175,7 @@ class Times(Value, frozen=True, kw_only=True):
 
 
 class Restart(Value, frozen=True, kw_only=True):
-    """What the baseline pays that restarts on the nodes without slow devices: seconds until it trains again
+    """The costs of the baseline that restarts on the nodes without slow devices: seconds until it trains again
     (measured with torchrun: 18 to 24), and the steps since its last checkpoint."""
 
     seconds: float = 21.0
@@ -240,12 +240,12 @@ class Scenario(Value, frozen=True, kw_only=True):
 
     @property
     def seconds(self) -> float | None:
-        """How many virtual seconds the run lasts; None where `steps` says when it ends."""
+        """The virtual seconds that the run lasts; None where `steps` says when it ends."""
         return None if self.hours is None else self.hours * 3600
 
     def truth(self, tokens: int | None = None) -> ModelProfile:
-        """What a normal device really takes for samples of so many tokens (the scenario's at first): nobody
-        tells the coordinator."""
+        """The seconds that a normal device really takes for samples of so many tokens (the scenario's at
+        first): nobody tells the coordinator."""
         model, spec = self.model, self.model.spec()
         mean = tokens or model.tokens
         made = derive(spec, mean, model.micro_batch, flops=self.cluster.flops)
@@ -284,7 +284,8 @@ class Scenario(Value, frozen=True, kw_only=True):
         return self.data.typical(tokens / self.data.mean, self.model.global_batch)
 
     def packed(self, tokens: int) -> PackedSequences | None:
-        """What a job of these sequences would tell its coordinator; None: it does not pack them."""
+        """The description of these sequences that a job would send its coordinator; None: it does not pack
+        them."""
         if self.data is None:
             return None
         return PackedSequences(

@@ -228,7 +228,7 @@ def _fewer_bytes(
     held: Mapping[int, Spans],
     needs: Mapping[int, Spans],
 ) -> bool:
-    """Whether some keys would otherwise go to a node more than once."""
+    """Returns True if some keys would otherwise go to a node more than once."""
     for relay in relays:
         came: Spans = []
         for taker in relay.takers:

@@ -209,7 +209,7 @@ class _Dealing:
 
 
 def _holds(room: Sequence[int], length: int) -> bool:
-    """Whether lanes of so many tokens hold a sequence in one row, whole or cut."""
+    """Returns True if lanes of so many tokens hold a sequence in one row, whole or cut."""
     return length <= max(room) or sum(fold.held_pairs(length, room)) >= fold.pair_count(length)
 
 

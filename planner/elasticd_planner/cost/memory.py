@@ -23,7 +23,7 @@ _MORE, _MOST = 1.125, 1 << 40
 
 
 def fits(needed: Mapping[str, int], cluster: Cluster) -> bool:
-    """Whether every device has the bytes that it needs."""
+    """Returns True if every device has the bytes that it needs."""
     return all(size <= cluster.memory[name] for name, size in needed.items())
 
 

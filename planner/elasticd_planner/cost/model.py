@@ -91,7 +91,7 @@ class CostModel(Protocol):
 
     @property
     def exact_shares(self) -> bool:
-        """Whether no other shares than those of `shares` make a group faster."""
+        """True if no other shares than those of `shares` make a group faster."""
 
     def paces(self, rates: Sequence[float], link: Link) -> Paces:
         """A_0 ... A_n: the most that k groups of these devices, of one node, can reach in sum(1 / block)."""

@@ -220,7 +220,8 @@ class ModelProfile(Value, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, tokens=tokens, collective_seconds=collectives)
 
     def aligned(self, shares: tuple[int, ...]) -> bool:
-        """Whether no cut of a TP group with these share units runs through a group of units (a kv-head)."""
+        """Returns True if no cut of a TP group with these share units runs through a group of units (a
+        kv-head)."""
         return not self.groups or all(share * self.groups % self.share_units == 0 for share in shares)
 
     def held_bytes(self, section: SectionProfile, units: int, aligned: bool) -> float:

@@ -103,7 +103,7 @@ class PackedCost:
         return max(together, *capacity)
 
     def holds(self, capacity: Sequence[Sequence[int]]) -> bool:
-        """Whether every lane holds a row at all, and some pipeline the longest sequence."""
+        """Returns True if every lane holds a row at all, and some pipeline the longest sequence."""
         least = min(each for own in capacity for each in own)
         return least > 1 and max(map(self.longest, capacity)) >= self.packed.longest
 

@@ -331,7 +331,7 @@ class ProfileCost:
 
     @property
     def exact_shares(self) -> bool:
-        """Whether no other shares than those of `shares` make a group faster."""
+        """True if no other shares than those of `shares` make a group faster."""
         return not self.profile.uneven
 
     def paces(self, rates: Sequence[float], link: Link) -> Paces:

@@ -76,7 +76,7 @@ class CusumTest:
         return cls(shift=shift, sigma=sigma, limit=limit, max_weight=max_weight, mean_weight=mean_weight)
 
     def clear(self, residual: float) -> bool:
-        """Whether a residual is far out: a shift, or a single wild step."""
+        """Returns True if a residual is far out: a shift, or a single wild step."""
         return residual >= CLEAR * self.sigma and residual > self.shift / 2
 
     def add(self, before: CusumState, residual: float) -> CusumState:
@@ -114,7 +114,7 @@ class CusumTest:
         return after, far
 
     def passed(self, evidence: CusumState) -> bool:
-        """Whether the signal has shifted."""
+        """Returns True if the signal has shifted."""
         return evidence.total + evidence.clear * self.max_weight >= self._enough
 
     def passed_all(self, evidence: Floats) -> Bools:

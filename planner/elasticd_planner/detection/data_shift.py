@@ -140,7 +140,7 @@ def _typical(recent: tuple[Lengths, ...]) -> Lengths:
 
 
 def _off(told: Lengths, found: Lengths, part: float, *, longest: bool = True) -> bool:
-    """Whether lengths are off by more than the fraction `part`, up or down."""
+    """Returns True if lengths are off by more than the fraction `part`, up or down."""
     most = math.log1p(part)
     return (
         abs(math.log(found.mean / told.mean)) > most

@@ -201,7 +201,7 @@ _UNKNOWN = DeviceRate()
 
 
 def _are_many(state: RateState, count: int) -> bool:
-    """Whether a step of so many devices is judged in arrays."""
+    """Returns True if a step of so many devices is judged in arrays."""
     return max(len(state.devices), count) >= MANY
 
 

@@ -36,7 +36,7 @@ def possible(counts: Sequence[int], widths: Sequence[int]) -> list[Taken]:
 
 
 def tractable(counts: Sequence[int], widths: Sequence[int]) -> bool:
-    """Whether the array is small."""
+    """Returns True if the array is small."""
     sizes = math.prod(sum(counts) // width + 1 for width in widths)
     return math.prod(count + 1 for count in counts) * sizes <= LARGEST
 

@@ -123,7 +123,7 @@ class NodeKind:
 
     @property
     def normal(self) -> bool:
-        """Whether no device of a node is dead or slow."""
+        """True if no device of a node is dead or slow."""
         return not self.lost and all(rate <= 1.0 for rate, _, _ in self.classes)
 
     @property
@@ -241,7 +241,7 @@ class NodePartitioner:
         return Division(types=tuple(types), members=tuple(groups))
 
     def complete(self, kind: NodeKind, *, size: int | None = None) -> bool:
-        """Whether among `every` is whatever can be best, each with its fastest shares."""
+        """Returns True if among `every` is whatever can be best, each with its fastest shares."""
         return self.cost.exact_shares and len(self.every(kind, size=size)) < ENUMERATED
 
     def _promising(self, kind: NodeKind) -> Iterator[Division]:
@@ -284,8 +284,8 @@ class NodePartitioner:
         return self._programmes[kind.form]
 
     def _neighbours_suffice(self, kind: NodeKind) -> bool:
-        """Whether groups of neighbours in the order of rates are enough: shares are equal, and devices differ
-        in nothing but their rates."""
+        """Returns True if groups of neighbours in the order of rates are enough: shares are equal, and devices
+        differ in nothing but their rates."""
         if kind.islands or len({memory for _, memory, _ in kind.classes}) > 1:
             return False
         return all(
@@ -311,7 +311,7 @@ class NodePartitioner:
         return hull(kind.paces, hidden)
 
     def _programmable(self, kind: NodeKind) -> bool:
-        """Whether the programme says more than `paces`, and can be run."""
+        """Returns True if the programme says more than `paces`, and can be run."""
         if len(kind.classes) == 1 or not self.cost.exact_shares or self._neighbours_suffice(kind):
             return False
         return tractable(kind.counts, self.cost.widths(kind.devices))

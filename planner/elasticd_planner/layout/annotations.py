@@ -258,7 +258,8 @@ def annotated(layout: TensorLayout) -> Annotation | None:
 
 
 def alike(one: TensorLayout, other: TensorLayout) -> bool:
-    """Whether two layouts of a tensor say the same of each device, whatever terms of sums are called."""
+    """Returns True if two layouts of a tensor say the same of each device, whatever terms of sums are
+    called."""
     return one.shape == other.shape and _meaning(one) == _meaning(other)
 
 

@@ -152,7 +152,7 @@ def _hspmd(step: Communication, source: TensorLayout, target: TensorLayout) -> s
     size = sum(box.size for box in cells)
 
     def only(layout: TensorLayout, devices: Iterable[str]) -> bool:
-        """Whether what these devices hold is the step's cells alone."""
+        """Returns True if what these devices hold is the step's cells alone."""
         wanted = set(devices)
         held = [holding.box for holding in layout.holdings if holding.device in wanted]
         return all(box.size == size and all(box.contains(cell) for cell in cells) for box in held)

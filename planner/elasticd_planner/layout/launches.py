@@ -40,7 +40,8 @@ from elasticd_planner.spec.batch import BatchPlan, BatchRow
 
 
 def sums_wait(rows: Sequence[BatchRow], lane: int, chunks: int) -> bool:
-    """Whether a device launches the sums of its gradients after all its passes, and not during the last ones.
+    """Returns True if a device launches the sums of its gradients after all its passes, and not during the last
+    ones.
 
     Lanes that share sequences wait for each other in passes, too. At the last stages of a lane whose rows end
     before those of other lanes, sums would wait for the other lanes' last rows, and these for rows that the

@@ -525,7 +525,7 @@ def _partitions(cluster: Cluster, devices: Iterable[str]) -> tuple[Partition, ..
 
 
 def _alone(devices: Sequence[str], level: Partition) -> bool:
-    """Whether each device is the only one of its group."""
+    """Returns True if each device is the only one of its group."""
     return len({level[device] for device in devices}) == len(devices)
 
 

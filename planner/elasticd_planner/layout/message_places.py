@@ -72,7 +72,7 @@ class MessagePlaces:
                 time = one.end
 
     def _waits(self, receiver: ModulePass, time: int) -> bool:
-        """Whether the devices of a pass are between two of the last passes before it."""
+        """Returns True if the devices of a pass are between two of the last passes before it."""
         for device, number in zip(receiver.group.devices, receiver.numbers, strict=True):
             at = bisect_left(self._begins[device], time)
             if at < number - EARLY or (at and self._passes[device][at - 1].end > time):

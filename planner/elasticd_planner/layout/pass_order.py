@@ -296,8 +296,9 @@ class _QueueRun(_Run):
                 self._look(to)
 
     def _takes(self, stage: int, number: int, *, late: bool) -> bool:
-        """Whether a stage is ready to receive what it needs for a pass. In a plain pipeline it sends what it
-        has first, so that this need not wait for a header; in an interleaved one that would cost time."""
+        """Returns True if a stage is ready to receive what it needs for a pass. In a plain pipeline it sends
+        what it has first, so that this need not wait for a header; in an interleaved one that would cost
+        time."""
         kind, index, chunk = self._passes[stage][number]
         ahead = number - self._done[stage]
         if kind == "forward":

@@ -44,7 +44,7 @@ class Box(Value, frozen=True, kw_only=True, order=True, gc=False):
 
     @property
     def empty(self) -> bool:
-        """Whether it has no element."""
+        """True if it has no element."""
         return any(map(eq, self.start, self.stop))
 
     def overlap(self, other: Box) -> Box | None:
@@ -56,7 +56,7 @@ class Box(Value, frozen=True, kw_only=True, order=True, gc=False):
         return Box(start=start, stop=stop)
 
     def contains(self, other: Box) -> bool:
-        """Whether `other` lies within this box; one with another number of dimensions does not."""
+        """Returns True if `other` lies within this box; one with another number of dimensions does not."""
         return (
             len(self.start) == len(other.start)
             and all(map(le, self.start, other.start))

@@ -187,7 +187,7 @@ class Stage(Value, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def sliced(self) -> bool:
-        """Whether its members have slices of the tokens between the cut modules of a block."""
+        """True if its members have slices of the tokens between the cut modules of a block."""
         return self.sequence_parallel and max(self.widths) > 1
 
     def fraction(self, position: int) -> float:
@@ -724,7 +724,7 @@ class Plan(StoredValue, frozen=True, kw_only=True, dict=True, tag="plan"):
 
     @property
     def packed(self) -> bool:
-        """Whether it says of its lanes which packed rows they hold."""
+        """True if it says of its lanes which packed rows they hold."""
         return bool(self.modules[0].pipelines[0].packed)
 
     @cached_property

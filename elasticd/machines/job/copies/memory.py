@@ -110,7 +110,8 @@ def room(
 
 
 def _hosts_hold(turn: Transaction, changing: Mapping[str, float]) -> bool:
-    """Whether each of these devices has memory of its own, and its node has room for what changes there."""
+    """Returns True if each of these devices has memory of its own, and its node has room for what changes
+    there."""
     asked: dict[str, float] = defaultdict(float)
     for device, size in changing.items():
         worker = turn.job.workers.get(device)

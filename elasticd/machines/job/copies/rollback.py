@@ -1,4 +1,5 @@
-"""Where no copies that live are a whole state: the newest older state, in snapshots or in checkpoints.
+"""Roll back, where the living copies are no complete state: the newest older state, in snapshots or in
+checkpoints.
 
 It is taken as soon as the plan's members can read it. What is newer, and lacks only workers that are on their
 way, is waited for, but not for ever while there is something else. With no worker left at all the job waits for
@@ -26,7 +27,7 @@ MOST_TRIES = 3
 
 
 class Source(Value, frozen=True, kw_only=True):
-    """What a recovery reads its state from, as the proposal carries it."""
+    """The source of a recovery's state, as the proposal carries it."""
 
     plan: JobPlan | None  # that copies or snapshots are of; None: checkpoints
     recovery: Recovery  # who has what
@@ -35,7 +36,7 @@ class Source(Value, frozen=True, kw_only=True):
 
 
 def called(proposal: Proposal) -> str:
-    """What a proposal goes back to, by a name of its own; nothing where copies live."""
+    """The name of the state that a proposal goes back to; empty where copies live."""
     recovery = proposal.recovery
     if recovery is None:
         return ""
@@ -58,7 +59,7 @@ def waits(turn: Transaction, why: str) -> None:
 
 
 def older_state(turn: Transaction) -> bool:
-    """Whether there is any state to go back to."""
+    """Returns True if there is any state to go back to."""
     return bool(_sets(turn) or _checkpoints(turn))
 
 
@@ -129,8 +130,8 @@ def _checkpoints(turn: Transaction) -> list[_Option]:
 
 
 def checkpoint_names(turn: Transaction) -> tuple[str, ...]:
-    """What members may try, the newest first: those that the job published, then others that workers saw as
-    they came. What is beyond a step that the job went back to is no part of its history."""
+    """The checkpoints that members may try, the newest first: those that the job published, then others that
+    workers saw as they came. What is beyond a step that the job went back to is no part of its history."""
     published = sorted(turn.job.published, key=lambda one: (one.plan, one.step), reverse=True)
     names = [one.name for one in published if not is_dead(turn.job, one)]
     others = {one.name for one in turn.job.published}
@@ -154,7 +155,7 @@ def _coming(turn: Transaction) -> str:
 
 
 def _source(turn: Transaction, option: _Option, plan: JobPlan) -> Source | str:
-    """What a proposal of `plan` says of it, or what is lacking."""
+    """The source in a proposal of `plan`, or a sentence about the state that is lacking."""
     job = turn.job
     assert job.fence is not None
     if option.old is None:

@@ -74,5 +74,5 @@ def secured(turn: Transaction, plan: JobPlan) -> Moment | None:
 
 
 def words(moment: Moment, nodes: list[str]) -> str:
-    """Where a set is, for people."""
+    """The place of a set, for people."""
     return f"snapshots of step {moment.step} in memory on {', '.join(nodes)}"

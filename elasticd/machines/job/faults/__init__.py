@@ -1,1 +1,1 @@
-"""How a job's faults are diagnosed: hangs, exceptions of the user's code, network partitions."""
+"""Diagnosis of a job's faults: hangs, exceptions of the user's code, network partitions."""

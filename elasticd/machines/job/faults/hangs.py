@@ -186,7 +186,7 @@ def _more(workers: Sequence[object]) -> str:
 
 
 def _stands(job: JobState, worker: Worker, now: float, limit: float) -> bool:
-    """Whether a member that waits for nobody stands still for longer than it may."""
+    """Returns True if a member that waits for nobody stands still for longer than it may."""
     if worker.halted is None or worker.halted.waits:
         return False
     return worker.halted.computes or _too_long_outside(job, worker, now, limit)
@@ -201,15 +201,16 @@ def _too_long_outside(job: JobState, worker: Worker, now: float, limit: float) -
 
 
 def busy(turn: Transaction, worker: Worker) -> bool:
-    """Whether a worker that is silent is known to be in its script's own code, in its loader or in its plan's
-    first steps, and may be."""
+    """Returns True if a worker that is silent is known to be in its script's own code, in its loader or in its
+    plan's first steps, and may be."""
     if worker.frozen or worker.halted is None or worker.halted.waits or worker.halted.computes:
         return False
     return not _too_long_outside(turn.job, worker, turn.now, turn.settings.detect.outside_seconds)
 
 
 def described(turn: Transaction, found: tuple[Worker, ...]) -> str:
-    """Who stands still, where and for how long, and which others wait."""
+    """A sentence that names the workers that stand still, the place and the seconds, and the others that
+    wait."""
     texts = []
     for worker in found:
         assert worker.halted is not None

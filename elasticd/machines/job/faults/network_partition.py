@@ -100,7 +100,7 @@ def _judge(turn: Transaction) -> None:
 
 
 def _stands_still(turn: Transaction) -> bool:
-    """Whether members of a plan that was running have lost each other, or made no step for too long."""
+    """Returns True if members of a plan that was running have lost each other, or made no step for too long."""
     job = turn.job
     if job.fence is not None or job.plan is None:
         return False
@@ -128,7 +128,7 @@ def _ask(turn: Transaction) -> None:
 
 
 def _asked(turn: Transaction, nodes: Collection[str]) -> tuple[list[str], float]:
-    """Who is to try whom they reach, and seconds until the next round."""
+    """The nodes that are to test which nodes they reach, and seconds until the next round."""
     job, network = turn.job, turn.job.network
     long = job.phase is JobPhase.PROPOSED and turn.now - job.since >= PATIENT_SECONDS
     held_up = job.phase is JobPhase.RECOVERING and bool(network.apart())  # whatever the recovery began with
@@ -188,7 +188,8 @@ def _changed(turn: Transaction, **changes: Any) -> None:
 
 
 def _replanned(turn: Transaction) -> bool:
-    """Whether the plan at hand has nodes that the survivors do not reach: another is made, without them."""
+    """Returns True if the plan at hand has nodes that the survivors do not reach: another is made, without
+    them."""
     remedy = turn.job.remedy
     if remedy is None:
         return False

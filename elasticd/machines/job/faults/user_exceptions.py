@@ -85,7 +85,7 @@ def _kept(job: JobState) -> str:
 
 
 def judge(turn: Transaction) -> None:
-    """What follows of what was raised, once a new leader knows which workers there are."""
+    """Draws the consequences of the exceptions, once a new leader knows which workers there are."""
     job = turn.job
     if not job.thrown or job.failing:
         return
@@ -129,7 +129,7 @@ def index_of(body: Raised) -> int:
 
 
 def alike(one: Thrown, other: Raised) -> bool:
-    """Whether the same step failed with the same exception."""
+    """Returns True if the same step failed with the same exception."""
     return one.step == index_of(other) and same(one, other)
 
 
@@ -140,12 +140,12 @@ def _in_turn(others: list[Thrown], body: Raised) -> Thrown | None:
 
 
 def same(one: Thrown, other: Raised | Thrown) -> bool:
-    """Whether it is the same exception. Numbers in the text may differ."""
+    """Returns True if it is the same exception. Numbers in the text may differ."""
     return (one.kind, _NUMBER.sub("", one.text)) == (other.kind, _NUMBER.sub("", other.text))
 
 
 def described(device: str, body: Raised) -> str:
-    """What was raised, in one line."""
+    """The exception in one line."""
     text = _UNPRINTABLE.sub(" ", body.text).strip()
     kind = _UNPRINTABLE.sub(" ", body.kind)
     what = f"{kind}: {text}" if text else kind
@@ -162,7 +162,7 @@ def _bounded(body: Raised) -> Raised:
 
 
 def _others(job: JobState) -> bool:
-    """Whether a worker is there on which the step was not tried, or may be, unknown to a new leader."""
+    """Returns True if a worker is there on which the step was not tried, or may be, unknown to a new leader."""
     return bool(job.unmet) or any(
         not (worker.left or worker.draining or worker.frozen or worker.raised)
         for worker in job.workers.values()

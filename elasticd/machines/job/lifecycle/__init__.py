@@ -1,1 +1,1 @@
-"""How devices leave a job and how a job ends: fences, drains, stop requests."""
+"""Departure of devices, and the end of a job: fences, drains, stop requests."""

@@ -101,7 +101,7 @@ def to_leave(turn: Transaction) -> tuple[str, ...]:
 
 
 def preempted(turn: Transaction) -> bool:
-    """Whether one of them has a deadline."""
+    """Returns True if one of them has a deadline."""
     return any(_drains(turn, device) for device in to_leave(turn))
 
 

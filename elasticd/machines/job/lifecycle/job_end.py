@@ -1,4 +1,4 @@
-"""How a job ends: its last step was voted, its workers left, or something made it impossible to go on.
+"""The end of a job: its last step was voted, its workers left, or something made it impossible to go on.
 
 An end is decided by what is written: the workers hear of it from their agents, which read it in the store.
 """

@@ -30,7 +30,7 @@ BY_REQUEST = "stopped by "
 
 
 def on_request(reason: str) -> bool:
-    """Whether a job that ended for this reason did so because somebody asked for it."""
+    """Returns True if a job that ended for this reason did so because somebody asked for it."""
     return reason.startswith(BY_REQUEST)
 
 

@@ -1,4 +1,4 @@
-"""What an all-reduce takes among the workers themselves, asked for before a job's first plan.
+"""The seconds of an all-reduce among the workers themselves, asked for before a job's first plan.
 
 Until steps have shown it, the planner would take the links' configured speed for it. An all-reduce of a few
 hundred kilobytes takes several times as long as that: the hosts' own time is most of it. So the workers of a
@@ -27,7 +27,8 @@ LONGEST = 60.0
 
 
 def awaited(turn: Transaction, profile: ModelProfile) -> bool:
-    """Whether answers may still come, for which the first plan waits. The first time this asks for them."""
+    """Returns True if answers may still come, for which the first plan waits. The first time this asks for
+    them."""
     job = turn.job
     if job.profile is not None or job.plan is not None:
         return False

@@ -99,12 +99,12 @@ def packed(job: JobState) -> PackedSequences | None:
 
 
 def _assumed(spec: JobSpec) -> Lengths:
-    """What the first profile is made for."""
+    """The lengths that the first profile is made for."""
     return spec.packed.lengths if spec.packed is not None else even(spec.sample_tokens)
 
 
 def _is_like(step: Step, after: Lengths) -> bool:
-    """Whether a step's lengths are such as these."""
+    """Returns True if a step's lengths are such as these."""
     return step.lengths is not None and abs(step.lengths.effective / after.effective - 1) <= OFF
 
 

@@ -1,4 +1,4 @@
-"""How fast devices are that have no work: probed before they get any, and again while they stand by."""
+"""The speed of devices without work: probed before they get any, and again while they stand by."""
 
 from __future__ import annotations
 

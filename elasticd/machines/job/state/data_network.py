@@ -1,4 +1,4 @@
-"""What a job's leader knows of its data network: who reached whom of late, and which nodes are left out."""
+"""The leader's knowledge of a job's data network: who reached whom of late, and which nodes are left out."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Out(Value, frozen=True, kw_only=True):
 
 
 class Network(Value, frozen=True, kw_only=True):
-    """What agents found of which nodes reach each other. They test it in rounds."""
+    """The results of the agents' tests of which nodes reach each other. They test it in rounds."""
 
     round: int = 0  # number of the present or last round
     asked: tuple[str, ...] = ()  # nodes that have not answered in it yet
@@ -57,7 +57,7 @@ class Network(Value, frozen=True, kw_only=True):
         )
 
     def untried(self, nodes: Iterable[str]) -> bool:
-        """Whether there may be a plan for these nodes."""
+        """Returns True if there may be a plan for these nodes."""
         return nodes_name(nodes) not in self.unplanned
 
     def answered(self, node: str, unreached: Iterable[str]) -> Network:

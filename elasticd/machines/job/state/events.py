@@ -1,4 +1,4 @@
-"""What the coordinator's machine hears (events) and asks of its daemon (effects)."""
+"""The events of the coordinator's machine, and the effects that it asks of its daemon."""
 
 from __future__ import annotations
 

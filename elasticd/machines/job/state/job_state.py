@@ -66,7 +66,7 @@ from elasticd.wire.worker import Raised, RunningPlan, Saved, SaveFailed, StateRe
 
 
 class JobPhase(enum.Enum):
-    """Where a job is in its life; the module's docstring says what each means."""
+    """The phase of a job's life; the module's docstring explains each."""
 
     GATHERING = "gathering"
     ASSEMBLING = "assembling"
@@ -230,7 +230,7 @@ class Worker(Value, frozen=True, kw_only=True):
 
     @property
     def left(self) -> bool:
-        """Whether it said goodbye before the last step."""
+        """True if it said goodbye before the last step."""
         return self.left_at is not None
 
 
@@ -245,7 +245,7 @@ def incarnations(workers: Iterable[Worker]) -> dict[str, str]:
 
 
 class Basis(Value, frozen=True, kw_only=True):
-    """What a plan is made from, beside the job's spec: another basis asks for another decision."""
+    """The basis of a plan, beside the job's spec: another basis asks for another decision."""
 
     devices: tuple[Device, ...]  # that the plan may use
     rates: dict[str, float]  # slowdown of stragglers, by device
@@ -299,7 +299,7 @@ class JobProgress(Value, frozen=True, kw_only=True):
 
 
 class StepPrediction(Value, frozen=True, kw_only=True):
-    """What a step takes under a plan, by a profile that is newer than the plan."""
+    """The seconds of a step under a plan, by a profile that is newer than the plan."""
 
     number: int  # of the plan
     seconds: float  # of a step, at the slowdowns that the plan was made for
@@ -454,12 +454,12 @@ class JobState(Value, frozen=True, kw_only=True):
 
     @property
     def starting(self) -> bool:
-        """Whether it waits for its workers or for its first plan: it can spare none."""
+        """True if it waits for its workers or for its first plan: it can spare none."""
         return self.phase in (JobPhase.ASSEMBLING, JobPhase.PLANNING)
 
     def joins(self, node: str, device: str) -> bool:
-        """Whether a job that has not begun waits for this worker: the torchrun of its node, or of its device,
-        takes part. While torchruns still come, each that has asked counts."""
+        """Returns True if a job that has not begun waits for this worker: the torchrun of its node, or of its
+        device, takes part. While torchruns still come, each that has asked counts."""
         places = self.joined or self.joiners
         return node in places or device in places
 
@@ -480,8 +480,8 @@ class JobState(Value, frozen=True, kw_only=True):
         return any(device.name in devices for devices in held for device in node.devices)
 
     def binds(self, device: str, incarnation: str) -> bool:
-        """Whether a plan, in force or proposed, is bound to that worker, which this leader may not have met.
-        Nothing is bound to one that was fenced off."""
+        """Returns True if a plan, in force or proposed, is bound to that worker, which this leader may not have
+        met. Nothing is bound to one that was fenced off."""
         if self.gone.get(device) == incarnation:
             return False
         return any(plan.binding.get(device) == incarnation for plan in self.plans)
@@ -492,7 +492,7 @@ class JobState(Value, frozen=True, kw_only=True):
         return worker if worker is not None and worker.incarnation == incarnation else None
 
     def is_member(self, device: str, incarnation: str) -> bool:
-        """Whether the plan in force is bound to that worker."""
+        """Returns True if the plan in force is bound to that worker."""
         return self.plan is not None and self.plan.binding.get(device) == incarnation
 
     def bound(self, plan: JobPlan | None) -> tuple[Worker, ...]:
@@ -531,7 +531,7 @@ class JobState(Value, frozen=True, kw_only=True):
 
     @property
     def all_reported(self) -> bool:
-        """Whether nobody is `unreported`; quick while thousands of workers come back one by one."""
+        """True if nobody is `unreported`; quick while thousands of workers come back one by one."""
         few = self.plan is not None and len(self.workers) + len(self.gone) < len(self.plan.binding)
         return not few and not self.unreported()
 

@@ -79,7 +79,7 @@ def _greedy(
 
 
 def words(apart: Iterable[Pair], most: int = 4) -> str:
-    """Who does not reach whom, for people."""
+    """A sentence about the nodes that do not reach each other."""
     pairs = [f"{one} and {other}" for one, other in sorted(apart)]
     more = f" and {len(pairs) - most} more pairs" if len(pairs) > most else ""
     return f"nodes {', '.join(pairs[:most])}{more} do not reach each other on the data network"

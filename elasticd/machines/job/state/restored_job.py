@@ -90,7 +90,7 @@ def _unmet(plan: JobPlan | None, proposal: Proposal | None, gone: dict[str, str]
 
 
 def _step_seconds(plan: JobPlan | None) -> float:
-    """How long a step may take, until the first is reported."""
+    """The seconds that a step may take, until the first is reported."""
     prediction = plan.prediction if plan is not None else None
     return prediction.step_seconds if prediction is not None else 0.0
 

@@ -1,4 +1,4 @@
-"""What the agents keep of a job's snapshots, as its leader knows it: which sets are whole, which can be read.
+"""The snapshots of a job that agents keep, as its leader knows it: which sets are whole, which can be read.
 
 A set has one snapshot of each member of a plan, all of one step. Its moment is the plan's number, then the
 step: later plans may go on from earlier steps.
@@ -76,7 +76,7 @@ class SnapshotSets(Value, frozen=True, kw_only=True):
         return msgspec.structs.replace(after, kept=kept, whole=whole)
 
     def dead(self, moment: Moment) -> bool:
-        """Whether a later plan went on from a step before it."""
+        """Returns True if a later plan went on from a step before it."""
         return any(number > moment.plan and step < moment.step for number, step in self.begun.items())
 
     def moments(self) -> list[Moment]:
@@ -90,8 +90,8 @@ class SnapshotSets(Value, frozen=True, kw_only=True):
     def copies(
         self, moment: Moment, plan: JobPlan, nodes: Collection[str] | None = None
     ) -> dict[str, list[str]]:
-        """Who holds the share of which member, of these nodes (None: of all). A member whose share nobody holds
-        is not in it; one of another incarnation is no member."""
+        """The holders of each member's share, among these nodes (None: among all). A member whose share nobody
+        holds is not in it; one of another incarnation is no member."""
         found: dict[str, list[str]] = {}
         for node, sets in self.kept.items():
             if nodes is None or node in nodes:
@@ -101,8 +101,8 @@ class SnapshotSets(Value, frozen=True, kw_only=True):
         return found
 
     def is_whole(self, moment: Moment, plan: JobPlan, peers: Collection[str]) -> bool:
-        """Whether the share of each member is held on two nodes; on one where the plan has no other node that
-        takes snapshots. peers: the nodes that do."""
+        """Returns True if the share of each member is held on two nodes; on one where the plan has no other
+        node that takes snapshots. peers: the nodes that do."""
         homes = {device: node_of(device) for device in plan.members}
         takers = set(homes.values()) & set(peers)
         needed = {device: 2 if takers - {home} else 1 for device, home in homes.items()}
@@ -117,8 +117,8 @@ class SnapshotSets(Value, frozen=True, kw_only=True):
 
 
 def stand_ins(plan: JobPlan, copies: dict[str, list[str]], members: Iterable[str]) -> dict[str, str] | None:
-    """Who of `members` reads the share of which member of `plan` from its own node's agent: evenly, and each
-    its own where it can. None where some share is on no node that has one of them.
+    """Assigns each of `members` the member of `plan` whose share it reads from its own node's agent: evenly,
+    and each its own where it can. None where some share is on no node that has one of them.
 
     copies: the nodes that hold each share.
     """

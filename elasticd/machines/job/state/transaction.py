@@ -56,7 +56,7 @@ class Transaction:
 
     @property
     def over(self) -> bool:
-        """Whether the job is done or stopped."""
+        """True if the job is done or stopped."""
         return self.job.phase in OVER
 
     def set(self, **changes: Any) -> None:
@@ -115,7 +115,7 @@ class Transaction:
         return frozenset(name for name, node in self.nodes.items() if node.connected)
 
     def here(self, node: str) -> bool:
-        """Whether the agent of a node is connected now."""
+        """Returns True if the agent of a node is connected now."""
         return node in self.nodes and self.nodes[node].connected
 
     def here_seconds(self, node: str) -> float:
