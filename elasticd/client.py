@@ -41,9 +41,9 @@ from elasticd.store.leader import read_leader
 from elasticd.store.protocol import StoreError, StoreRefused
 
 #: Seconds that one request may take.
-PATIENCE = 10.0
+REQUEST_TIMEOUT_SECONDS = 10.0
 #: Seconds without a word on the live feed, which has one each second, after which its leader is gone.
-SILENCE = 5.0
+FEED_TIMEOUT_SECONDS = 5.0
 T = TypeVar("T")
 _news = MessageDecoder[AnyNews](AnyNews, "the leader")
 
@@ -65,7 +65,7 @@ class ApiClient:
         url: str,
         known: Credentials | None = None,
         *,
-        patience: float = PATIENCE,
+        patience: float = REQUEST_TIMEOUT_SECONDS,
         terminal: bool = True,
     ) -> None:
         self.url, self._terminal = url, terminal
@@ -141,7 +141,7 @@ class ApiClient:
         """All that the leader knows, then what changes, until the leader ends; `after`: the id of the last
         message that is known already; `measured`: also what devices measure each step; `page`: the URL of the
         pages that are made of it, for people. Messages of newer releases are skipped."""
-        timeout = httpx2.Timeout(self._patience, read=SILENCE)
+        timeout = httpx2.Timeout(self._patience, read=FEED_TIMEOUT_SECONDS)
         path = f"/v1/live?after={quote(after, safe='')}" + ("" if measured else "&measured=false")
         path += f"&page={quote(page, safe='')}" if page else ""
         try:

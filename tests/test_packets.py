@@ -41,7 +41,13 @@ def test_messages_arrive_whole_and_in_order(parts: list[bytes]) -> None:
 
 @pytest.mark.parametrize(
     "size",
-    [1, unix_socket.LARGEST_PACKET - 1, unix_socket.LARGEST_PACKET, unix_socket.LARGEST_PACKET + 1, 5_000_000],
+    [
+        1,
+        unix_socket.LARGEST_PACKET_BYTES - 1,
+        unix_socket.LARGEST_PACKET_BYTES,
+        unix_socket.LARGEST_PACKET_BYTES + 1,
+        5_000_000,
+    ],
 )
 def test_message_of_any_size_arrives_and_leaves_no_descriptor_open(
     pair: tuple[socket.socket, socket.socket], size: int
@@ -120,12 +126,14 @@ def test_descriptor_that_is_no_message_is_refused_and_closed(
 
 
 def test_oversized_packet_is_refused(pair: tuple[socket.socket, socket.socket]) -> None:
-    pair[0].send(b"x" * (unix_socket.LARGEST_PACKET + 1))
+    pair[0].send(b"x" * (unix_socket.LARGEST_PACKET_BYTES + 1))
     with pytest.raises(unix_socket.PacketError, match="cut short"):
         unix_socket.receive(pair[1])
 
 
-@pytest.mark.parametrize("size", [1, unix_socket.LARGEST_PACKET, unix_socket.LARGEST_PACKET + 1, 5_000_000])
+@pytest.mark.parametrize(
+    "size", [1, unix_socket.LARGEST_PACKET_BYTES, unix_socket.LARGEST_PACKET_BYTES + 1, 5_000_000]
+)
 def test_message_of_any_size_carries_a_descriptor(pair: tuple[socket.socket, socket.socket], size: int) -> None:
     data, given = os.urandom(size), os.memfd_create("given")
     os.write(given, b"content")

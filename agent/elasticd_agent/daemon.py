@@ -59,7 +59,7 @@ from elasticd_agent.chaos.cut_store import CuttableStore
 from elasticd_agent.chaos.injector import FaultInjector
 from elasticd_agent.coordinator_link import Link
 from elasticd_agent.hangs import stack_dump
-from elasticd_agent.hangs.heartbeat import BEAT, Heartbeats, look
+from elasticd_agent.hangs.heartbeat import BEAT_SECONDS, Heartbeats, look
 from elasticd_agent.hangs.main_thread_watch import Halt, MainThreadWatch, told_of
 from elasticd_agent.hardware import devices
 from elasticd_agent.hardware.nvml import NvidiaReader
@@ -375,7 +375,7 @@ class Agent:
         """Asks the workers, again and again, whether they still run."""
         looking: set[asyncio.Task[None]] = set()
         while True:
-            await asyncio.sleep(BEAT)
+            await asyncio.sleep(BEAT_SECONDS)
             there, now = self._workers.workers(), time.monotonic()
             halted, moving = self._standing.beat(there, now)
             ask, frozen = self._pulses.beat(there, now, self._standing.outside())

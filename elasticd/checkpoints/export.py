@@ -22,7 +22,7 @@ from elasticd.checkpoints.manifest import Manifest, PlaneEntry
 from elasticd.checkpoints.reader import CheckpointReader, Wanted
 
 #: Bytes of one tensor that are read and written at once.
-PIECE = 64 << 20
+PIECE_BYTES = 64 << 20
 
 #: safetensors' names of torch's dtypes.
 DTYPES = {
@@ -137,12 +137,13 @@ def _key(name: str, role: Role, plane: PlaneEntry) -> str:
 
 
 def _slabs(box: Box, plane: PlaneEntry) -> Iterator[Box]:
-    """`box` in row-major order, in runs of at most `PIECE` bytes (or of one row of its first dimension)."""
-    if not box.start or box.size * plane.itemsize <= PIECE:
+    """`box` in row-major order, in runs of at most `PIECE_BYTES` (or of one row of its first
+    dimension)."""
+    if not box.start or box.size * plane.itemsize <= PIECE_BYTES:
         yield box
         return
     row = box.size // box.shape[0] * plane.itemsize
-    rows = max(1, PIECE // row)
+    rows = max(1, PIECE_BYTES // row)
     for start in range(0, box.stop[0], rows):
         stop = min(start + rows, box.stop[0])
         yield Box(start=(start, *box.start[1:]), stop=(stop, *box.stop[1:]))

@@ -26,7 +26,7 @@ from elasticd.extras import need
 #: Bytes of a file of weights, at most.
 _SHARD = "5GB"
 #: Seconds between two looks for a checkpoint that was asked for.
-_POLL = 0.5
+_POLL_SECONDS = 0.5
 
 
 @click.group()
@@ -87,7 +87,7 @@ def waited(api: ApiClient, job: str, last: int, step: int, seconds: float) -> st
                 f"job {job} has made no checkpoint within {seconds:g} s of being asked: 'elasticd logs {job}' "
                 "says what it is at; ask again if it lost a worker meanwhile"
             )
-        time.sleep(_POLL)
+        time.sleep(_POLL_SECONDS)
 
 
 def _made(api: ApiClient, job: str, after: int, step: int) -> str | None:

@@ -43,7 +43,7 @@ from elasticd.version import __version__
 from elasticd.wire.unix_socket import default_path
 
 #: Seconds by which this clock and the coordinator's may differ: events are read side by side.
-SKEW = 2.0
+CLOCK_SKEW_SECONDS = 2.0
 
 Verdict = Literal["ok", "note", "missing"]
 
@@ -243,10 +243,10 @@ def _clock(config: Config) -> str:
     except (CannotReach, httpx2.HTTPError, KeyError, ValueError) as error:
         raise Flaw("note", f"the coordinator did not say its time: {error!r}") from error
     skew = abs(time.time() - said - 0.5)  # the header has whole seconds
-    if skew > SKEW:
+    if skew > CLOCK_SKEW_SECONDS:
         remedy = "nothing decides by them, but logs are hard to read: run an NTP client"
         raise Flaw("note", f"this machine's and the coordinator's differ by {skew:.0f} s", remedy)
-    return f"within {SKEW:g} s of the coordinator's"
+    return f"within {CLOCK_SKEW_SECONDS:g} s of the coordinator's"
 
 
 def _port(config: Config) -> str:

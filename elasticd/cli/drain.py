@@ -9,7 +9,7 @@ import click
 from elasticd.cli.options import asking
 from elasticd.client import ApiClient, CannotReach
 
-_POLL = 0.5
+_POLL_SECONDS = 0.5
 
 
 @click.command()
@@ -37,7 +37,7 @@ def drain(api: ApiClient, undo: bool, wait: float, node: str) -> None:
         return
     deadline = time.monotonic() + wait
     while (left := _left(api, node)) and time.monotonic() < deadline:
-        time.sleep(_POLL)
+        time.sleep(_POLL_SECONDS)
     if _unheard(api, node):
         text = f"the agent of node {node} has not heard of it yet; it is told again when it comes back"
         raise click.ClickException(f"{text}: 'elasticd status' shows it till then")

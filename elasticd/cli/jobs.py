@@ -16,8 +16,8 @@ from elasticd.codec.safe_text import in_one_line
 from elasticd.coordinator.api_types import ClusterStatus, JobStatus, RestartStatus
 
 #: Seconds beyond those that the job has, until its end is known to whoever asks.
-_MARGIN = 10.0
-_POLL = 0.5
+_MARGIN_SECONDS = 10.0
+_POLL_SECONDS = 0.5
 
 
 @click.command()
@@ -153,7 +153,7 @@ def _ended(api: ApiClient, job: str, seconds: float) -> JobStatus | RestartStatu
         if found.over:
             return found
         left = ends_at - time.monotonic()
-        if left <= -_MARGIN:
+        if left <= -_MARGIN_SECONDS:
             raise CannotReach(
                 f"job {job} is {found.phase} still: 'elasticd status' says what it waits for, and "
                 f"'elasticd stop --now {job}' ends it without a checkpoint"
@@ -163,4 +163,4 @@ def _ended(api: ApiClient, job: str, seconds: float) -> JobStatus | RestartStatu
         elif found.reason and found.reason != said:
             said = found.reason
             click.echo(f"job {job}: {in_one_line(said)}", err=True)
-        time.sleep(_POLL)
+        time.sleep(_POLL_SECONDS)

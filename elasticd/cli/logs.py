@@ -19,7 +19,7 @@ from elasticd.coordinator.api_types import ClusterStatus
 from elasticd.coordinator.events.event_log import EVENTS_OF_A_TERM, EventRecord, line
 from elasticd.machines.job.state.events import EventKind
 
-_POLL = 0.5
+_POLL_SECONDS = 0.5
 #: Seconds between attempts to find a leader: doubled from the first to the second.
 _AWAY = (0.2, 2.0)
 
@@ -115,7 +115,7 @@ def following(connect: Callable[[], AbstractContextManager[ApiClient]], after: i
                         yield event
                     away = False
                     pause.reset()
-                    time.sleep(_POLL)
+                    time.sleep(_POLL_SECONDS)
         except CannotReach as error:
             if not away:
                 click.echo(f"elasticd: {error}; waiting for a leader", err=True)

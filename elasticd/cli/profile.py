@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 _SAMPLE_TOKENS = 256
 
 #: Seconds that the process that measures may take to end.
-_PATIENCE = 10.0
+_EXIT_TIMEOUT_SECONDS = 10.0
 
 #: Errors from here on are shown in colour: plans made of such figures deserve a second look.
 _LARGE = 0.15
@@ -246,7 +246,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
             with suppress(BrokenPipeError):
                 pipe.close()
     try:
-        process.wait(_PATIENCE)
+        process.wait(_EXIT_TIMEOUT_SECONDS)
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()

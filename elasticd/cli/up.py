@@ -31,7 +31,7 @@ from elasticd.wire.unix_socket import own_path
 #: Seconds for a program to start; and for the agent to reach the coordinator, after both are there.
 START_SECONDS, LINK_SECONDS = 60.0, 10.0
 #: Seconds between two looks at what runs.
-_LOOK = 0.5
+_LOOK_SECONDS = 0.5
 
 
 @click.command()
@@ -93,7 +93,7 @@ def _run(place: Path, named: str | None, devices: int | None, memory: str | None
                 if pages is not None and pages.code is not None:  # the cluster does without it
                     click.echo(f"the dashboard ended: {pages.said()}", err=True)
                     pages = None
-                processes.pause(_LOOK)
+                processes.pause(_LOOK_SECONDS)
 
 
 def _pages(processes: Processes, settings: Config, written: Path, place: Path) -> Child | None:

@@ -17,7 +17,7 @@ from elasticd.wire.worker import StoreAnswer, StoreCall
 #: Characters of a key, bytes of a value, and of all that a job keeps: more than ten thousand ranks need.
 LONGEST_KEY, LARGEST_VALUE, LARGEST_JOB = 1024, 1 << 20, 256 << 20
 #: Seconds that a call may wait.
-LONGEST_WAIT = 3600.0
+LONGEST_WAIT_SECONDS = 3600.0
 #: What a counter can be: a signed integer of 64 bits, as torch's.
 _MOST = 1 << 63
 
@@ -144,7 +144,7 @@ class BootstrapStore:
         waiters = self._waiting.setdefault(call.key, set())
         waiters.add(waiter)
         try:
-            async with asyncio.timeout(min(max(call.seconds, 0.0), LONGEST_WAIT)):
+            async with asyncio.timeout(min(max(call.seconds, 0.0), LONGEST_WAIT_SECONDS)):
                 return StoreAnswer(id=call.id, value=await waiter)
         except TimeoutError:
             error = f"no process set {call.key} within {call.seconds:g} s"

@@ -48,7 +48,7 @@ LEASE_SECONDS = 2
 #: Seconds for which the event loop of a leader may stand still until its lease is left to run out.
 STILL_SECONDS = 10.0
 #: Seconds between attempts of an election that the store broke off.
-PAUSE = 0.2
+RETRY_SECONDS = 0.2
 
 _log = logging.getLogger(__name__)
 
@@ -125,10 +125,10 @@ def elect(
                 continue  # another that stood by was quicker
             except StoreUnavailable as error:
                 _log.warning("the store went away during the election, trying again: %s", error)
-                stopped.wait(jittered(PAUSE))
+                stopped.wait(jittered(RETRY_SECONDS))
             except (LeaseLost, LeadershipLost) as error:
                 _log.warning("the store was too slow for the election, trying again: %s", error)
-                stopped.wait(jittered(PAUSE))
+                stopped.wait(jittered(RETRY_SECONDS))
     except VersionRefused as error:
         raise CannotLead(str(error)) from error
     except ValueError as error:

@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 #: Seconds of work after which the loop gets to do something else.
-SLICE = 0.01
+SLICE_SECONDS = 0.01
 
 T = TypeVar("T")
 
@@ -25,7 +25,7 @@ T = TypeVar("T")
 class FairQueue:
     """One line of work, done in the order in which it came. Of one event loop."""
 
-    def __init__(self, seconds: float = SLICE, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, seconds: float = SLICE_SECONDS, clock: Callable[[], float] = time.perf_counter) -> None:
         self._slice, self._clock = seconds, clock
         self._line: deque[tuple[Callable[[], Awaitable[Any]], asyncio.Future[Any]]] = deque()
         self._working: asyncio.Task[None] | None = None

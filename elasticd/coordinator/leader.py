@@ -86,7 +86,7 @@ from elasticd.wire.worker import (
 )
 
 #: Seconds between the looks at what has become due.
-TICK = 0.1
+TICK_SECONDS = 0.1
 #: For how many times as long as a look took the next one waits at least: with ten thousand devices it takes a
 #: while.
 TICK_SHARE = 10
@@ -217,7 +217,7 @@ class Leader:
         self.planning.warm()
         spent = 0.0
         while True:
-            await asyncio.sleep(max(TICK, TICK_SHARE * spent))
+            await asyncio.sleep(max(TICK_SECONDS, TICK_SHARE * spent))
             began = time.monotonic()
             self.apply(CoordinatorTick())
             self._clear_rounds()

@@ -25,13 +25,13 @@ from elasticd.machines.job.state.events import Planned
 COMMAND = (sys.executable, "-m", "elasticd_planner")
 
 #: A planner that has not answered after this many seconds is ended, and its request failed.
-PATIENCE = 120.0
+PLANNER_TIMEOUT_SECONDS = 120.0
 
 #: Seconds after a request whose child was ended until the next is started ahead.
-BREATH = 0.5
+RESTART_SECONDS = 0.5
 
 #: Bytes of memory above which a child that answered is ended: a large search leaves much behind.
-LARGE = 512 << 20
+LARGE_BYTES = 512 << 20
 
 #: Bytes of an answer, or of what a child says on standard error, that are taken in.
 MOST = 1 << 30
@@ -48,7 +48,7 @@ class Planning:
         answer: Callable[[Planned], None],
         *,
         command: tuple[str, ...] = COMMAND,
-        patience: float = PATIENCE,
+        patience: float = PLANNER_TIMEOUT_SECONDS,
     ) -> None:
         self._answer = answer
         self._command = command
@@ -111,7 +111,7 @@ class Planning:
             if self._spare is None:
                 if self._later is not None:
                     self._later.cancel()
-                self._later = asyncio.get_running_loop().call_later(BREATH, self.warm)
+                self._later = asyncio.get_running_loop().call_later(RESTART_SECONDS, self.warm)
 
     async def _asked(self, problem: JobProblem) -> JobAnswer:
         """Of the child that waits; of another where that one is not there, or fails: it may have been ended
@@ -124,7 +124,7 @@ class Planning:
 
     async def _answered(self, problem: JobProblem, child: Process) -> JobAnswer:
         answer = await ask(problem, child)
-        if self._spare is None and _memory(child) <= LARGE:
+        if self._spare is None and _memory(child) <= LARGE_BYTES:
             self._spare = asyncio.get_running_loop().create_future()
             self._spare.set_result(child)
         else:

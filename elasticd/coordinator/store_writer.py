@@ -72,7 +72,7 @@ from elasticd.store.protocol import (
 from elasticd.wire.rendezvous import Torchrun
 
 #: Seconds between attempts while the store is away.
-PAUSE = 0.2
+RETRY_SECONDS = 0.2
 #: Writes that the store refused of late, for whoever waits for one of them.
 MOST_REFUSALS = 256
 
@@ -207,7 +207,7 @@ class Writer:
         self._bytes = 0
         try:
             while not await loop.run_in_executor(self._executor, self._attempt, taken):
-                await asyncio.sleep(PAUSE)
+                await asyncio.sleep(RETRY_SECONDS)
         except (LeadershipLost, StoreRefused, WriteConflict) as error:
             self._ended = str(error)
             self._failed(error)

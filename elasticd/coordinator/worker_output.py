@@ -17,7 +17,7 @@ ANSWER_SECONDS = 5.0
 #: Readers that may wait for agents at once.
 MOST_READERS = 256
 #: Bytes of one answer.
-MOST_READ = 64 << 10
+ANSWER_BYTES = 64 << 10
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class WorkerOutputs:
         self._asked[number] = question
         try:
             self._connections.ask(
-                node, ReadOutput(id=number, device=device, job=job, after=after, most=min(most, MOST_READ))
+                node, ReadOutput(id=number, device=device, job=job, after=after, most=min(most, ANSWER_BYTES))
             )
             async with asyncio.timeout(ANSWER_SECONDS):
                 part = await question.answer

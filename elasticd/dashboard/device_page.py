@@ -14,7 +14,7 @@ from elasticd.dashboard.cluster_page import cell, event_row
 from elasticd.dashboard.history import Sample
 from elasticd.dashboard.job_page import parts_of
 from elasticd.dashboard.known import KnownCluster
-from elasticd.dashboard.subscription import HEALTH_SECONDS, JUST_AFTER
+from elasticd.dashboard.subscription import HEALTH_SECONDS, JUST_AFTER_SECONDS
 from elasticd.machines.job.state.events import SLOWDOWN_KINDS
 from elasticd.records import AnyHistoryRecord
 from elasticd.wire.node_health import DeviceHealth, Health, causes
@@ -110,7 +110,7 @@ def _slowdown(told: Sequence[Sample]) -> views.SlowdownColumns:
     for sample in told:
         if samples and samples[-1].step > sample.step and samples[-1].measured is not None:
             last = samples[-1]
-            samples.append(Sample(last.device, last.time + JUST_AFTER, last.step, None, None, None))
+            samples.append(Sample(last.device, last.time + JUST_AFTER_SECONDS, last.step, None, None, None))
         samples.append(sample)
     return views.SlowdownColumns(
         time=tuple(sample.time for sample in samples),

@@ -31,7 +31,7 @@ CAUSES = (
 )
 #: Causes that come by themselves at about any time: another one that is there names the group.
 BESIDE = ("shifted", "planning", "job_gathered")
-PATIENCE = 300.0
+PLAN_EVENT_SECONDS = 300.0
 #: Kinds of events that belong to the plan whose number they have.
 OF_PLANS = (
     "proposed",
@@ -66,7 +66,7 @@ def grouped(told: Sequence[EventRecord]) -> tuple[views.EventGroup, ...]:
                 group = _Group(job=event.job, plan=number)
                 for job in (event.job, ""):
                     due = waiting.pop(job, [])
-                    group.events += [cause for cause in due if event.time - cause.time <= PATIENCE]
+                    group.events += [cause for cause in due if event.time - cause.time <= PLAN_EVENT_SECONDS]
                 group.events.sort(key=lambda each: each.id)
                 groups.append(group)
                 by_plan[event.job, number] = group

@@ -18,7 +18,7 @@ from elasticd.dashboard.views import Viewer
 #: Seconds until a session ends: since it was last used, and since it began.
 IDLE, LONGEST = 12 * 3600.0, 7 * 86_400.0
 #: Seconds after which the leader is asked again whether it knows the token.
-RECHECK = 60.0
+RECHECK_SECONDS = 60.0
 #: Sessions at once; the one that was idle longest goes.
 MOST = 1000
 

@@ -41,13 +41,13 @@ STILL_SECONDS = 60.0
 #: Rows of slowdowns that are written at once: the largest changes.
 MOST_SAMPLES = 256
 #: Seconds from the last that was measured to the mark that nothing is any more.
-JUST_AFTER = 1e-3
+JUST_AFTER_SECONDS = 1e-3
 #: Seconds without a measurement, beyond twice the time from one to the next, after which nothing is measured.
 SILENT_SECONDS = 15.0
 #: Seconds between looks at the history's size.
 BOUND_SECONDS = 300.0
 #: Seconds between two pieces of the work that keeps the history bounded.
-BOUND_PAUSE = 0.01
+BOUND_PAUSE_SECONDS = 0.01
 #: Messages that rows of the history need to be known.
 NEEDED = (
     live.NodeNews,
@@ -247,7 +247,7 @@ class Subscription:
         work = self._writer.bounding(oldest, self._section.history_mib << 20)
         try:
             self.keep(AGES, b"%f" % now)
-            while not self._stopped.wait(BOUND_PAUSE):
+            while not self._stopped.wait(BOUND_PAUSE_SECONDS):
                 with self._lock:
                     if next(work, work) is work:
                         return
@@ -415,7 +415,7 @@ class Subscription:
                 self._writer.put_samples(
                     (
                         Sample(device, at, sampled.step, measured, decided, evidence),
-                        Sample(device, at + JUST_AFTER, sampled.step, None, None, None),
+                        Sample(device, at + JUST_AFTER_SECONDS, sampled.step, None, None, None),
                     )
                 )
 

@@ -21,11 +21,11 @@ from elasticd.config.tree import ConfigError
 from elasticd.coordinator.api_types import CallerStatus
 from elasticd.coordinator.auth import USER_HEADER
 from elasticd.dashboard import views
-from elasticd.dashboard.session import RECHECK, Session, Sessions
+from elasticd.dashboard.session import RECHECK_SECONDS, Session, Sessions
 from elasticd.store.write_allowance import Allowance
 
 #: Seconds for the leader to answer what is passed on.
-PATIENCE = 15.0
+LEADER_TIMEOUT_SECONDS = 15.0
 #: Statuses of the leader that are passed on; others become 503.
 PASSED_ON = (400, 401, 403, 404, 409, 413, 429)
 #: Why no token can be checked, and what to do.
@@ -39,7 +39,7 @@ WRONG_AT_ONCE, WRONG_A_SECOND = 5.0, 1.0
 #: Addresses whose wrong tokens are counted; those that were silent longest are forgotten.
 MOST_ADDRESSES = 4096
 #: Seconds between two looks at the sessions of open streams.
-TURN = 5.0
+SESSION_CHECK_SECONDS = 5.0
 
 
 class Failure(Exception):
@@ -149,14 +149,14 @@ class ViewerRequests:
         """Checks the sessions of open streams, which ask for nothing else, until cancelled."""
         sessions = self._served.sessions
         while True:
-            await asyncio.sleep(TURN)
+            await asyncio.sleep(SESSION_CHECK_SECONDS)
             with suppress(Failure):  # nobody can be asked now: the next ones would wait for an answer too
                 for word, session in sessions.watched():
                     await self._recheck(word, session)
 
     async def _recheck(self, word: str, session: Session) -> None:
         """Ends a session whose token the leader no longer knows. Raises Failure where it does not answer."""
-        if session.ended or time.monotonic() - session.checked < RECHECK or not self._served.leader:
+        if session.ended or time.monotonic() - session.checked < RECHECK_SECONDS or not self._served.leader:
             return
         try:
             caller = await self._caller(session.token or "")
@@ -198,7 +198,7 @@ class ViewerRequests:
         try:
             async with httpx2.AsyncClient(
                 base_url=url,
-                timeout=PATIENCE,
+                timeout=LEADER_TIMEOUT_SECONDS,
                 trust_env=False,
                 headers={**known.headers(), USER_HEADER: "dashboard"},
                 verify=known.verifying(),

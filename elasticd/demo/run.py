@@ -23,7 +23,7 @@ from elasticd.records import HistoryRecord
 from elasticd.system.child_processes import Child, Processes
 
 #: Seconds between two looks at the coordinator.
-_LOOK = 0.2
+_LOOK_SECONDS = 0.2
 #: Seconds that the reference may need after the job's end.
 _PLAIN_SECONDS = 240.0
 
@@ -121,7 +121,7 @@ def _follow(cluster: DemoCluster, processes: Processes, progress: DemoProgress) 
             _act(action, cluster, progress)
         cluster.tend()
         if state.phase not in story.OVER:
-            processes.pause(_LOOK)
+            processes.pause(_LOOK_SECONDS)
     if state.phase is DemoPhase.FAILED:
         raise DemoError(state.reason)
     assert plain is not None

@@ -27,8 +27,8 @@ from elasticd.coordinator.events.switch_gain import StepRecord
 from elasticd.demo.scenario import DemoScenario
 
 #: Seconds without a new step after which the job counts as standing still; the start may take longer.
-PATIENCE = 60.0
-START_PATIENCE = 150.0
+STEP_TIMEOUT_SECONDS = 60.0
+START_TIMEOUT_SECONDS = 150.0
 
 #: What opens a decision of the coordinator's about a plan, and what closes it.
 _OPENS = {"planning", "proposed"}
@@ -146,7 +146,7 @@ def _waited(state: Story, seen: Seen, now: float) -> Story:
         return state
     if len(seen.steps) > state.progress or not state.since:
         return msgspec.structs.replace(state, progress=len(seen.steps), since=now)
-    patience = PATIENCE if seen.steps else START_PATIENCE
+    patience = STEP_TIMEOUT_SECONDS if seen.steps else START_TIMEOUT_SECONDS
     if now - state.since > patience:
         what = f"step {len(seen.steps)}" if seen.steps else "its start"
         return _failed(state, f"the job stands still: no step for {patience:g} s after {what}")

@@ -32,7 +32,7 @@ from elasticd.system.output_options import STDERR, STDOUT, OutputOptions
 from elasticd.system.output_ring import OutputRing
 
 #: Bytes of the end of a worker's stderr that are kept for why it failed.
-MOST_KEPT = 64 << 10
+KEPT_BYTES = 64 << 10
 #: Bytes of a line that wait for its end, and seconds: a prompt has none.
 MOST_OF_A_LINE, LINE_SECONDS = 16 << 10, 0.5
 #: Seconds for the rest of what a worker that has ended wrote.
@@ -94,7 +94,7 @@ class WorkerOutput(DefaultLogsSpecs):
         """The end of what a worker of this attempt, which has ended, wrote to stderr."""
         if path := self._files.get(local_rank):
             with contextlib.suppress(OSError), open(path, "rb") as file:
-                file.seek(max(0, os.fstat(file.fileno()).st_size - MOST_KEPT))
+                file.seek(max(0, os.fstat(file.fileno()).st_size - KEPT_BYTES))
                 return file.read().decode(errors="replace")
             return ""
         return self._relays[local_rank].last_words()
@@ -231,7 +231,7 @@ class _Relay:
             return
         self._kept.append(data)
         self._size += len(data)
-        while self._size - len(self._kept[0]) >= MOST_KEPT:
+        while self._size - len(self._kept[0]) >= KEPT_BYTES:
             self._size -= len(self._kept.popleft())
 
 

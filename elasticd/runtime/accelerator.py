@@ -36,7 +36,7 @@ _HOST = ("cpu", "meta")
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 #: Seconds between two looks at an event that is not over: at first none, then a share of the time waited, as
 #: much as this at most.
-_PAUSE = 5e-4
+_PAUSE_SECONDS = 5e-4
 
 
 class NoDevice(ValueError):
@@ -362,7 +362,7 @@ class Accelerator:
         start = time.perf_counter()
         check()  # first: to ask a device that an abort is freeing may block
         while not event.query():
-            time.sleep(min(_PAUSE, (time.perf_counter() - start) / 20))
+            time.sleep(min(_PAUSE_SECONDS, (time.perf_counter() - start) / 20))
             check()
         check()
 

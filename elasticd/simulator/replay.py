@@ -33,7 +33,7 @@ from elasticd.recording import Line
 from elasticd.simulator.planning import Planner
 
 #: Seconds between ticks where settings are others: what time asks for then was not recorded.
-TICK = 0.1
+TICK_SECONDS = 0.1
 #: Notes that are no decisions: they repeat what was heard.
 _HEARD = frozenset({"node_up", "node_down", "prepared", "swapped", "joined", "chaos", "configured", "drained"})
 
@@ -151,8 +151,8 @@ class _Again:
 
     def _wait(self, until: float) -> None:
         """Plays the ticks up to `until`, with settings that are not those of the recording."""
-        while self._last + TICK < until and not self.ended:
-            self._last += TICK
+        while self._last + TICK_SECONDS < until and not self.ended:
+            self._last += TICK_SECONDS
             for due in [due for due in self._due if due[0] <= self._last]:
                 self._due.remove(due)
                 answer = self._planner.answer(self._asked[due[1:]])

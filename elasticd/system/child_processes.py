@@ -26,8 +26,8 @@ from elasticd.system.parent_death_signal import ending_with_us
 
 _SET_CHILD_SUBREAPER = 36
 #: Seconds from SIGTERM to SIGKILL.
-GRACE = 5.0
-_POLL = 0.05
+TERMINATE_SECONDS = 5.0
+_POLL_SECONDS = 0.05
 T = TypeVar("T")
 
 
@@ -116,7 +116,7 @@ class Processes:
         if self._told:
             raise Interrupted
 
-    def pause(self, seconds: float = _POLL) -> None:
+    def pause(self, seconds: float = _POLL_SECONDS) -> None:
         """Waits a moment between two looks. Raises Interrupted where the user asked to end."""
         self.check()
         time.sleep(seconds)
@@ -164,7 +164,10 @@ class Processes:
     def close(self) -> None:
         """Ends all that we started, and what is left of our tree: workers that lost their torchrun, for one."""
         self.end()
-        for signaller, seconds in ((psutil.Process.terminate, GRACE / 2), (psutil.Process.kill, GRACE)):
+        for signaller, seconds in (
+            (psutil.Process.terminate, TERMINATE_SECONDS / 2),
+            (psutil.Process.kill, TERMINATE_SECONDS),
+        ):
             left = [process for process in _descendants() if process not in self._ours]
             for process in left:
                 _quietly(signaller, process)
@@ -186,7 +189,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         tree = []
     process.terminate()
     try:
-        process.wait(GRACE)
+        process.wait(TERMINATE_SECONDS)
     except subprocess.TimeoutExpired:
         # Its children first: without their parent they would only be found by the sweep.
         for orphan in tree:

@@ -25,7 +25,7 @@ from elasticd.system.front_door import GUEST, FrontDoor, Guest
 _HttpBase: Any = h11_impl.H11Protocol
 _h11: Any = vars(h11_impl)["h11"]
 #: Bytes that are parsed in one go. A head that has more is refused, also where it comes at once.
-PARSED_TOGETHER = 16 << 10
+PARSED_TOGETHER_BYTES = 16 << 10
 #: Pieces of a request's body: each costs the event loop some microseconds, however small it is.
 MOST_PIECES = 1024
 #: Seconds between two lines about bytes that are no request: any stranger can send them.
@@ -156,9 +156,9 @@ def limited_http(
             self.conn.next_event = _bounded(self.conn.next_event)
 
         def data_received(self, data: bytes) -> None:
-            for start in range(0, len(data), PARSED_TOGETHER):
+            for start in range(0, len(data), PARSED_TOGETHER_BYTES):
                 if not self.transport.is_closing():
-                    super().data_received(data[start : start + PARSED_TOGETHER])
+                    super().data_received(data[start : start + PARSED_TOGETHER_BYTES])
 
         def connection_made(self, transport: asyncio.Transport) -> None:
             self.logger = _requests_log

@@ -15,7 +15,7 @@ import struct
 from dataclasses import dataclass
 
 #: Bytes of output that are kept of a worker.
-SIZE = 256 << 10
+RING_BYTES = 256 << 10
 _HEADER = struct.Struct("=QQ")
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
@@ -25,7 +25,7 @@ class OutputRing:
 
     def __init__(self) -> None:
         self.fd = os.memfd_create("elasticd-output", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(self.fd, _HEADER.size + SIZE)
+        os.ftruncate(self.fd, _HEADER.size + RING_BYTES)
         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
         self._written = 0
 
@@ -33,9 +33,9 @@ class OutputRing:
         """Adds output, in place of the oldest where the ring is full."""
         end = self._written + len(data)
         os.pwrite(self.fd, _HEADER.pack(end, self._written), 0)
-        at, newest = max(self._written, end - SIZE), data[-SIZE:]
-        first = SIZE - at % SIZE
-        os.pwrite(self.fd, newest[:first], _HEADER.size + at % SIZE)
+        at, newest = max(self._written, end - RING_BYTES), data[-RING_BYTES:]
+        first = RING_BYTES - at % RING_BYTES
+        os.pwrite(self.fd, newest[:first], _HEADER.size + at % RING_BYTES)
         if len(newest) > first:
             os.pwrite(self.fd, newest[first:], _HEADER.size)
         self._written = end
@@ -61,20 +61,20 @@ def is_ring(fd: int) -> bool:
         sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS == _SEALS
     except OSError:
         return False
-    return sealed and os.fstat(fd).st_size == _HEADER.size + SIZE
+    return sealed and os.fstat(fd).st_size == _HEADER.size + RING_BYTES
 
 
 def read(fd: int, after: int, most: int) -> RingPart:
     """The oldest `most` bytes that are kept behind the first `after`; a negative `after` asks for the newest
     `-after` bytes."""
     _, written = _counts(fd)
-    begin = max(written + after if after < 0 else min(after, written), written - SIZE, 0)
+    begin = max(written + after if after < 0 else min(after, written), written - RING_BYTES, 0)
     end = min(begin + most, written)
     data = b"".join(
-        os.pread(fd, stop - start, _HEADER.size + start % SIZE) for start, stop in _stretches(begin, end)
+        os.pread(fd, stop - start, _HEADER.size + start % RING_BYTES) for start, stop in _stretches(begin, end)
     )
     claimed, _ = _counts(fd)
-    lost = min(max(0, claimed - SIZE - begin), len(data))
+    lost = min(max(0, claimed - RING_BYTES - begin), len(data))
     return RingPart(begin + lost, begin + len(data), data[lost:])
 
 
@@ -86,5 +86,5 @@ def _counts(fd: int) -> tuple[int, int]:
 
 def _stretches(begin: int, end: int) -> list[tuple[int, int]]:
     """The stretch without its break at the ring's end."""
-    turn = (begin // SIZE + 1) * SIZE
+    turn = (begin // RING_BYTES + 1) * RING_BYTES
     return [(begin, end)] if end <= turn else [(begin, turn), (turn, end)]

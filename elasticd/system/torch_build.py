@@ -24,7 +24,7 @@ _ANSWERS = "elasticd.runtime.torch_answer"
 #: Begins the line of the answer.
 ANSWER = "torch-build "
 #: Seconds for it: torch is imported in some, on a busy machine in many.
-PATIENCE = 120.0
+TORCH_IMPORT_TIMEOUT_SECONDS = 120.0
 
 
 class TorchBuild(Value, frozen=True, kw_only=True):
@@ -63,9 +63,13 @@ def torch_build() -> TorchBuild:
     """
     command = [sys.executable, "-m", _ANSWERS]
     try:
-        asked = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=PATIENCE)
+        asked = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=TORCH_IMPORT_TIMEOUT_SECONDS
+        )
     except subprocess.TimeoutExpired:
-        raise CannotTell(f"it did not answer within {PATIENCE:g} s: does the GPU's driver hang?") from None
+        raise CannotTell(
+            f"it did not answer within {TORCH_IMPORT_TIMEOUT_SECONDS:g} s: does the GPU's driver hang?"
+        ) from None
     if asked.returncode != 0:
         raise CannotTell((asked.stderr.strip().splitlines() or ["it says nothing"])[-1])
     for line in asked.stdout.splitlines():  # torch, too, may print

@@ -47,8 +47,8 @@ THREADS_VARIABLE = "OMP_NUM_THREADS"
 GPUS_VARIABLE = "CUDA_VISIBLE_DEVICES"
 _ORDER_VARIABLE = "CUDA_DEVICE_ORDER"
 #: Seconds from the signal that ends torchruns to SIGKILL; torchrun itself gives its workers 30.
-GRACE = 40.0
-_POLL = 0.1
+TERMINATE_SECONDS = 40.0
+_POLL_SECONDS = 0.1
 #: Exit codes of torchruns that SIGTERM or SIGKILL ended.
 STOPPED = (128 + signal.SIGTERM, -signal.SIGTERM, -signal.SIGKILL)
 #: Seconds for the leader's word that the job is over, after its workers have ended.
@@ -203,7 +203,10 @@ def _run(what: Launch, mode: Mode, folder: Path, told: list[int]) -> _Ended:
             torchruns.append(_start(what, mode, index, folder))
         return _wait(torchruns, told)
     finally:
-        _end([torchrun.process for torchrun in torchruns], GRACE if mode != "auto" or told else _SWITCH_SECONDS)
+        _end(
+            [torchrun.process for torchrun in torchruns],
+            TERMINATE_SECONDS if mode != "auto" or told else _SWITCH_SECONDS,
+        )
 
 
 def _start(what: Launch, mode: Mode, index: int, folder: Path) -> _Torchrun:
@@ -356,7 +359,7 @@ def _wait(torchruns: list[_Torchrun], told: list[int]) -> _Ended:
             code, words = ended.codes[index], torchruns[index].words
             _say(f"{words} is out, torchrun ended with code {code}: the others go on")
             del out[index]
-        time.sleep(_POLL)
+        time.sleep(_POLL_SECONDS)
     return ended
 
 

@@ -23,7 +23,7 @@ from elasticd.system.torch_build import DEVICE_VARIABLE
 from elasticd.testing.network_namespaces import Namespaces, namespaces
 
 #: Seconds that anything may take that must happen: a start, an election, the return of a node.
-PATIENCE = 120.0
+TIMEOUT_SECONDS = 120.0
 _LOOK = 0.1
 #: One thread each: there are more processes than cores.
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", DEVICE_VARIABLE: "cpu"}
@@ -126,7 +126,7 @@ class Cluster:
             self._processes.alive(child)
         self._processes.check()
 
-    def until(self, condition: Callable[[], T | None], what: str, seconds: float = PATIENCE) -> T:
+    def until(self, condition: Callable[[], T | None], what: str, seconds: float = TIMEOUT_SECONDS) -> T:
         """The first value of `condition` that is true; a coordinator that is not there is waited for. Raises
         ProcessError after `seconds`."""
         deadline = time.monotonic() + seconds

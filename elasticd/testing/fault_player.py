@@ -21,7 +21,7 @@ from elasticd.machines.job.copies.holdings import lost_boxes
 from elasticd.records import Fence, JobSpec, decode
 from elasticd.system.child_processes import ProcessError
 from elasticd.testing.chaos_cluster import JOB, ChaosCluster
-from elasticd.testing.cluster import PATIENCE
+from elasticd.testing.cluster import TIMEOUT_SECONDS
 from elasticd.testing.network_cut import NetworkCut, pair_of
 from elasticd.testing.script_faults import Place, Planted, plant, taken, withdraw
 
@@ -113,7 +113,7 @@ class FaultPlayer:
         cluster: ChaosCluster,
         steps: LedgerSteps,
         *,
-        still: float = PATIENCE,
+        still: float = TIMEOUT_SECONDS,
         elsewhere: bool = False,
         tell: Callable[[str], None] = print,
     ) -> None:
@@ -297,7 +297,7 @@ class FaultPlayer:
                 self._frozen[fault.device] = time.monotonic()
             case "cut":
                 cluster.chaos().cut(fault.node, fault.lasts)
-                self._cut[fault.node] = time.monotonic() + (fault.lasts or PATIENCE)
+                self._cut[fault.node] = time.monotonic() + (fault.lasts or TIMEOUT_SECONDS)
             case "heal":
                 cluster.chaos().heal(fault.node)
                 self._cut[fault.node] = time.monotonic()
@@ -318,7 +318,7 @@ class FaultPlayer:
         (chaos.kill if fault.kind == "kill" else chaos.freeze)(fault.device)
         now = time.monotonic()
         if fault.kind == "freeze":
-            self._frozen[fault.device] = now + (fault.lasts or PATIENCE)
+            self._frozen[fault.device] = now + (fault.lasts or TIMEOUT_SECONDS)
         deadline = now + _SIGNAL_SECONDS
         while time.monotonic() < deadline:
             status = _status(pid)

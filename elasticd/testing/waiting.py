@@ -7,9 +7,9 @@ from collections.abc import Callable
 from typing import TypeVar
 
 #: Seconds that a condition has: a busy machine takes half a minute to start a worker.
-PATIENCE = 400.0
+CONDITION_TIMEOUT_SECONDS = 400.0
 #: Seconds between two looks at most.
-_LONGEST_PAUSE = 0.5
+_LONGEST_PAUSE_SECONDS = 0.5
 #: Seconds between two looks at least, for each that a look takes.
 _RARELY = 15
 
@@ -20,7 +20,7 @@ def until(
     condition: Callable[[], T],
     what: Callable[[], object] = str,
     *,
-    seconds: float = PATIENCE,
+    seconds: float = CONDITION_TIMEOUT_SECONDS,
     pause: float = 0.03,
 ) -> T:
     """Looks at a condition until it is true.
@@ -44,4 +44,4 @@ def until(
             return value
         now = time.monotonic()
         assert now < deadline, f"this never became true: {what()}"
-        time.sleep(max(pause, min(_RARELY * (now - began), _LONGEST_PAUSE)))
+        time.sleep(max(pause, min(_RARELY * (now - began), _LONGEST_PAUSE_SECONDS)))

@@ -5,8 +5,8 @@
     send(sock, data); receive(sock)        both; None is the other's end
     send(sock, data, fd); accept(sock)     with a descriptor, which the receiver gets one of its own of
 
-A packet keeps its borders, so there is nothing to reassemble. Above `LARGEST_PACKET` the kernel would refuse
-it sooner or later; then a sealed memory file travels in its place, which the receiver reads and closes.
+A packet keeps its borders, so there is nothing to reassemble. Above `LARGEST_PACKET_BYTES` the kernel would
+refuse it sooner or later; then a sealed memory file travels in its place, which the receiver reads and closes.
 A packet with descriptors begins with eight bytes, the size of the message in the memory file. That is the
 first descriptor, and a second one is the sender's; where the size is 0, the message follows in the packet.
 All functions work on blocking and on non-blocking sockets; the latter raise BlockingIOError as usual.
@@ -32,9 +32,9 @@ from pathlib import Path
 from elasticd.backoff import jittered
 
 #: Bytes; larger messages travel by memfd.
-LARGEST_PACKET = 64 * 1024
+LARGEST_PACKET_BYTES = 64 * 1024
 #: Bytes; a larger message is refused on both sides, for it is an error and not a message.
-LARGEST_MESSAGE = 32 << 20
+LARGEST_MESSAGE_BYTES = 32 << 20
 #: Names the agent's socket for everything that runs on a node.
 SOCKET_VARIABLE = "ELASTICD_SOCKET"
 #: Where the agent of `systemd/elasticd-agent.service` listens.
@@ -180,9 +180,9 @@ def send(sock: socket.socket, data: bytes, fd: int | None = None) -> None:
     """
     if not data:
         raise ValueError("an empty message cannot be told from the end of the connection")
-    if len(data) > LARGEST_MESSAGE:
-        raise PacketError(f"a message of {len(data)} bytes is above the limit of {LARGEST_MESSAGE}")
-    if len(data) <= LARGEST_PACKET:
+    if len(data) > LARGEST_MESSAGE_BYTES:
+        raise PacketError(f"a message of {len(data)} bytes is above the limit of {LARGEST_MESSAGE_BYTES}")
+    if len(data) <= LARGEST_PACKET_BYTES:
         if fd is None:
             sock.send(data, socket.MSG_NOSIGNAL)
         else:
@@ -205,7 +205,7 @@ def receive(sock: socket.socket) -> bytes | None:
     return data
 
 
-def accept(sock: socket.socket, most: int = LARGEST_MESSAGE) -> tuple[bytes | None, int | None]:
+def accept(sock: socket.socket, most: int = LARGEST_MESSAGE_BYTES) -> tuple[bytes | None, int | None]:
     """Returns the next message and the descriptor that came with it, which the caller closes. Both are None at
     the end of the connection. Raises PacketError for what no `send` sent, and for a message of more than `most`
     bytes, of which none is read."""
@@ -217,7 +217,7 @@ def accept(sock: socket.socket, most: int = LARGEST_MESSAGE) -> tuple[bytes | No
     fds = _descriptors(ancillary)
     given: int | None = None
     try:
-        too_long = len(data) > LARGEST_PACKET + (_SIZE.size if fds else 0)
+        too_long = len(data) > LARGEST_PACKET_BYTES + (_SIZE.size if fds else 0)
         if too_long or flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC) or len(fds) > 2:
             why = "its sender does not speak elasticd's framing, or this process has no descriptor left"
             raise PacketError(f"a packet was cut short: {why}")
@@ -238,7 +238,7 @@ def accept(sock: socket.socket, most: int = LARGEST_MESSAGE) -> tuple[bytes | No
 
 def _packet(sock: socket.socket) -> tuple[bytes, list[tuple[int, int, bytes]], int]:
     return sock.recvmsg(
-        LARGEST_PACKET + _SIZE.size, socket.CMSG_SPACE(2 * struct.calcsize("i")), socket.MSG_CMSG_CLOEXEC
+        LARGEST_PACKET_BYTES + _SIZE.size, socket.CMSG_SPACE(2 * struct.calcsize("i")), socket.MSG_CMSG_CLOEXEC
     )[:3]
 
 

@@ -32,7 +32,7 @@ from elasticd_planner.spec.box import Box
 from elasticd_migration.exchange import Exchange
 from elasticd_migration.local_state import LocalState
 from elasticd_migration.reshard import Lost, renewed, reshard
-from elasticd_migration.rounds import ROUND_LIMIT, Round, schedule
+from elasticd_migration.rounds import ROUND_BYTES, Round, schedule
 from elasticd_migration.schema import Disagreement, Plane, Schema, check_covers, merge
 from elasticd_migration.target_buffers import Incomplete as Incomplete
 from elasticd_migration.target_buffers import TargetBuffers
@@ -150,7 +150,7 @@ def migrate(
     state: LocalState,
     transport: Transport,
     *,
-    limit: int = ROUND_LIMIT,
+    limit: int = ROUND_BYTES,
     device: torch.device | None = None,
     in_place: bool = False,
     prepared: PreparedMove | None = None,
@@ -202,7 +202,7 @@ def _without_collections() -> Iterator[None]:
 
 
 def prepare_move(
-    old: Holdings, new: Holdings, mine: Schema, transport: Transport, *, limit: int = ROUND_LIMIT
+    old: Holdings, new: Holdings, mine: Schema, transport: Transport, *, limit: int = ROUND_BYTES
 ) -> PreparedMove | None:
     """The rounds of a move that may follow, by all ranks together while they train. `mine`: what this rank
     holds; its scalars do not matter. None, on every rank alike, where the ranks do not agree: why, `migrate`

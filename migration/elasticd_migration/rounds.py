@@ -26,7 +26,7 @@ from elasticd_migration.schema import Plane
 #: copy into staging memory and out of it costs that for more than 128 KiB.
 PACK_BELOW = 128 * 1024
 #: Bytes that a device sends, and receives, in one round at most.
-ROUND_LIMIT = 64 * 1024 * 1024
+ROUND_BYTES = 64 * 1024 * 1024
 #: A transfer is divided between rounds where this fraction of the limit goes into each of them.
 LEAST = 8
 #: Parameters in a row whose transfers between one pair are placed together.
@@ -95,7 +95,7 @@ def schedule(
     transfers: Sequence[Transfer],
     planes: Mapping[Item, Sequence[Plane]],
     *,
-    limit: int = ROUND_LIMIT,
+    limit: int = ROUND_BYTES,
     me: str | None = None,
 ) -> tuple[Round, ...]:
     """Rounds in which every piece of `transfers` is sent once.

@@ -18,7 +18,7 @@ from elasticd_planner.spec.cluster import node_of
 from elasticd_migration.flow_balance import Class, balance
 
 #: Bytes below which a want is not divided, and that a part of one has at least.
-WHOLE_BELOW = 64 * 1024
+WHOLE_BELOW_BYTES = 64 * 1024
 
 
 class Share(NamedTuple):
@@ -32,7 +32,7 @@ class SourceChooser:
     """Chooses who sends each want: first every class is found and every want's size is added to its class, then
     `balance`, then the wants are dealt with in their order. Wants below `whole_below` bytes have one share."""
 
-    def __init__(self, whole_below: int = WHOLE_BELOW) -> None:
+    def __init__(self, whole_below: int = WHOLE_BELOW_BYTES) -> None:
         self._whole_below = whole_below
         self._classes: list[Class] = []
         self._index: dict[tuple[bool, tuple[str, ...]], int] = {}

@@ -28,7 +28,7 @@ from elasticd.runtime.comm.groups import Cancelled, PeerLost, PlanGroups
 from elasticd.runtime.comm.in_memory import MemoryPlanGroups, MemoryWorld
 from elasticd.runtime.comm.nccl import NcclLibrary, nccl_communicators
 from elasticd.runtime.engine import captured_passes, pipeline_stage
-from elasticd.runtime.engine.engine import DRAIN, Engine, first_state
+from elasticd.runtime.engine.engine import DRAIN_SECONDS, Engine, first_state
 from elasticd.runtime.engine.parallelism import ParallelismOptions
 from elasticd.runtime.engine.pass_watch import FIRST
 from tests.accelerators import shared_gpu, test_drills, test_training, vgpu
@@ -262,8 +262,8 @@ def aborted(device: str, store: Any, kind: str) -> tuple[float, float, float]:
         assert not hangs.over()
     began = time.perf_counter()
     groups.shut()
-    assert made.rest(DRAIN)
-    assert accelerator.drained(DRAIN)
+    assert made.rest(DRAIN_SECONDS)
+    assert accelerator.drained(DRAIN_SECONDS)
     freed = time.perf_counter() - began
     with pytest.raises(Cancelled):
         team.all_reduce(torch.ones(1, device=accelerator.device))
@@ -280,7 +280,7 @@ def test_an_abort_frees_the_device_and_another_communicator_works(kind: str) -> 
         vgpu.needed()
     for connection, freed, total in gang.run(__file__, "aborted", TWO, kind).values():
         assert total == 2.0
-        assert freed < DRAIN, f"{freed} s; a new communicator took {connection} s"
+        assert freed < DRAIN_SECONDS, f"{freed} s; a new communicator took {connection} s"
 
 
 def bereft(device: str, store: Any, kind: str, first: bool) -> float:
@@ -307,8 +307,8 @@ def bereft(device: str, store: Any, kind: str, first: bool) -> float:
         team.begin_all_reduce(lost)
     assert shut.wait(60)
     began = time.perf_counter()
-    assert made.rest(DRAIN)
-    assert accelerator.drained(DRAIN)
+    assert made.rest(DRAIN_SECONDS)
+    assert accelerator.drained(DRAIN_SECONDS)
     assert accelerator.read(torch.ones(3, device=accelerator.device).sum()) == [3.0], "the device works on"
     return time.perf_counter() - began
 
@@ -320,4 +320,4 @@ def test_the_device_of_a_survivor_comes_to_rest(kind: str, first: bool) -> None:
         vgpu.needed()
     results = gang.run(__file__, "bereft", TWO, kind, first, dying=(TWO[1],))
     assert set(results) == {TWO[0]}
-    assert results[TWO[0]] < DRAIN
+    assert results[TWO[0]] < DRAIN_SECONDS

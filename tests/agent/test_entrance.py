@@ -231,7 +231,7 @@ def test_snapshot_of_a_negative_size_makes_no_room(pair: Pair) -> None:
 
 
 def test_peer_that_is_too_slow_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfer, "SILENCE", 0.2)
+    monkeypatch.setattr(transfer, "STREAM_TIMEOUT_SECONDS", 0.2)
     ours, theirs = socket.socketpair()
     ended = threading.Event()
 

@@ -9,7 +9,7 @@ import sys
 import time
 
 import pytest
-from elasticd_agent.hangs.heartbeat import BEAT, BUSY, IDLE, STOPPED, Heartbeats, Look, look
+from elasticd_agent.hangs.heartbeat import BEAT_SECONDS, BUSY, IDLE, STOPPED, Heartbeats, Look, look
 
 DEADLINE = 60.0
 
@@ -36,7 +36,7 @@ def run(pulses: Heartbeats, seconds: float, start: float, *, answers: bool = Fal
                 pulses.answered(name)
         if frozen:
             return now, frozen["w"]
-        now += BEAT
+        now += BEAT_SECONDS
     return now, ""
 
 
@@ -53,7 +53,7 @@ def test_a_stopped_process_is_found_at_once_and_told_once() -> None:
     kernel.stopped = True
     found, how = run(pulses, 5.0, now)
     assert "stopped" in how
-    assert found - now <= STOPPED + 2 * BEAT + 1e-9
+    assert found - now <= STOPPED + 2 * BEAT_SECONDS + 1e-9
     assert run(pulses, 5.0, found)[1] == "", "said once"
     assert pulses.answered("w"), "it had been found frozen"
     assert not pulses.answered("w")
@@ -80,8 +80,8 @@ def test_what_the_agent_is_late_for_is_not_held_against_a_worker() -> None:
 def test_who_is_gone_is_forgotten() -> None:
     pulses = Heartbeats(Kernel().look)
     pulses.beat({"w": 7}, 0.0)
-    pulses.beat({}, BEAT)
-    assert pulses.beat({"w": 7}, 2 * BEAT) == (("w",), {})
+    pulses.beat({}, BEAT_SECONDS)
+    assert pulses.beat({"w": 7}, 2 * BEAT_SECONDS) == (("w",), {})
 
 
 def test_the_kernel_tells_a_stopped_process_from_a_busy_one() -> None:
@@ -112,6 +112,6 @@ def test_the_scripts_own_code_may_keep_the_interpreter_to_itself() -> None:
         for _ in range(1000):
             _, frozen = pulses.beat({"w": 7}, now, frozenset({"w"}))
             assert not frozen
-            now += BEAT
+            now += BEAT_SECONDS
         kernel.stopped = True
         assert pulses.beat({"w": 7}, now, frozenset({"w"}))[1]

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from elasticd_agent.hangs import stack_dump
-from elasticd_agent.hangs.heartbeat import BEAT
+from elasticd_agent.hangs.heartbeat import BEAT_SECONDS
 from elasticd_agent.hangs.main_thread_watch import Halt, MainThreadWatch, told_of
 from elasticd_planner.spec.cluster import node_of
 
@@ -61,7 +61,7 @@ class Rank:
         self.where.at(FORWARD)
         self.where.end(seconds)
 
-    def beats(self, seconds: float, beat: float = BEAT) -> tuple[list[Halt], list[str]]:
+    def beats(self, seconds: float, beat: float = BEAT_SECONDS) -> tuple[list[Halt], list[str]]:
         """What was found in so many seconds."""
         halted, moving = list[Halt](), list[str]()
         for _ in range(round(seconds / beat)):
@@ -233,18 +233,18 @@ def test_what_hangs_in_a_plans_first_step_is_named_and_given_up_at_the_limit_alo
         rank.where.begin(world.steps, 7)
         rank.where.at(place if device == hung else VOTE)
     fences = list[float]()
-    for beat in range(round(70.0 / BEAT)):
+    for beat in range(round(70.0 / BEAT_SECONDS)):
         for device, rank in ranks.items():
-            for halt in rank.beats(BEAT)[0]:
+            for halt in rank.beats(BEAT_SECONDS)[0]:
                 told, worker = told_of(halt, "its stack"), world.workers[device]
                 told = msgspec.structs.replace(told, job=JOB, device=device, incarnation=worker.incarnation)
                 world.say(Received(node=node_of(device), message=told))
-        if beat * BEAT > 15.0 and not fences and "fenced" not in world.kinds():
+        if beat * BEAT_SECONDS > 15.0 and not fences and "fenced" not in world.kinds():
             said = awaited(world.job, world.now)
             assert said.startswith(f"waits for worker {hung}, which is in {where}")
-        world.tick(BEAT)
+        world.tick(BEAT_SECONDS)
         if "fenced" in world.kinds() and not fences:
-            fences.append(beat * BEAT)
+            fences.append(beat * BEAT_SECONDS)
     for rank in ranks.values():
         rank.standing.close()
     assert len(fences) == (limit > 0)

@@ -7,14 +7,14 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from elasticd_agent.snapshots.store import PATIENCE, NoRoom, Snapshot, SnapshotStore
+from elasticd_agent.snapshots.store import RESERVATION_SECONDS, NoRoom, Snapshot, SnapshotStore
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.agent.snapshots import content, held, snapshot
 from tests.sizes import examples
 
-LATER = PATIENCE * 100
+LATER = RESERVATION_SECONDS * 100
 
 
 def alive(device: str) -> bool:
@@ -73,7 +73,7 @@ def test_set_that_never_becomes_whole_is_let_go_of_in_time(vault: SnapshotStore)
     assert drop(vault.expire(time.monotonic() + LATER, alive)) == [], "this agent has not done its part"
     copied(vault, 2)
     copied(vault, 3)
-    assert drop(vault.expire(time.monotonic() + PATIENCE / 2, alive)) == []
+    assert drop(vault.expire(time.monotonic() + RESERVATION_SECONDS / 2, alive)) == []
     assert drop(vault.expire(time.monotonic() + LATER, dead)) == [(1, 2)]
     assert drop(vault.expire(time.monotonic() + LATER, alive)) == [(1, 3)]
     assert drop(vault.expire(time.monotonic() + LATER, alive)) == [], "the whole one stays"
@@ -93,9 +93,9 @@ def test_patience_grows_with_what_the_copy_took(vault: SnapshotStore) -> None:
         drop(vault.put(snapshot(step)))
         lent = vault.lend(one)
         assert lent is not None
-        drop(vault.settle(one, lent, "b", PATIENCE))
-    assert drop(vault.expire(time.monotonic() + 9 * PATIENCE, alive)) == []
-    assert drop(vault.expire(time.monotonic() + 11 * PATIENCE, alive)) == [(1, 1)]
+        drop(vault.settle(one, lent, "b", RESERVATION_SECONDS))
+    assert drop(vault.expire(time.monotonic() + 9 * RESERVATION_SECONDS, alive)) == []
+    assert drop(vault.expire(time.monotonic() + 11 * RESERVATION_SECONDS, alive)) == [(1, 1)]
 
 
 def test_what_is_being_sent_is_kept_until_it_was(vault: SnapshotStore) -> None:

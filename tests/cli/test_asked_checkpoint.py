@@ -35,7 +35,7 @@ def made(step: int, job: str = "job", number: int = 8) -> Any:
 
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint, "_POLL", 0.0)
+    monkeypatch.setattr(checkpoint, "_POLL_SECONDS", 0.0)
 
 
 def waited(*looks: tuple[str, int, list[Any]], seconds: float = 60.0) -> str:

@@ -79,7 +79,7 @@ def test_verify_reads_every_byte_of_one_or_of_all(folder: Path) -> None:
 def test_export_is_what_safetensors_reads_bit_by_bit(
     folder: Path, tmp_path: Path, moments: bool, piece: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(exporting, "PIECE", piece)
+    monkeypatch.setattr(exporting, "PIECE_BYTES", piece)
     out = tmp_path / "out.safetensors"
     done = call("checkpoint", "export", str(newest(folder)), str(out), *(["--moments"] if moments else []))
     assert done.exit_code == 0, done.output

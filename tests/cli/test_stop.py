@@ -30,7 +30,7 @@ class Played:
 
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jobs, "_POLL", 0.0)
+    monkeypatch.setattr(jobs, "_POLL_SECONDS", 0.0)
 
 
 def ended(api: Played, seconds: float = 60.0) -> Any:

@@ -36,7 +36,7 @@ def test_whatever_it_says_there_is_one_kind_of_error(
     program.write_text(f"#!{sys.executable}\n{said}\n")
     program.chmod(0o700)
     monkeypatch.setattr(sys, "executable", str(program))
-    monkeypatch.setattr(torch_build, "PATIENCE", 1.0 if "sleep" in said else 120.0)
+    monkeypatch.setattr(torch_build, "TORCH_IMPORT_TIMEOUT_SECONDS", 1.0 if "sleep" in said else 120.0)
     with pytest.raises(CannotTell, match=expected):
         torch_build.torch_build()
 

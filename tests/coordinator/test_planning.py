@@ -208,7 +208,7 @@ def test_a_child_that_a_search_made_large_gives_way_to_another(monkeypatch: pyte
         await until(lambda: len(started()) == 1 and large not in started())
         await planning.close()
 
-    monkeypatch.setattr(module, "LARGE", 1 << 20)
+    monkeypatch.setattr(module, "LARGE_BYTES", 1 << 20)
     asyncio.run(body())
     assert not started()
 

@@ -6,7 +6,7 @@ import pytest
 
 from elasticd.coordinator.events.event_log import EventRecord, Lines
 from elasticd.coordinator.events.switch_gain import StepRecord
-from elasticd.coordinator.events.trusted_time import JUMP, ReadTimes, newest_of, stamp_of
+from elasticd.coordinator.events.trusted_time import JUMP_SECONDS, ReadTimes, newest_of, stamp_of
 from elasticd.coordinator.store_writer import aged, read_times, stored
 from elasticd.machines.coordinator import machine
 from elasticd.machines.job.state.events import CoordinatorTick, Stored
@@ -44,7 +44,7 @@ def test_a_job_that_just_ended_is_kept_however_far_the_clock_is_ahead(ahead: flo
     now = 1e9
     kept, age = taken_over(ended=now - 60, newest=now - 1, clock=now + ahead)
     assert kept
-    assert 60 <= age <= 60 + JUMP
+    assert 60 <= age <= 60 + JUMP_SECONDS
 
 
 def test_age_counts_over_leaders_by_what_they_wrote() -> None:
@@ -54,7 +54,7 @@ def test_age_counts_over_leaders_by_what_they_wrote() -> None:
     assert (kept, age) == (True, 3 * DAY)
     assert taken_over(ended=now, newest=now, clock=now - 9 * DAY) == (True, 0.0), "behind"
     kept, age = taken_over(ended=now - 8 * DAY, newest=0.0, clock=now)
-    assert (kept, age) == (True, JUMP), "no journal: its own end is all that was written"
+    assert (kept, age) == (True, JUMP_SECONDS), "no journal: its own end is all that was written"
 
 
 def test_wish_to_stop_ages_by_the_time_for_which_leaders_led() -> None:
@@ -91,7 +91,7 @@ def test_leaders_with_wrong_clocks_mislead_none_after_them(stamped: bool, wrong:
     ended, stamp = times.stamp, times.stamp + 60.0
     for days in (*wrong[1:], 0.0):
         times = ReadTimes.of(now + days * DAY, [ended], stamp)
-        assert 0.0 <= times.trusted - ended <= 60.0 + JUMP * len(wrong)
+        assert 0.0 <= times.trusted - ended <= 60.0 + JUMP_SECONDS * len(wrong)
         stamp = times.stamp + 60.0
 
 

@@ -192,8 +192,8 @@ def test_a_dashboard_that_lost_its_token_does_not_open_its_history(tmp_path: Pat
 def test_a_token_that_is_withdrawn_loses_its_open_stream(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(viewer_requests, "RECHECK", 0.2)
-    monkeypatch.setattr(viewer_requests, "TURN", 0.1)
+    monkeypatch.setattr(viewer_requests, "RECHECK_SECONDS", 0.2)
+    monkeypatch.setattr(viewer_requests, "SESSION_CHECK_SECONDS", 0.1)
 
     async def body() -> None:
         section = tokens(tmp_path)

@@ -7,7 +7,7 @@ from elasticd_planner.spec.plan import Plan
 from elasticd.coordinator.api_types import JobStatus
 from elasticd.coordinator.events.event_log import EventRecord
 from elasticd.coordinator.events.switch_gain import StepRecord
-from elasticd.demo.story import OVER, PATIENCE, TRANSITIONS, Action, DemoPhase, Seen, Story, step
+from elasticd.demo.story import OVER, STEP_TIMEOUT_SECONDS, TRANSITIONS, Action, DemoPhase, Seen, Story, step
 from tests.demo.records import SCENARIO, history
 
 PLANS = [entry.plan for entry in history()]
@@ -130,7 +130,7 @@ def test_job_that_stopped_says_why() -> None:
 def test_job_that_stands_still_is_given_up() -> None:
     job = slowed()
     job.train(1)
-    job.now += PATIENCE - 1
+    job.now += STEP_TIMEOUT_SECONDS - 1
     assert job.look() is DemoPhase.SLOWED
     job.now += 2
     assert job.look() is DemoPhase.FAILED

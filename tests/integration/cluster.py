@@ -30,7 +30,7 @@ from elasticd.store.etcd import EtcdStore
 from elasticd.store.memory import MemoryServer, MemoryStore
 from elasticd.store.protocol import Store
 from elasticd.store.session import EtcdOptions
-from elasticd.testing.waiting import PATIENCE, until
+from elasticd.testing.waiting import CONDITION_TIMEOUT_SECONDS, until
 from elasticd.wire import unix_socket
 from elasticd.wire.rendezvous import Join, Joined
 from elasticd.wire.worker import to_worker
@@ -265,7 +265,7 @@ class Cluster:
 
     def wait(self, seconds: float = 90.0) -> dict[str, int]:
         """The workers' exit codes, once all have ended."""
-        deadline = time.monotonic() + max(seconds, PATIENCE)
+        deadline = time.monotonic() + max(seconds, CONDITION_TIMEOUT_SECONDS)
         codes = {}
         for device, worker in self.workers.items():
             try:
@@ -325,7 +325,7 @@ class Cluster:
         until(
             there,
             lambda: f"plan {number}; events: {[e['text'] for e in self.events()]}",
-            seconds=max(seconds, PATIENCE),
+            seconds=max(seconds, CONDITION_TIMEOUT_SECONDS),
         )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import networkx as nx
-from elasticd_migration.source_choice import WHOLE_BELOW, Share, SourceChooser
+from elasticd_migration.source_choice import WHOLE_BELOW_BYTES, Share, SourceChooser
 from elasticd_planner.spec.cluster import node_of
 
 
@@ -18,7 +18,7 @@ class Want(NamedTuple):
     holders: tuple[str, ...]
 
 
-def choose(wants: Sequence[Want], *, whole_below: int = WHOLE_BELOW) -> list[tuple[Share, ...]]:
+def choose(wants: Sequence[Want], *, whole_below: int = WHOLE_BELOW_BYTES) -> list[tuple[Share, ...]]:
     """The shares of each want; they add up to its size."""
     dealing = SourceChooser(whole_below)
     member = [dealing.class_of(want.destination, want.holders) for want in wants]

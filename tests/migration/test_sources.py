@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 import pytest
-from elasticd_migration.source_choice import WHOLE_BELOW, Share
+from elasticd_migration.source_choice import WHOLE_BELOW_BYTES, Share
 from elasticd_planner.spec.cluster import node_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,7 +16,7 @@ from tests.sizes import examples
 def cases(draw: st.DrawFn) -> list[Want]:
     nodes, width = draw(st.integers(1, 5)), draw(st.integers(1, 4))
     devices = [f"n{n}/{i}" for n in range(nodes) for i in range(width + (nodes == 1))]
-    sizes = st.integers(1, 1000).map(lambda n: n * WHOLE_BELOW)
+    sizes = st.integers(1, 1000).map(lambda n: n * WHOLE_BELOW_BYTES)
     wants = []
     for _ in range(draw(st.integers(1, 20))):
         order = draw(st.permutations(devices))
@@ -39,10 +39,12 @@ def test_what_is_not_divided_for_its_size_costs_no_more_than_its_size(wants: lis
     chosen = choose(wants)
     check(wants, chosen)
     divided = loads(wants, choose(wants, whole_below=1)).busiest
-    assert loads(wants, chosen).busiest <= divided + len(wants) * WHOLE_BELOW
+    assert loads(wants, chosen).busiest <= divided + len(wants) * WHOLE_BELOW_BYTES
 
 
-def check(wants: Sequence[Want], chosen: Sequence[Sequence[Share]], *, whole_below: int = WHOLE_BELOW) -> None:
+def check(
+    wants: Sequence[Want], chosen: Sequence[Sequence[Share]], *, whole_below: int = WHOLE_BELOW_BYTES
+) -> None:
     """Every byte once, from a holder, from the same node where that is possible."""
     for want, shares in zip(wants, chosen, strict=True):
         assert sum(share.size for share in shares) == want.size
@@ -89,11 +91,11 @@ def test_chains_and_unequal_nodes_are_balanced_too(wants: list[Want]) -> None:
 
 def test_few_wants_are_divided() -> None:
     holders = tuple(f"n{i}/0" for i in range(4))
-    wants = [Want("x0/0", WHOLE_BELOW, holders) for _ in range(1000)]
+    wants = [Want("x0/0", WHOLE_BELOW_BYTES, holders) for _ in range(1000)]
     chosen = choose(wants)
     assert sum(len(shares) > 1 for shares in chosen) <= 4
     given_out = loads(wants, chosen).out_of_device.values()
-    assert max(given_out) - min(given_out) <= 2 * WHOLE_BELOW
+    assert max(given_out) - min(given_out) <= 2 * WHOLE_BELOW_BYTES
 
 
 def test_small_wants_are_never_divided_and_still_shared_out() -> None:

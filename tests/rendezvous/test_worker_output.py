@@ -68,7 +68,7 @@ def made(options: OutputOptions, index: int = 1) -> tuple[WorkerOutput, NoAgent]
 
 
 def kept(link: NoAgent, index: int = 1) -> str:
-    return output_ring.read(link.rings[index].fd, -output_ring.SIZE, output_ring.SIZE).data.decode()
+    return output_ring.read(link.rings[index].fd, -output_ring.RING_BYTES, output_ring.RING_BYTES).data.decode()
 
 
 def test_lines_come_whole_and_with_the_workers_label(terminal: Callable[[], str]) -> None:
@@ -148,7 +148,7 @@ def test_the_last_words_are_those_of_stderr(terminal: Callable[[], str]) -> None
     run(output, "import sys; print('out'); sys.stderr.write('x' * 100_000 + 'the reason')")
     words = output.last_words(0)
     assert words.endswith("the reason")
-    assert len(words) < worker_output.MOST_KEPT + (1 << 16)
+    assert len(words) < worker_output.KEPT_BYTES + (1 << 16)
     assert "out" not in words
 
 
@@ -209,7 +209,9 @@ def test_a_reader_of_the_ring_never_sees_torn_output_and_the_writer_never_waits(
         ring.close()
 
 
-@pytest.mark.parametrize("sizes", [(0,), (5, 3), (output_ring.SIZE,), (output_ring.SIZE - 3, 7), (600_000, 2)])
+@pytest.mark.parametrize(
+    "sizes", [(0,), (5, 3), (output_ring.RING_BYTES,), (output_ring.RING_BYTES - 3, 7), (600_000, 2)]
+)
 def test_the_ring_keeps_the_newest_bytes(sizes: tuple[int, ...]) -> None:
     ring = OutputRing()
     try:
@@ -219,9 +221,9 @@ def test_the_ring_keeps_the_newest_bytes(sizes: tuple[int, ...]) -> None:
             ring.write(piece)
             data += piece
         assert output_ring.is_ring(ring.fd)
-        found = output_ring.read(ring.fd, -output_ring.SIZE, output_ring.SIZE)
-        assert found.data == data[-output_ring.SIZE :]
-        assert (found.begin, found.end) == (max(0, len(data) - output_ring.SIZE), len(data))
+        found = output_ring.read(ring.fd, -output_ring.RING_BYTES, output_ring.RING_BYTES)
+        assert found.data == data[-output_ring.RING_BYTES :]
+        assert (found.begin, found.end) == (max(0, len(data) - output_ring.RING_BYTES), len(data))
         assert output_ring.read(ring.fd, len(data) + 5, 10).data == b""
     finally:
         ring.close()

@@ -123,7 +123,7 @@ def test_what_was_delivered_is_believed_once_the_device_has_it_and_no_fault_came
 def test_an_engine_whose_device_is_lost_has_no_state_to_give(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = an_engine(MemoryWorld())
     engine.rest()  # the CPU is at rest
-    monkeypatch.setattr(engines, "DRAIN", 0.05)
+    monkeypatch.setattr(engines, "DRAIN_SECONDS", 0.05)
     engine.accelerator = beside_the_host(Moment(1 << 30), monkeypatch)
     monkeypatch.setattr(engine.plan_groups, "shut", lambda: None)
     with pytest.raises(DeviceLost, match="did not come to rest"):

@@ -352,7 +352,7 @@ def test_deliveries_are_received_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch
     plan = plan_of(*pipelines).replace(state=StatePolicy(zero=1, replicas=1))
     spec = make_recipe().model.spec
     whole = sum(8 * prod(Layouts(spec, plan).parameter(name).shape) for name in Layouts(spec, plan).names)
-    monkeypatch.setattr(gradient_reduction, "ROUND", whole // 4)
+    monkeypatch.setattr(gradient_reduction, "ROUND_BYTES", whole // 4)
     most: dict[str, int] = {}
 
     class Counted(GlooCommunicators):

@@ -28,12 +28,12 @@ def joined() -> None:
 
 def make_groups(device: str, store: TorchStore) -> Callable[[str], PlanGroups]:
     return lambda name: PlanGroups(
-        name, device, "127.0.0.1", store, seconds=all_reduce_probe.PATIENCE, patience=60.0
+        name, device, "127.0.0.1", store, seconds=all_reduce_probe.PROBE_TIMEOUT_SECONDS, patience=60.0
     )
 
 
 def test_the_first_member_answers_with_the_seconds_of_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(all_reduce_probe, "PATIENCE", 60.0)
+    monkeypatch.setattr(all_reduce_probe, "PROBE_TIMEOUT_SECONDS", 60.0)
     store, said = TorchStore(distributed.HashStore()), queue.Queue[tuple[str, Rehearsed]]()  # type: ignore[attr-defined]
     paced: dict[str, int] = dict.fromkeys(MEMBERS, 0)
 
@@ -60,7 +60,7 @@ def test_the_first_member_answers_with_the_seconds_of_the_group(monkeypatch: pyt
 
 
 def test_a_member_that_does_not_come_is_not_waited_for_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(all_reduce_probe, "PATIENCE", 0.2)
+    monkeypatch.setattr(all_reduce_probe, "PROBE_TIMEOUT_SECONDS", 0.2)
     store, said = TorchStore(distributed.HashStore()), list[Rehearsed]()  # type: ignore[attr-defined]
     alone = AllReduceProbe(
         MEMBERS[0], make_groups(MEMBERS[0], store), lambda: True, lambda start: None, said.append

@@ -24,7 +24,7 @@ from elasticd_planner.spec.batch import Sampler
 from torch import Tensor
 
 from elasticd.machines.job.state.job_state import JobSettings
-from elasticd.testing.waiting import PATIENCE, until
+from elasticd.testing.waiting import CONDITION_TIMEOUT_SECONDS, until
 from tests import forkserver
 from tests.integration.cluster import JOB, Cluster
 from tests.scripts import planner_in_turn, worker
@@ -142,7 +142,7 @@ def _wait(cluster: Cluster, there: Callable[[], bool]) -> None:
     assert there(), output()
 
 
-def run_alone(name: str, seconds: float = PATIENCE) -> Ran:
+def run_alone(name: str, seconds: float = CONDITION_TIMEOUT_SECONDS) -> Ran:
     """Runs a script as `python SCRIPT`, in one process without an agent."""
     with tempfile.TemporaryDirectory(prefix="elasticd-test-") as path:
         folder = Path(path)

@@ -18,7 +18,7 @@ import torch
 import elasticd
 from elasticd.runtime.api.job import Job
 from elasticd.runtime.api.step import Step
-from elasticd.testing.waiting import PATIENCE, until
+from elasticd.testing.waiting import CONDITION_TIMEOUT_SECONDS, until
 
 #: The steps after which ranks wait at a gate. Before the second one the profile must be fitted to the lengths
 #: that were measured, since no plan is replaced before, and no step is made at a gate.
@@ -41,7 +41,7 @@ class Watched(elasticd.Callback):
         gate = self.gates.get(step.index)
         if gate is not None:
             gate.with_name(f"{gate.name}-{self.node}").touch()
-            until(gate.exists, seconds=PATIENCE, pause=0.005)
+            until(gate.exists, seconds=CONDITION_TIMEOUT_SECONDS, pause=0.005)
         if step.index == job._total - 1 and (weights := job.state_dict()):
             torch.save(weights, self.out / "weights")
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, replace
 
 #: Seconds between two looks.
-BEAT = 0.2
+BEAT_SECONDS = 0.2
 #: Seconds of silence after which a process counts as frozen: one that the kernel says is stopped; one that uses
 #: no processor; and one that does.
 STOPPED, IDLE, BUSY = 0.4, 5.0, 60.0
@@ -49,7 +49,7 @@ class Heartbeats:
         """Of the workers that are there (name to process id) those to ask now, and those that are found frozen,
         with how. outside: those that were last in their script's own code, which may well keep the interpreter
         to itself; such a one is frozen if the kernel says that it is stopped, and not by its silence."""
-        late = 0.0 if self._before is None else max(0.0, now - self._before - 2 * BEAT)
+        late = 0.0 if self._before is None else max(0.0, now - self._before - 2 * BEAT_SECONDS)
         self._before = now
         clients = {name: pid for name, pid in clients.items() if pid > 0}  # 0: of another process namespace
         self._asked = {name: self._later(asked, late) for name, asked in self._asked.items() if name in clients}

@@ -23,12 +23,12 @@ from dataclasses import dataclass
 
 from elasticd.wire.main_thread import FACTORIES, IDLE, WORDS, Halted, Place, Whereabouts, read
 from elasticd_agent.hangs import stack_dump
-from elasticd_agent.hangs.heartbeat import BEAT
+from elasticd_agent.hangs.heartbeat import BEAT_SECONDS
 
 #: Seconds beyond the longest steps of late: twice that, of computation; once, of a wait. And seconds alone.
 COMPUTES, WAITS, OUTSIDE = 1.0, 0.5, 2.0
 #: Seconds at one place of a plan's first steps after which that is told again, with its stack.
-LOOKED = 10.0
+LOOKED_SECONDS = 10.0
 #: How much slower a device that works still may suddenly be.
 SLOWER = 10.0
 
@@ -78,7 +78,7 @@ class MainThreadWatch:
     def beat(self, there: Container[str], now: float) -> tuple[list[Halt], list[str]]:
         """Of the workers that are there: those that are found to stand still, and those that were and move
         again."""
-        late = 0.0 if self._before is None else max(0.0, now - self._before - 2 * BEAT)
+        late = 0.0 if self._before is None else max(0.0, now - self._before - 2 * BEAT_SECONDS)
         self._before = now
         halted: list[Halt] = []
         moving: list[str] = []
@@ -142,7 +142,7 @@ def _moments(place: Place) -> tuple[float, ...]:
     if place.computes:
         return (max(2 * place.usual, SLOWER * place.stay) + COMPUTES,)
     if place.begins:
-        return (OUTSIDE, LOOKED)
+        return (OUTSIDE, LOOKED_SECONDS)
     if place.waits and place.step is not None and place.usual:
         return (place.usual + WAITS,)
     return (OUTSIDE,) if place.place != IDLE else ()

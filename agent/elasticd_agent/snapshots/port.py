@@ -40,7 +40,7 @@ HANDSHAKE_SECONDS = 5.0
 #: Handshakes that fail, by which strangers use the processor.
 FAILURES_A_SECOND = 100.0
 #: Seconds without a byte after which a stream is given up.
-SILENCE = 10.0
+STREAM_TIMEOUT_SECONDS = 10.0
 #: Seconds between looks for handshakes that take too long, and until the next try where nothing is left.
 _LOOK_SECONDS = 0.5
 _PAUSE_SECONDS = 0.2
@@ -228,7 +228,7 @@ class SnapshotPort:
     def _receive(self, guest: _Guest) -> None:
         yielding()
         try:
-            guest.plain.settimeout(SILENCE)
+            guest.plain.settimeout(STREAM_TIMEOUT_SECONDS)
             context, known = self._trust.current()
             with context.wrap_socket(guest.plain, server_side=True) as stream:
                 self._introduce(guest, known.get(stream.getpeercert(binary_form=True) or b"", frozenset()))

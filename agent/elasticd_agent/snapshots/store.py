@@ -26,7 +26,7 @@ from elasticd.wire.snapshots import Held
 
 #: Seconds that a set has to become whole, from when this agent has done its part; where that took longer than a
 #: tenth of it, ten times as long.
-PATIENCE = 30.0
+RESERVATION_SECONDS = 30.0
 _SHARE = 10.0
 
 _Key = tuple[str, str, int, int]
@@ -67,7 +67,7 @@ class _Entry:
 class SnapshotStore:
     """Holds snapshots of at most `limit` bytes of other nodes; those of its own workers are their memory."""
 
-    def __init__(self, node: str, limit: int, patience: float = PATIENCE) -> None:
+    def __init__(self, node: str, limit: int, patience: float = RESERVATION_SECONDS) -> None:
         self._node, self._limit, self._patience = node, limit, patience
         self._lock = threading.Lock()
         self._entries: dict[_Key, _Entry] = {}

@@ -25,12 +25,12 @@ from elasticd.codec.message import WIRE_VERSION, Message
 from elasticd.codec.record_parts import MOST_BYTES
 from elasticd.version import __version__
 from elasticd.wire.snapshots import Held
-from elasticd_agent.snapshots.port import SILENCE, SnapshotPort, StreamFailed
+from elasticd_agent.snapshots.port import STREAM_TIMEOUT_SECONDS, SnapshotPort, StreamFailed
 from elasticd_agent.snapshots.store import NoRoom, Snapshot, SnapshotStore
 from elasticd_agent.snapshots.tls import TlsIdentity
 
 #: Bytes read and sent, or received and written, at once: they stay in the processor's cache meanwhile.
-_CHUNK = 1 << 20
+_CHUNK_BYTES = 1 << 20
 #: Bytes of a frame: of a snapshot's plan, with which a record would be stored.
 _LARGEST_FRAME = MOST_BYTES
 _LENGTH = struct.Struct("!I")
@@ -146,7 +146,7 @@ class SnapshotSender:
         if self._closed:
             raise StreamFailed("this agent ends")
         try:
-            plain = socket.create_connection((host, int(port)), timeout=SILENCE)
+            plain = socket.create_connection((host, int(port)), timeout=STREAM_TIMEOUT_SECONDS)
             with self._opened(plain):
                 context = self._identity.context(server=False, peers=certificate)
                 with context.wrap_socket(plain) as stream:
@@ -187,7 +187,7 @@ class _Pace:
     def after(self, done: int) -> None:
         """So many bytes have passed. Raises StreamFailed where that took too long."""
         seconds = time.monotonic() - self._began
-        if seconds > SILENCE + done / SLOWEST:
+        if seconds > STREAM_TIMEOUT_SECONDS + done / SLOWEST:
             raise StreamFailed(f"{done} bytes took {seconds:.0f} s: a stream is to bring {SLOWEST >> 20} MiB/s")
 
 
@@ -200,9 +200,9 @@ def _crossed(stream: ssl.SSLSocket, size: int) -> tuple[float, float]:
         _send_frame(stream, Answer())
         _check(_read_frame(stream))
         trips.append(time.perf_counter() - began)
-    chunk, pace = bytes(min(size, _CHUNK)), _Pace()
+    chunk, pace = bytes(min(size, _CHUNK_BYTES)), _Pace()
     began = time.perf_counter()
-    for start in range(0, size, _CHUNK):
+    for start in range(0, size, _CHUNK_BYTES):
         stream.sendall(chunk[: size - start])
         pace.after(start)
     _check(_read_frame(stream))
@@ -220,9 +220,9 @@ def _echo(stream: ssl.SSLSocket, request: Request) -> None:
     for _ in range(request.echoes):
         _read_frame(stream)
         _send_frame(stream, Answer())
-    left, buffer, pace = request.bytes, memoryview(bytearray(_CHUNK)), _Pace()
+    left, buffer, pace = request.bytes, memoryview(bytearray(_CHUNK_BYTES)), _Pace()
     while left:
-        count = stream.recv_into(buffer[: min(left, _CHUNK)])
+        count = stream.recv_into(buffer[: min(left, _CHUNK_BYTES)])
         if not count:
             raise StreamFailed("the other agent closed the stream")
         left -= count
@@ -234,7 +234,7 @@ def _send(stream: ssl.SSLSocket, snapshot: Snapshot, revoked: threading.Event) -
     held = snapshot.held
     _send_frame(stream, Request(held=held, plan=snapshot.plan))
     _check(_read_frame(stream))
-    buffer, pace = memoryview(bytearray(_CHUNK)), _Pace()
+    buffer, pace = memoryview(bytearray(_CHUNK_BYTES)), _Pace()
     done = 0
     while done < held.size:
         count = os.preadv(snapshot.fd, [buffer[: held.size - done]], done)
@@ -274,7 +274,7 @@ def _read_frame(stream: ssl.SSLSocket) -> bytes:
 def _read(stream: ssl.SSLSocket, size: int) -> bytes:
     data, pace = bytearray(), _Pace()
     while len(data) < size:
-        part = stream.recv(min(size - len(data), _CHUNK))
+        part = stream.recv(min(size - len(data), _CHUNK_BYTES))
         if not part:
             raise StreamFailed("the other agent closed the stream")
         data += part
@@ -283,11 +283,11 @@ def _read(stream: ssl.SSLSocket, size: int) -> bytes:
 
 
 def _receive_into(stream: ssl.SSLSocket, fd: int, size: int) -> None:
-    buffer, pace = memoryview(bytearray(_CHUNK)), _Pace()
+    buffer, pace = memoryview(bytearray(_CHUNK_BYTES)), _Pace()
     done = 0
     while done < size:
         count = 0
-        most = min(_CHUNK, size - done)
+        most = min(_CHUNK_BYTES, size - done)
         while count < most:  # TLS gives a record at a time, 16 KiB at most
             part = stream.recv_into(buffer[count:most])
             if not part:

@@ -48,7 +48,7 @@ TOGETHER = 8
 #: Calls on bootstrap stores that wait for their key, of a node: for each of its devices, and in all.
 GETS_OF_A_DEVICE, MOST_GETS = 64, 4096
 #: Seconds between looks at whether a node that had too much written to etcd is heard again.
-LONGEST_PAUSE = 5.0
+LONGEST_PAUSE_SECONDS = 5.0
 #: The code of a WebSocket that its own side closed over a message above the limit.
 _TOO_BIG = 1009
 
@@ -188,12 +188,12 @@ async def _listen(leading: Leader, socket: WebSocket, connection: Connection, ea
                         await asyncio.sleep(1 / MESSAGES_PER_SECOND)
                 while wait := leading.wait(connection.node):
                     leading.metrics.refused("writes")
-                    await asyncio.sleep(min(wait, LONGEST_PAUSE))
+                    await asyncio.sleep(min(wait, LONGEST_PAUSE_SECONDS))
                 await leading.turns.take(partial(handle_all, some))
             messages = ()
             while wait := bytes_allowance.wait(time.monotonic()):  # with nothing of it in memory here
                 leading.metrics.refused("rate")
-                await asyncio.sleep(min(wait, LONGEST_PAUSE))
+                await asyncio.sleep(min(wait, LONGEST_PAUSE_SECONDS))
             messages, size = await _decoded(leading, await _received(socket))
             bytes_allowance.spend(size, time.monotonic())
     finally:

@@ -31,7 +31,7 @@ from elasticd.coordinator.leader import Leader
 from elasticd.coordinator.live_config import Scalar
 from elasticd.coordinator.live_feed import FeedSource
 from elasticd.coordinator.metrics import CONTENT_TYPE
-from elasticd.coordinator.worker_output import MOST_READ
+from elasticd.coordinator.worker_output import ANSWER_BYTES
 from elasticd.records import AnyHistoryRecord, JobSpec
 
 #: The longest that a user may have a job's end wait for.
@@ -140,7 +140,7 @@ class ApiRoutes:
 
     @get("/v1/nodes/{node}/devices/{index}/output", refuses=(503,))
     async def output(
-        self, node: str, index: str, job: str = "", after: int = -MOST_READ, most: int = MOST_READ
+        self, node: str, index: str, job: str = "", after: int = -ANSWER_BYTES, most: int = ANSWER_BYTES
     ) -> OutputText:
         """The output of a device's worker, as far as its agent keeps it: at most so many bytes behind the first
         `after`, or behind all but the newest `-after`. `job`: without it the newest one's."""

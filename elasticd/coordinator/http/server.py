@@ -36,7 +36,7 @@ UNREAD_SECONDS = 30.0
 #: packet may say so.
 PING, SILENCE = 0.2, 0.75
 #: Seconds by which the loop may be late and still judge others by the clock.
-LATE = 0.1
+LATE_SECONDS = 0.1
 #: Pings a second of all connections together: with more than 200 known ones each is asked less often.
 PINGS_A_SECOND = 1000
 #: Bytes of an agent's connection that are parsed in one go, and seconds of one round of the loop in which bytes
@@ -256,7 +256,7 @@ def _websocket(refused: Callable[[str], None]) -> type[asyncio.Protocol]:
             # The answer may be there: behind messages that are not read yet, or come while this loop was busy.
             now = self.loop.time()
             again = SILENCE - (now - self._listening)
-            if self.read_paused or now - self._due > LATE:
+            if self.read_paused or now - self._due > LATE_SECONDS:
                 again = SILENCE
             if again <= 0:
                 super().keepalive_timeout()

@@ -24,7 +24,7 @@ Kind = Literal["probe", "move"]
 #: Seconds for which transfers are gathered.
 GATHER_SECONDS = 45.0
 #: Bytes from one node to another in a move below which their seconds say nothing of the link.
-LEAST = 1 << 20
+MEASURED_BYTES = 1 << 20
 #: What a transfer can have: bytes, and seconds from the least to the most.
 MOST_BYTES, LEAST_SECONDS, MOST_SECONDS = 1 << 50, 1e-7, 1e6
 #: Transfers that may wait; more are not heard.
@@ -100,7 +100,7 @@ def moved(links: Links, up: FromClient, nodes: Collection[str], now: float) -> L
     transfers = [
         Transfer(source=source, target=target, size=size, seconds=seconds)
         for source, (size, seconds) in found.items()
-        if size >= LEAST
+        if size >= MEASURED_BYTES
     ]
     return _gather(links, "move", transfers, now)
 

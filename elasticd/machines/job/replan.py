@@ -63,7 +63,7 @@ from elasticd.wire.worker import Report
 #: What is left after a step of the weight that the slowest one before it has.
 FADING = 0.9
 #: Seconds to which it is known when the last report came: thousands come in a moment.
-FINE = 0.01
+FINE_SECONDS = 0.01
 #: Whole steps that are kept of the plan in force.
 MOST_RECENT = 3
 #: Steps that some members have not reported are kept until this many newer ones have begun.
@@ -87,7 +87,7 @@ def measured(turn: Transaction, worker: Worker, report: Report) -> None:
             stepped(turn)
             if job.phase is JobPhase.RUNNING and job.reason:  # a hang that was none
                 turn.set(reason="")
-    if turn.now - turn.job.progress.at > FINE:
+    if turn.now - turn.job.progress.at > FINE_SECONDS:
         turn.set(progress=msgspec.structs.replace(turn.job.progress, at=turn.now))
     data_lengths.reported(turn, measurement)
     expert_rows.reported(turn, measurement)

@@ -45,7 +45,7 @@ STALLED_SECONDS = 600.0
 #: take, so that nobody waits in one for a rank that writes.
 _ROUND_SECONDS = 20.0
 #: Seconds that the end of a process waits for the thread that writes.
-_LEAVE = 5.0
+_LEAVE_SECONDS = 5.0
 
 
 class _Stopped(Exception):
@@ -273,7 +273,7 @@ class Saver:
         with self._changed:
             self._ending = True
             self._changed.notify_all()
-        self._writer.end(_LEAVE)
+        self._writer.end(_LEAVE_SECONDS)
         self._use.end()
 
     # -- what the control thread does ------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from torch import Tensor
 from elasticd.runtime.accelerator import CPU, Accelerator
 
 #: Bytes to which each piece begins in the buffer.
-_ALIGNED = 64
+_ALIGNED_BYTES = 64
 
 
 class Piece(NamedTuple):
@@ -74,7 +74,7 @@ def without_planes(state: LocalState, items: Iterable[Item]) -> LocalState:
 
 def padded(size: int) -> int:
     """Bytes up to where the next piece may begin in a buffer."""
-    return -(-size // _ALIGNED) * _ALIGNED
+    return -(-size // _ALIGNED_BYTES) * _ALIGNED_BYTES
 
 
 def places(tensors: Iterable[Tensor]) -> list[int]:

@@ -23,7 +23,7 @@ from elasticd.wire.worker import Rehearse, Rehearsed
 #: All-reduces of each width that count, and those before them that do not.
 REPEATS, WARM = 12, 2
 #: Seconds that members wait for each other. The leader waits a little longer.
-PATIENCE = 2.0
+PROBE_TIMEOUT_SECONDS = 2.0
 
 log = logging.getLogger(__name__)
 
@@ -113,4 +113,6 @@ class AllReduceProbe:
 
 def plan_groups_of(device: str, address: str, store: BootstrapKeyValue) -> Callable[[str], PlanGroups]:
     """Makes process groups by their name, for a short while."""
-    return lambda name: PlanGroups(name, device, address, store, seconds=PATIENCE, patience=PATIENCE)
+    return lambda name: PlanGroups(
+        name, device, address, store, seconds=PROBE_TIMEOUT_SECONDS, patience=PROBE_TIMEOUT_SECONDS
+    )

@@ -44,7 +44,7 @@ TERMS = 1 << 25
 #: The tag of the messages of `Group.meet`.
 MEET = 1 << 27
 #: Seconds that payloads have to arrive before the sockets of a plan's groups are shut.
-_DRAIN = 0.2
+_DRAIN_SECONDS = 0.2
 
 
 class Cancelled(RuntimeError):
@@ -81,7 +81,7 @@ class BootstrapKeyValue(Protocol):
 
 #: Seconds between two looks at what is waited for, at most. Tests of whole jobs, whose devices sleep most of
 #: the time, look less often.
-LONGEST_PAUSE = 5e-4
+LONGEST_PAUSE_SECONDS = 5e-4
 #: The message of `Cancelled` where another thread shuts the plan's groups, or lets them go, while one is made.
 MEANWHILE = "shut while a group was being made"
 
@@ -528,7 +528,8 @@ class PlanGroups:
     def shut(self) -> None:
         """Frees every thread and device that waits in one of these groups; from any thread.
 
-        Who polls leaves at once. The sockets are shut once no payload moves in them, `_DRAIN` seconds later at
+        Who polls leaves at once. The sockets are shut once no payload moves in them, `_DRAIN_SECONDS` seconds
+        later at
         most: gloo never wakes an operation whose payload was cut in the middle, and what it holds (threads,
         descriptors, memory) then stays until `patience` ends, as it does where a peer is frozen."""
         shut([self])
@@ -536,7 +537,7 @@ class PlanGroups:
     def shut_sockets(self) -> None:
         """The half of `shut` that is gloo's."""
         mine = self._sockets()
-        wait_until_quiet(mine, _DRAIN)
+        wait_until_quiet(mine, _DRAIN_SECONDS)
         for sock in mine:
             with sock, suppress(OSError):  # it may be gone already
                 sock.shutdown(socket.SHUT_RDWR)
@@ -610,8 +611,8 @@ def _end_one(plane: DataPlane, end: Callable[[list[Any]], None], communicators: 
 
 def pause(turns: int, waited: float) -> float:
     """Seconds that a poll pauses: none at first, then longer with the seconds waited, to at most
-    `LONGEST_PAUSE`."""
-    return 0 if turns < 20 else min(LONGEST_PAUSE, max(5e-5, waited / 50))
+    `LONGEST_PAUSE_SECONDS`."""
+    return 0 if turns < 20 else min(LONGEST_PAUSE_SECONDS, max(5e-5, waited / 50))
 
 
 def _raw(tensor: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import time
 from elasticd.runtime.comm.groups import PlanGroups, shut
 
 #: Seconds that the end of a job waits for threads that let groups go.
-_LEAVE = 5.0
+_LEAVE_SECONDS = 5.0
 
 
 class GroupsByPlan:
@@ -73,7 +73,7 @@ class GroupsByPlan:
         with self._lock:
             listed = list(self._numbers)
         self._let_go(listed)
-        deadline = time.monotonic() + _LEAVE
+        deadline = time.monotonic() + _LEAVE_SECONDS
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
 

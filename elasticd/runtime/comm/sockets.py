@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 Address = tuple[str, int]
 
 #: Seconds without a byte in a connection's queues after which nothing moves in it.
-_QUIET = 0.01
+_QUIET_SECONDS = 0.01
 
 _POLLED_INODE = re.compile(r"^tfd:.* ino:([0-9a-f]+)", re.MULTILINE)
 
@@ -85,7 +85,7 @@ def wait_until_quiet(socks: Sequence[socket.socket], seconds: float) -> None:
     """
     deadline = time.monotonic() + seconds
     quiet_since = time.monotonic()
-    while socks and quiet_since + _QUIET > (now := time.monotonic()) and now < deadline:
+    while socks and quiet_since + _QUIET_SECONDS > (now := time.monotonic()) and now < deadline:
         if any(_under_way(sock) for sock in socks):
             quiet_since = time.monotonic()
         time.sleep(0.001)

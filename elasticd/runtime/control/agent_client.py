@@ -47,7 +47,7 @@ from elasticd.wire.worker import (
 log = logging.getLogger(__name__)
 
 #: Extra seconds that a store call waits for its answer beyond what the leader was told.
-_GRACE = 5.0
+_STORE_GRACE_SECONDS = 5.0
 #: Seconds that an agent has to listen; and one that is started again: a worker's torchrun had an agent.
 _CONNECT_SECONDS, _RETURN_SECONDS = 10.0, 120.0
 #: Seconds until an agent is called again that hung up.
@@ -131,7 +131,7 @@ class AgentClient:
             self._calls[number] = future
         self.send(StoreCall(id=number, op=op, key=key, value=value, seconds=seconds))
         try:
-            answer = future.result(seconds + _GRACE)
+            answer = future.result(seconds + _STORE_GRACE_SECONDS)
         finally:
             self._calls.pop(number, None)
         if answer.error is not None:

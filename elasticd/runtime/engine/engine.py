@@ -80,7 +80,7 @@ log = logging.getLogger(__name__)
 #: Steps between two reports of the rows of each expert.
 LOAD_EVERY = 10
 #: Seconds that a device has to come to rest after its communicators were aborted.
-DRAIN = 10.0
+DRAIN_SECONDS = 10.0
 
 #: The part of a state that has the position of its stream, see `elasticd.runtime.data.step_samples.Feed`.
 DATA = "data"
@@ -452,10 +452,11 @@ class Engine:
             return
         began = time.monotonic()
         self.plan_groups.shut()  # which frees the device
-        if not (self.communicators.rest(DRAIN) and self.accelerator.drained(DRAIN)):
+        if not (self.communicators.rest(DRAIN_SECONDS) and self.accelerator.drained(DRAIN_SECONDS)):
             self.torn = True
             raise DeviceLost(
-                f"{self.device}: {self.accelerator.text} did not come to rest within {DRAIN:.0f} s of a fault"
+                f"{self.device}: {self.accelerator.text} did not come to rest "
+                f"within {DRAIN_SECONDS:.0f} s of a fault"
             )
         log.warning("%s came to rest in %.3f s", self.accelerator.text, time.monotonic() - began)
 

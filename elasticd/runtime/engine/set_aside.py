@@ -26,7 +26,7 @@ from torch import Tensor
 from elasticd.runtime.accelerator import Accelerator
 
 #: Bytes to a multiple of which what is set aside begins: those of the largest number.
-_ALIGNED = 64
+_ALIGNED_BYTES = 64
 
 
 class NoHostMemory(RuntimeError):
@@ -66,7 +66,7 @@ class SetAside:
         if not lent:
             return
         sizes = [storage.nbytes() for storage in lent.values()]
-        starts = [0, *accumulate(-(-size // _ALIGNED) * _ALIGNED for size in sizes)]
+        starts = [0, *accumulate(-(-size // _ALIGNED_BYTES) * _ALIGNED_BYTES for size in sizes)]
         try:
             buffer = torch.empty(starts[-1], dtype=torch.uint8)
         except (RuntimeError, MemoryError) as error:

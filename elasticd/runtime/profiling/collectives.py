@@ -29,7 +29,7 @@ from elasticd.runtime.profiling.parent_pipe import end_at_eof
 from elasticd.wire.profiler import Request
 
 #: Seconds that the processes of one width may take in all.
-PATIENCE = 300.0
+COLLECTIVES_TIMEOUT_SECONDS = 300.0
 
 _WARM_UP = 5
 
@@ -100,12 +100,12 @@ def _measure(model: Model, width: int, request: Request) -> list[Collective]:
 
 
 def _until_done(processes: Sequence[subprocess.Popen[bytes]], folder: Path) -> None:
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + COLLECTIVES_TIMEOUT_SECONDS
     for rank, process in enumerate(processes):
         try:
             code = process.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
-            raise CannotMeasure(f"all-reduces took longer than {PATIENCE:.0f} s") from None
+            raise CannotMeasure(f"all-reduces took longer than {COLLECTIVES_TIMEOUT_SECONDS:.0f} s") from None
         if code:
             said = (folder / f"log-{rank}").read_text(errors="replace").strip().splitlines()[-1:]
             raise CannotMeasure(f"a process of the all-reduces ended with {code}: {''.join(said)}")

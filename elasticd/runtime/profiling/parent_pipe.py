@@ -11,7 +11,7 @@ import threading
 import time
 
 #: Seconds from the interrupt, which lets what is open be closed, to the end without more ado.
-GRACE = 5.0
+INTERRUPT_SECONDS = 5.0
 
 
 def end_at_eof(stdin: int) -> None:
@@ -22,7 +22,7 @@ def end_at_eof(stdin: int) -> None:
         while os.read(stdin, 4096):
             pass
         _thread.interrupt_main()
-        time.sleep(GRACE)
+        time.sleep(INTERRUPT_SECONDS)
         os._exit(1)
 
     threading.Thread(target=wait, name="end-at-eof", daemon=True).start()

@@ -33,9 +33,9 @@ _MAGIC = b"elasnap1"
 #: Version of the contents.
 VERSION = 1
 #: Bytes that what is said of one piece takes at most: its names, its box, where it lies.
-_CHUNK = 512
+_PIECE_HEADER_BYTES = 512
 #: Bytes from one page to the next, or fewer.
-_PAGE = 4096
+_PAGE_BYTES = 4096
 
 
 class BadSnapshot(RuntimeError):
@@ -80,7 +80,7 @@ class _Written(msgspec.Struct, frozen=True, kw_only=True, tag=tag_of(Contents)):
 def size_of(held: Sequence[Piece], small: LocalState) -> int:
     """Bytes that a snapshot takes in a file, with room for small values that are written longer later."""
     *_, values = places(piece.values for piece in held)
-    return padded(values + _CHUNK * len(held) + 2 * len(small.schema().to_json()) + _PAGE)
+    return padded(values + _PIECE_HEADER_BYTES * len(held) + 2 * len(small.schema().to_json()) + _PAGE_BYTES)
 
 
 class MemoryFile:
@@ -103,7 +103,7 @@ class MemoryFile:
         os.posix_fallocate(self.fd, 0, room)
         self._map = mmap.mmap(self.fd, room)
         self._raw = torch.frombuffer(self._map, dtype=torch.uint8)
-        self._raw[::_PAGE].zero_()  # maps its pages; torch lets other threads run meanwhile, mmap would not
+        self._raw[::_PAGE_BYTES].zero_()  # maps its pages; torch lets other threads run, mmap would not
         if (unpin := accelerator.pin(self._raw)) is not None:
             # At the end of the process the driver may be gone already, and takes it back by itself.
             weakref.finalize(self, unpin).atexit = False

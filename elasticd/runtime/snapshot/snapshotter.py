@@ -33,7 +33,7 @@ from elasticd.wire.worker import Welcome
 log = logging.getLogger(__name__)
 
 #: Seconds that the end of a process waits for the thread.
-_LEAVE = 5.0
+_LEAVE_SECONDS = 5.0
 
 #: Sends a message to the agent, with a descriptor that stays the caller's.
 Tell = Callable[[Message, int], None]
@@ -146,8 +146,8 @@ class Snapshotter:
 
     def end(self) -> None:
         """Ends the threads after the work that they are at; waits for each 5 s at most."""
-        self._copier.end(_LEAVE)
-        self._beside.end(_LEAVE)
+        self._copier.end(_LEAVE_SECONDS)
+        self._beside.end(_LEAVE_SECONDS)
 
     # -- what the control thread does ------------------------------------------------------------------------
 

@@ -25,7 +25,7 @@ from elasticd.runtime.accelerator import DeviceLost
 from elasticd.runtime.comm.groups import BootstrapKeyValue, Cancelled, PlanGroups
 from elasticd.runtime.comm.groups_by_plan import GroupsByPlan
 from elasticd.runtime.control.control import Control
-from elasticd.runtime.engine.engine import DRAIN
+from elasticd.runtime.engine.engine import DRAIN_SECONDS
 from elasticd.runtime.engine.set_aside import NoHostMemory
 from elasticd.runtime.exits import Drained, JobOver, JobStopped, refused, stopped
 from elasticd.runtime.switch.copies import Copies
@@ -51,7 +51,7 @@ from elasticd.wire.worker import (
 log = logging.getLogger(__name__)
 
 #: Seconds between two log lines of a rank that waits for the leader.
-_REMIND = 60.0
+_REMIND_SECONDS = 60.0
 
 
 class _MoveHeld(Exception):
@@ -387,7 +387,7 @@ class Switcher(Generic[Held]):
                 if self._control.lost:
                     reason = f"the agent is gone while it {what}: no order can reach it"
                     raise self._ended(stopped(reason)) from None
-                if time.monotonic() - since >= _REMIND:
+                if time.monotonic() - since >= _REMIND_SECONDS:
                     since = time.monotonic()
                     log.warning("%s %s for the coordinator, its state is safe", self._device, what)
 
@@ -435,7 +435,7 @@ class Switcher(Generic[Held]):
         except Exception as error:
             reason = self._reason(error, f"move to plan {number}")
             prepared.transition.shut()  # frees the others, who learn it the same way
-            if prepared.communicators is not None and not prepared.communicators.rest(DRAIN):
+            if prepared.communicators is not None and not prepared.communicators.rest(DRAIN_SECONDS):
                 if self.engine is not None:
                     self.engine.torn = True
                 raise DeviceLost(f"{self._device}: it did not come to rest after a failed move") from error

@@ -42,7 +42,7 @@ from elasticd.wire.main_thread import Halted
 from elasticd.wire.snapshots import SnapshotInventory
 
 #: Seconds between looks at what has become due, while anything may.
-TICK = 0.5
+TICK_SECONDS = 0.5
 
 #: Longer than any scenario.
 _LEASE = 10 * 365 * 86_400
@@ -224,7 +224,7 @@ class SimulatedLeader:
             if job.phase not in OVER
         )
         if waits:
-            self._tick = self._engine.after(TICK, self._ticked, LATE)
+            self._tick = self._engine.after(TICK_SECONDS, self._ticked, LATE)
 
     def _ticked(self) -> None:
         self._tick = None

@@ -51,7 +51,7 @@ def reductions(layouts: Layouts, device: str | None = None) -> tuple[Reduction, 
 
 
 #: Bytes that a device receives in a round of deliveries, about: one parameter or buffer may have more.
-ROUND = 64 * 1024 * 1024
+ROUND_BYTES = 64 * 1024 * 1024
 
 
 class Delivery(Value, frozen=True, kw_only=True):
@@ -108,14 +108,14 @@ def _deliveries(
 
 def rounds(layouts: Layouts, names: Sequence[str]) -> dict[str, int]:
     """The round of each of these names, the same for all devices: so many names in a row as the device with the
-    largest share of a layer receives at most `ROUND` bytes of."""
+    largest share of a layer receives at most `ROUND_BYTES` bytes of."""
     largest = max(stage.fraction(at) for _, _, stage in layouts.plan.walk() for at in range(len(stage.devices)))
     found: dict[str, int] = {}
     number, size = 0, 0.0
     for name in names:
         parameter = layouts.rule(name)
         more = math.prod(parameter.shape) * item_size(parameter.dtype) * largest
-        if size and size + more > ROUND:
+        if size and size + more > ROUND_BYTES:
             number, size = number + 1, 0.0
         found[name] = number
         size += more

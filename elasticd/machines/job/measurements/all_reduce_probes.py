@@ -23,7 +23,7 @@ NODES = 2
 #: Bytes of an all-reduce that is rehearsed, at most.
 LARGEST = 1 << 26
 #: Seconds of one that are believed, at most.
-LONGEST = 60.0
+LONGEST_SECONDS = 60.0
 
 
 def awaited(turn: Transaction, profile: ModelProfile) -> bool:
@@ -84,7 +84,7 @@ def rehearsed(turn: Transaction, worker: Worker, body: Rehearsed) -> None:
         return
     found = dict(rehearsal.found)
     for width, seconds in body.seconds.items():
-        if width > 1 and 0 < seconds <= LONGEST and math.isfinite(seconds):
+        if width > 1 and 0 < seconds <= LONGEST_SECONDS and math.isfinite(seconds):
             found[width] = (*found.get(width, ()), seconds)
     left = rehearsal.awaited - {worker.device}
     turn.set(rehearsal=msgspec.structs.replace(rehearsal, awaited=left, found=found))

@@ -26,7 +26,7 @@ POOL_SLOW, POOL_PIPELINES = 4, 8
 CLOSE = 2e-4
 
 #: Combinations of one pool that are looked at without one that is better than those before.
-PATIENCE = 30
+MOST_VAIN_COMBINATIONS = 30
 
 #: Of one pool's combinations so many are looked at with little merged, the first ones; of the others so many of
 #: those that came nearest once more.
@@ -97,7 +97,7 @@ class NodePools:
         """One pool: its combinations one by one, each only if it beats the best so far. Then the best and those
         that came nearest: with less that is merged, and where memory binds with every order of stages."""
         (key, pool), best, high = next(iter(self.pools.items())), None, known
-        which, patience = None, pool.evaluated + PATIENCE
+        which, patience = None, pool.evaluated + MOST_VAIN_COMBINATIONS
         for index in numbers_from():
             if math.isfinite(high) and pool.evaluated >= patience:
                 break
@@ -107,7 +107,7 @@ class NodePools:
             found = self._one(key, index, low, high)
             if found is not None:
                 best, high, which = found, found.seconds, index
-                patience = pool.evaluated + PATIENCE
+                patience = pool.evaluated + MOST_VAIN_COMBINATIONS
             pool.forget(index)
 
         def again(among: Iterable[int], most: int) -> None:
