@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 _PREFIX, _SUFFIX = ".used-by-", ".lock"
 #: How often another's lock is looked at before it counts as held, and the seconds between two looks on average.
-_LOOKS, _PAUSE = 20, 0.15
+_LOOKS, _PAUSE_SECONDS = 20, 0.15
 
 
 class FolderUse:
@@ -83,7 +83,7 @@ def _is_held(path: Path) -> bool:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                time.sleep(random.uniform(0.5, 1.5) * _PAUSE)
+                time.sleep(random.uniform(0.5, 1.5) * _PAUSE_SECONDS)
                 continue
             path.unlink()
         return False

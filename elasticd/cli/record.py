@@ -15,7 +15,7 @@ from elasticd.cli.options import cluster_options
 from elasticd.client import CannotReach, reach
 
 #: Seconds in which another leader must be found after one is gone, and between attempts.
-PATIENCE, PAUSE = 60.0, 0.5
+LEADER_TIMEOUT_SECONDS, RETRY_SECONDS = 60.0, 0.5
 
 
 @click.command()
@@ -66,8 +66,8 @@ def _keep(kept: IO[bytes], config: str | None, coordinator: str | None, ends: fl
                     if ends is not None and time.monotonic() >= ends:
                         return lines
         except CannotReach:
-            if lines == 0 or (lost is not None and time.monotonic() - lost > PATIENCE):
+            if lines == 0 or (lost is not None and time.monotonic() - lost > LEADER_TIMEOUT_SECONDS):
                 raise
         lost = lost or time.monotonic()
-        time.sleep(jittered(PAUSE))
+        time.sleep(jittered(RETRY_SECONDS))
     return lines

@@ -240,7 +240,7 @@ def test_leader_leads_on_and_another_jobs_steps_count_whatever_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
     # All of them share one event loop here: who makes up messages does not answer pings meanwhile.
-    monkeypatch.setattr(listening, "STREAM_TIMEOUT_SECONDS", 60.0)
+    monkeypatch.setattr(listening, "PING_TIMEOUT_SECONDS", 60.0)
     path = str(tmp_path / "delta.sock")
     section = AgentSection(node="delta", socket=path, devices=2, memory=1 << 20, snapshot_mib=4)
     server = MemoryServer()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from elasticd.coordinator.http import server
-from elasticd.coordinator.http.server import PING, PINGS_A_SECOND
+from elasticd.coordinator.http.server import PING_SECONDS, PINGS_A_SECOND
 
 
 class Loop:
@@ -29,7 +29,9 @@ class Loop:
         self.calls.append(call)
 
 
-@pytest.mark.parametrize(("connections", "seconds"), [(1, PING), (200, PING), (1000, 1000 / PINGS_A_SECOND)])
+@pytest.mark.parametrize(
+    ("connections", "seconds"), [(1, PING_SECONDS), (200, PING_SECONDS), (1000, 1000 / PINGS_A_SECOND)]
+)
 def test_many_connections_are_asked_less_often(connections: int, seconds: float) -> None:
     """Fails where a release of uvicorn no longer schedules pings by this method."""
     kind: Any = server._websocket(lambda word: None)
@@ -94,7 +96,7 @@ def test_connection_that_is_being_closed_is_not_asked_and_ends_whatever_its_clie
     if not by_handshake:
         protocol.transport.close()
     protocol.send_keepalive_ping()
-    assert (protocol.transport.pings, protocol.loop.delays) == (0, [server.SILENCE])
+    assert (protocol.transport.pings, protocol.loop.delays) == (0, [server.PING_TIMEOUT_SECONDS])
     (end,) = protocol.loop.calls
     end()
     assert protocol.transport.ended[-1] == "abort"
@@ -111,7 +113,7 @@ def test_agent_that_said_something_of_late_is_not_asked_whether_it_lives(
     kind: Any = server._websocket(lambda word: None)
     protocol = kind.__new__(kind)
     protocol.transport, protocol.loop, protocol._heard = Transport(unread), Loop(), heard
-    protocol.loop.now, protocol.ping_interval, protocol.ping_timeout = 1.0, PING, 0.75
+    protocol.loop.now, protocol.ping_interval, protocol.ping_timeout = 1.0, PING_SECONDS, 0.75
     protocol.conn = SimpleNamespace(send_ping=lambda payload: None, data_to_send=lambda: [b"ping"])
     protocol.close_sent = False
     if asked:
@@ -120,4 +122,4 @@ def test_agent_that_said_something_of_late_is_not_asked_whether_it_lives(
     assert protocol.transport.pings == pings
     if not pings:
         assert protocol.loop.calls == [protocol.send_keepalive_ping]
-        assert protocol.loop.delays == [pytest.approx(PING - 0.1)], "an interval after its last word"
+        assert protocol.loop.delays == [pytest.approx(PING_SECONDS - 0.1)], "an interval after its last word"

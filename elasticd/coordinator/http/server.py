@@ -34,7 +34,7 @@ _WebSocketBase: Any = AutoWebSocketsProtocol
 UNREAD_SECONDS = 30.0
 #: Seconds without a word of an agent until it is asked for one, and until one that did not answer is away: no
 #: packet may say so.
-PING, SILENCE = 0.2, 0.75
+PING_SECONDS, PING_TIMEOUT_SECONDS = 0.2, 0.75
 #: Seconds by which the loop may be late and still judge others by the clock.
 LATE_SECONDS = 0.1
 #: Pings a second of all connections together: with more than 200 known ones each is asked less often.
@@ -123,8 +123,8 @@ def configured(
         ws_max_size=section.message_mib << 20,
         ws_max_queue=_FRAMES_WAITING,
         ws_per_message_deflate=False,  # reports are small and many
-        ws_ping_interval=PING,
-        ws_ping_timeout=SILENCE,
+        ws_ping_interval=PING_SECONDS,
+        ws_ping_timeout=PING_TIMEOUT_SECONDS,
         timeout_graceful_shutdown=2,
         ssl_context_factory=(lambda config, default: context) if context is not None else None,
     )
@@ -235,14 +235,14 @@ def _websocket(refused: Callable[[str], None]) -> type[asyncio.Protocol]:
             super().connection_lost(exc)
 
         def schedule_ping(self) -> None:
-            self.ping_interval = max(PING, self.guest.door.guest_count / PINGS_A_SECOND)
+            self.ping_interval = max(PING_SECONDS, self.guest.door.guest_count / PINGS_A_SECOND)
             self.ping_timer = self.loop.call_later(self.ping_interval, self.send_keepalive_ping)
 
         def send_keepalive_ping(self) -> None:
             if (
                 self.close_sent or self.transport.is_closing()
             ):  # which a client that reads nothing would put off
-                self.ping_timer = self.loop.call_later(SILENCE, self.transport.abort)
+                self.ping_timer = self.loop.call_later(PING_TIMEOUT_SECONDS, self.transport.abort)
                 return
             # Who has just said something lives. One that does not read what waits for it is asked all the same.
             quiet = self.loop.time() - self._heard
@@ -250,14 +250,14 @@ def _websocket(refused: Callable[[str], None]) -> type[asyncio.Protocol]:
                 self.ping_timer = self.loop.call_later(self.ping_interval - quiet, self.send_keepalive_ping)
                 return
             super().send_keepalive_ping()
-            self._due = self.loop.time() + SILENCE
+            self._due = self.loop.time() + PING_TIMEOUT_SECONDS
 
         def keepalive_timeout(self) -> None:
             # The answer may be there: behind messages that are not read yet, or come while this loop was busy.
             now = self.loop.time()
-            again = SILENCE - (now - self._listening)
+            again = PING_TIMEOUT_SECONDS - (now - self._listening)
             if self.read_paused or now - self._due > LATE_SECONDS:
-                again = SILENCE
+                again = PING_TIMEOUT_SECONDS
             if again <= 0:
                 super().keepalive_timeout()
                 self.transport.abort()  # a client that reads nothing would keep it from its end
