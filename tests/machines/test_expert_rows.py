@@ -7,6 +7,7 @@ from typing import Any, cast
 import msgspec
 import numpy as np
 import pytest
+from elasticd_planner.cost.model_profile import ExpertProfile, derive
 from elasticd_planner.detection.expert_work import expert_work, with_work
 from elasticd_planner.detection.settings import DetectSettings
 from elasticd_planner.detection.stragglers import RateState, observe
@@ -132,6 +133,17 @@ def test_a_device_whose_experts_are_hot_is_no_straggler_and_a_slow_one_is() -> N
     assert judged(1.0, corrected=True) == set()
     assert judged(1.0, corrected=False) != set()
     assert judged(2.0, corrected=True) == {"n0/2"}
+
+
+def test_the_part_of_experts_that_was_measured_counts_in_the_place_of_the_shapes() -> None:
+    parts = []
+    for measured in (None, ExpertProfile(part=0.9, chosen=2, count=EXPERTS)):
+        turn = turn_of()
+        turn.set(profile=msgspec.structs.replace(derive(MODEL, 50, 1), experts=measured))
+        expert_rows.reported(cast(Turn, turn), report(0, HOT))
+        parts.append((turn.job.experts.part, turn.job.expert_rows.work["n0/0"]))
+    assert parts[0][0] < 0.8
+    assert parts[1] == (0.9, pytest.approx(1 + 0.9 * 2))  # its experts have 600 rows of 800, and not 200
 
 
 def test_a_load_is_known_once_all_lanes_have_reported_a_step() -> None:

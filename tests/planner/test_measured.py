@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from elasticd_planner.cost.model_profile import derive
+from elasticd_planner.cost.model_profile import ExpertProfile, derive
+from elasticd_planner.problem_files.times import TimedModel, entry_of, profile_of
 from elasticd_planner.profiling.sample_profile import measured_profile
 from elasticd_planner.value import Invalid
 
@@ -62,6 +63,27 @@ def test_kinds_of_block_count_as_often_as_the_model_has_them() -> None:
     mean = (2 * 1 + 3 * 2) / 5  # the second kind is twice as slow
     assert found.profile.block.seconds == pytest.approx(mean * TRUTH["block"][1])
     assert found.profile.block.fixed_seconds == pytest.approx(mean * TRUTH["block"][0])
+
+
+def test_experts_are_a_part_of_the_block_that_they_are_the_largest_part_of() -> None:
+    two = msgspec.structs.replace(SPEC, kinds=(*SPEC.kinds, SPEC.kinds[0][:4]), layers=(0, 1, 1, 0, 1))
+    made = samples(two)
+    of_experts = tuple(
+        msgspec.structs.replace(t, section="experts.1", forward=0.45 * t.forward, backward=0.45 * t.backward)
+        for t in made.timings
+        if t.section == "block.1"
+    )
+    made = msgspec.structs.replace(made, timings=made.timings + of_experts, chosen=2, experts=8)
+    found = measured_profile(made)
+    assert [fit.section for fit in found.fits] == ["embed", "block.0", "block.1", "experts.1", "block", "head"]
+    assert found.profile.experts == ExpertProfile(part=pytest.approx(0.45), chosen=2, count=8)
+    without = measured_profile(samples(two)).profile
+    assert without.experts is None
+    assert without.block == found.profile.block
+    entry = entry_of(found.profile)
+    assert "experts" not in entry_of(without)["times"]
+    read = profile_of(msgspec.convert(entry, type=TimedModel, str_keys=True), found.profile.tokens)
+    assert read.experts == found.profile.experts
 
 
 def test_block_that_does_not_grow_is_refused() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from elasticd_planner.cost.model_profile import derive
+from elasticd_planner.cost.model_profile import ExpertProfile, derive
 from elasticd_planner.cost.profile_cost import ProfileCost
 from elasticd_planner.profiling.sample_profile import measured_profile
 from elasticd_planner.profiling.samples import Samples
@@ -17,6 +17,7 @@ from elasticd_planner.spec.cluster import Link
 from elasticd_planner.value import Invalid
 from torch import Tensor, nn
 
+from elasticd import Rule
 from elasticd.models import Decoder, DecoderConfig, next_token_loss
 from elasticd.runtime.accelerator import CPU, NoDevice, placed
 from elasticd.runtime.engine.mixed_precision import Precision
@@ -25,6 +26,7 @@ from elasticd.runtime.profiling.loading import CannotLoad, batch_of, load, loss_
 from elasticd.runtime.profiling.measure import measure, with_widths
 from elasticd.runtime.reference.parts import ProfiledPart, Values, both_passes, part_of, whole_model
 from elasticd.wire.profiler import Request
+from tests.models import mixture
 from tests.runtime import bundled
 
 CONFIG = DecoderConfig(vocabulary=32, width=32, layers=3, heads=4, kv_heads=2, hidden=48)
@@ -217,6 +219,45 @@ def test_sections_that_give_named_tensors_are_measured() -> None:
     link = Link(bandwidth=1e6, latency=0.0)
     seconds = ProfileCost(profile=msgspec.structs.replace(found, tokens=tokens)).boundary(link)
     assert seconds == pytest.approx((there + back) / 1e6)
+
+
+@pytest.mark.parametrize("rules", [mixture.RULES, mixture.COLUMNS])
+def test_experts_have_equal_rows_and_are_measured_by_themselves(rules: dict[str, Rule]) -> None:
+    """A router that sends all rows to two experts: in a profile each of the eight has as many."""
+    torch.manual_seed(0)
+    whole = mixture.Mixture(lambda scores: torch.tensor([[0, 1]]).expand(len(scores), 2))
+    units = {}
+    if rules is mixture.RULES:
+        units = mixture.UNITS
+    else:
+        for block in whole.blocks:
+            block.experts.bias = None
+    rows: dict[int, list[int]] = {}  # by members
+    forward = mixture.StackedExperts.forward
+
+    def counted(experts: mixture.StackedExperts, given: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        # Cut expert by expert it is called with k = 1, and the numbers of the member's own.
+        rows[experts.count] = torch.bincount(index.flatten(), minlength=experts.count).tolist()
+        return forward(experts, given, index, weights)
+
+    asked = request(widths=(1, 2), tokens=(20, 40), sample_tokens=10)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mixture.StackedExperts, "forward", counted)
+        made = measure(whole.describe(rules=rules, units=units), asked, CPU, batch_of_ids, None, lambda _: None)
+    assert {*sum(rows.values(), [])} <= {5, 10}, "of 20 and 40 tokens, two of eight each"
+    assert {*rows} == ({8, 4} if rules is mixture.RULES else {8})
+    assert {(t.section, t.width) for t in made.timings if t.section == "experts"} == {
+        ("experts", 1),
+        ("experts", 2),
+    }
+    slow = [
+        msgspec.structs.replace(t, forward=4e-7 * t.tokens, backward=8e-7 * t.tokens)
+        if t.section == "experts"
+        else t
+        for t in with_times_that_grow(made).timings
+    ]
+    found = measured_profile(msgspec.structs.replace(made, timings=tuple(slow))).profile.experts
+    assert found == ExpertProfile(part=pytest.approx(0.4), chosen=2, count=8)
 
 
 def with_times_that_grow(made: Samples) -> Samples:

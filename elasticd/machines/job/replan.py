@@ -13,7 +13,7 @@ from elasticd_planner.detection.lengths import attention_rise, evaluated, item_r
 from elasticd_planner.detection.module_work import as_one
 from elasticd_planner.detection.stragglers import Observed, expectation, observe
 from elasticd_planner.layout.module_passes import ROWS
-from elasticd_planner.placement.state_movement import bytes_to_move, expert_bytes_to_move
+from elasticd_planner.placement.state_movement import bytes_to_move, expert_bytes_beyond_shares
 from elasticd_planner.policy.policy import Decision, decide, measured_price
 from elasticd_planner.policy.stability import payoff_horizon, settled
 from elasticd_planner.problem import JobProblem, ModuleProblem, Problem, SearchSpace
@@ -616,7 +616,8 @@ def _worth_it(turn: Transaction, plan: JobPlan, new: JobPlan, found: Deferred) -
 
 def _bytes_to_move(problem: Problem, old: Plan, new: Plan) -> int:
     """Of all modules."""
-    experts = 0 if problem.experts is None else expert_bytes_to_move(problem.profile, problem.experts, old, new)
+    load = problem.experts
+    experts = 0 if load is None else expert_bytes_beyond_shares(problem.profile, load, old, new)
     return (
         experts
         + bytes_to_move(problem.profile, old.loss_view, new.loss_view)

@@ -16,7 +16,15 @@ from typing import Any
 import msgspec
 import torch
 from elasticd_planner.cost.model_profile import derive
-from elasticd_planner.profiling.samples import Collective, Samples, SectionSample, Update, Whole, kind_name
+from elasticd_planner.profiling.samples import (
+    Collective,
+    Samples,
+    SectionSample,
+    Update,
+    Whole,
+    experts_name,
+    kind_name,
+)
 from elasticd_planner.readable import counted
 from elasticd_planner.spec.model import ModelSpec, apportion
 from elasticd_planner.value import refuse
@@ -26,6 +34,7 @@ from elasticd.runtime.accelerator import Accelerator
 from elasticd.runtime.engine.mixed_precision import Precision, converted
 from elasticd.runtime.model.bundle import entering, going_back, sizes, tensors
 from elasticd.runtime.model.model import Loss, Model
+from elasticd.runtime.profiling.even_experts import entering_experts, even, experts_of, lone_experts
 from elasticd.runtime.profiling.loading import MakeBatch
 from elasticd.runtime.reference.parts import (
     Passes,
@@ -152,6 +161,8 @@ def measure(
     given = {tokens: _entering(narrow, tokens, batch, request.items) for tokens, batch in entered.items()}
     bundle_bytes = _bundle_bytes(model.spec, given[most], most)
     points = [*_points(by_width, batches, given, accelerator)]
+    experts = _experts(model, by_width, given)
+    points += [point for own in experts for point in _points(own.by_width, batches, own.given, accelerator)]
     updates = [
         _updates(parts[1], accelerator, precision) for parts in by_width.values()
     ]  # the first kind of block
@@ -160,6 +171,8 @@ def measure(
     whole = None
     if not skipped:
         made = whole_model(model, Values(model, accelerator, keep=False))
+        for section, module in made.modules.items():
+            even(module, model.sections[section])
         _add_up(made.modules.values(), precision)
         whole = _case(
             accelerator, lambda: both_passes(made.passes, entered[compared], batches[compared], final)
@@ -183,6 +196,8 @@ def measure(
         numbers=precision.numbers if precision is not None else None,
         bundle_bytes=bundle_bytes,
         items=request.items,
+        chosen=max((own.chosen for own in experts), default=0),
+        experts=max((own.count for own in experts), default=0),
     )
 
 
@@ -207,8 +222,44 @@ def _parts(
         sections[f"blocks.{model.spec.layers.index(kind)}"] = kind_name(model.spec, kind)
     for section, label in (sections | {"head": "head"}).items():
         part = part_of(model, section, label, shares, values, loss if section == "head" else None)
+        even(part.module, model.sections[section])
         _add_up([part.module], precision)
         yield part
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Experts:
+    """The experts of a kind of block."""
+
+    count: int
+    chosen: int  #: of them for a row
+    by_width: dict[int, list[ProfiledPart]]
+    given: dict[int, list[Any]]  #: what they are called with, by tokens
+
+
+def _experts(
+    model: Model, by_width: Mapping[int, Sequence[ProfiledPart]], given: Mapping[int, Sequence[Any]]
+) -> list[_Experts]:
+    """The experts of each kind of block whose experts can be measured by themselves."""
+    found = []
+    for kind in range(len(model.spec.kinds)):
+        stacked = lone_experts(model.sections[f"blocks.{model.spec.layers.index(kind)}"])
+        if stacked is None:
+            continue
+        at, label = 1 + kind, experts_name(model.spec, kind)
+        narrow = by_width[min(by_width)][at]
+        entered = {
+            tokens: [entering_experts(stacked, narrow, entering(each[at]))] for tokens, each in given.items()
+        }
+        found.append(
+            _Experts(
+                count=stacked.count,
+                chosen=entered[max(entered)][0]["index"].shape[1],
+                by_width={width: [experts_of(stacked, own[at], label)] for width, own in by_width.items()},
+                given=entered,
+            )
+        )
+    return found
 
 
 def _of_output(loss: Loss, precision: Precision) -> Loss:
@@ -268,7 +319,7 @@ def _point(part: ProfiledPart, tokens: int, given: Any, batch: Any, accelerator:
         again=_Case(run=partial(run, recompute=True)) if block else None,
         kept=kept_bytes,
         kept_again=part.kept(given, batch, recompute=True) if block else 0,
-        working=part.working(given, batch, kept_bytes) if part.label != "embed" else 0,
+        working=part.working(given, batch, kept_bytes) if block or part.label == "head" else 0,
     )
 
 

@@ -27,6 +27,8 @@ Floats = npt.NDArray[np.float64]
 REPORTED = 10
 #: The part of its way back that a logarithm goes in a step.
 RETURNS = 0.02
+#: Of so many steps the walk of one is kept; those between are walked anew where a job goes back to them.
+KEPT = 64
 
 
 class ExpertTruth(DeviceModel):
@@ -59,24 +61,35 @@ class ExpertTruth(DeviceModel):
         """
         self._drift, self._even, self._at = drift, load, 0
         count = len(next(iter(load.rows.values())))
-        self._random = np.random.Generator(np.random.Philox(key=[seed, 1 << 40]))
+        random = np.random.Generator(np.random.Philox(key=[seed, 1 << 40]))
         chances = -zipf * np.log(np.arange(1, count + 1))
-        self._logs = [np.stack([chances[self._random.permutation(count)] for _ in load.rows])]
+        first = np.stack([chances[random.permutation(count)] for _ in load.rows])
+        self._kept, self._last = [first], (0, first)
         super().__init__(cluster, of, tokens, seed=seed, noise=noise, overhead=overhead)
 
     def load(self, step: int) -> ExpertLoad:
         """The rows of the experts of each block in a step, in the mean over what samples there may be."""
-        while len(self._logs) <= step:
-            last = self._logs[-1]
-            walk = self._random.normal(0.0, self._drift, last.shape) if self._drift else 0.0
-            self._logs.append(last + walk - RETURNS * (last - self._logs[0]))
-        chances = np.exp(self._logs[step])
+        chances = np.exp(self._logs(step))
         chances /= chances.sum(1, keepdims=True)
         rows = {
             block: tuple((sum(own) * part).tolist())
             for (block, own), part in zip(self._even.rows.items(), chances, strict=True)
         }
         return msgspec.structs.replace(self._even, rows=rows)
+
+    def _logs(self, step: int) -> Floats:
+        """The logarithms of the chances in a step [blocks, experts], walked from the nearest one that is known."""
+        kept = min(step // KEPT, len(self._kept) - 1)
+        at, logs = self._last if kept * KEPT <= self._last[0] <= step else (kept * KEPT, self._kept[kept])
+        while at < step:
+            at += 1
+            random = np.random.Generator(np.random.Philox(key=[self._seed, (1 << 42) + at]))
+            walk = random.normal(0.0, self._drift, logs.shape) if self._drift else 0.0
+            logs = logs + walk - RETURNS * (logs - self._kept[0])
+            if at == KEPT * len(self._kept):
+                self._kept.append(logs)
+        self._last = at, logs
+        return logs
 
     def step(self, plan: Plan, step: int) -> StepTimes:
         self._at = step

@@ -119,6 +119,20 @@ class SectionProfile(Value, frozen=True, kw_only=True):
         return self.factors(widths) + self.whole_seconds / self.seconds / np.where(sliced, 1.0, parts)
 
 
+class ExpertProfile(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The experts of a block, measured where each has as many rows as any other."""
+
+    part: float  # of the seconds of a token in such a block, those of its experts
+    chosen: int  # experts of a row
+    count: int  # of all experts
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.part < 1:
+            refuse(f"experts: part {self.part} must be from 0 to less than 1: of the seconds of a block")
+        if not 1 <= self.chosen <= self.count:
+            refuse(f"experts: chosen {self.chosen} must be from 1 to the count, {self.count}")
+
+
 class ModelProfile(Value, frozen=True, kw_only=True):
     """What a model costs. Blocks count as alike: where their kinds differ, `block` is their mean in seconds
     and the largest of them in bytes.
@@ -171,6 +185,7 @@ class ModelProfile(Value, frozen=True, kw_only=True):
     fitted: bool = False
     bundle_bytes: float = 0.0
     query_bytes: float = 0.0
+    experts: ExpertProfile | None = None  # of blocks with some (None: not measured)
 
     def __post_init__(self) -> None:
         if self.layers < 1 or self.share_units < 1 or not self.tokens > 0:

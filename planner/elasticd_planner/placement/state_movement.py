@@ -109,24 +109,26 @@ def bytes_by_member(
     return found
 
 
-def expert_bytes_to_move(profile: ModelProfile, load: ExpertLoad, old: Plan, new: Plan) -> int:
-    """Bytes of the experts that devices lack of blocks which they have in both plans of one module, where their
-    shares are the same; of other ones `bytes_to_move` counts shares."""
+def expert_bytes_beyond_shares(profile: ModelProfile, load: ExpertLoad, old: Plan, new: Plan) -> int:
+    """Bytes of experts that devices lack beyond those that `bytes_to_move` counts by shares (below 0: fewer), of
+    plans of one module."""
     if len(old.modules) > 1 or len(new.modules) > 1:
         return 0
     before, after = held_by_device(old, load), held_by_device(new, load)
-    shares = [
-        {d: lane.fraction(i) for _, _, lane in plan.walk() for i, d in enumerate(lane.devices)}
-        for plan in (old, new)
-    ]
-    arrived = sum(
-        len({*own} - {*before[device][block]})
-        for device, blocks in after.items()
-        if device in before and shares[0][device] == shares[1][device]
-        for block, own in blocks.items()
-        if block in before[device]
-    )
-    return round(arrived * load.expert_bytes * (1 + profile.optimizer_factor * _zero(new).part))
+    was, now = holders(old, profile.share_units), holders(new, profile.share_units)
+    beyond = 0.0
+    for device, blocks in after.items():
+        for block, own in blocks.items():
+            had = before.get(device, {}).get(block, ())
+            units = _lacking_units(was[device] if had else None, now[device])
+            by_share = len(load.rows[block]) * units / profile.share_units
+            beyond += len({*own} - {*had}) - by_share
+    return round(beyond * load.expert_bytes * (1 + profile.optimizer_factor * _zero(new).part))
+
+
+def _lacking_units(old: Held | None, new: Held) -> int:
+    kept = max(0, min(old.high, new.high) - max(old.low, new.low)) if old is not None else 0
+    return new.high - new.low - kept
 
 
 def _zero(plan: Plan) -> Zero:
@@ -135,12 +137,11 @@ def _zero(plan: Plan) -> Zero:
 
 def lacking(profile: ModelProfile, old: Held | None, new: Held) -> float:
     """Bytes of parameters that one device lacks; gradients are made anew and never move."""
-    kept = max(0, min(old.high, new.high) - max(old.low, new.low)) if old else 0
     wanted = new.high - new.low
 
     def lack(section: SectionProfile, has: bool) -> float:
         per_unit = (section.cut_bytes + section.grouped_bytes) / profile.share_units
-        return per_unit * (wanted - kept) if has else per_unit * wanted + section.whole_bytes
+        return per_unit * _lacking_units(old, new) if has else per_unit * wanted + section.whole_bytes
 
     tied = profile.tied_bytes > 0
     common = old.common(new.start, new.stop, new.later) if old else 0

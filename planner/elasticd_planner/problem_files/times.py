@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from elasticd_planner.cost.model_profile import ADAMW_STATE, ModelProfile, SectionProfile
+from elasticd_planner.cost.model_profile import ADAMW_STATE, ExpertProfile, ModelProfile, SectionProfile
 from elasticd_planner.cost.pipeline_time import FORWARD
 from elasticd_planner.cost.table_cost import MIB
 from elasticd_planner.value import Value, refuse
@@ -73,7 +73,7 @@ class TimesEntry(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     are not there are estimated from the link and `boundary_bytes` (of a token). `bundle_bytes`, where it is
     not 0, is what a token brings over a boundary of stages instead: the mean of there and back. `query_bytes`,
     where it is not 0: a token's queries of one block, whose heads together are not as wide as the
-    activation."""
+    activation. `experts`: those of blocks with some, see `ExpertProfile`."""
 
     block: SectionTimes
     embed: SectionTimes = SectionTimes()
@@ -86,6 +86,7 @@ class TimesEntry(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     overlap: bool = False
     bundle_bytes: float = 0.0
     query_bytes: float = 0.0
+    experts: ExpertProfile | None = None
 
     def __post_init__(self) -> None:
         if not self.block.seconds_per_token > 0:
@@ -198,6 +199,7 @@ def profile_of(model: TimedModel, tokens: float) -> ModelProfile:
         boundary_bytes=times.boundary_bytes,
         bundle_bytes=times.bundle_bytes,
         query_bytes=times.query_bytes,
+        experts=times.experts,
         gradient_factor=held.gradient,
         optimizer_factor=held.optimizer,
         fixed_bytes=(held.fixed_mib + held.reserve_mib) * MIB,
@@ -244,6 +246,7 @@ def entry_of(profile: ModelProfile) -> dict[str, Any]:
             boundary_bytes=profile.boundary_bytes,
             bundle_bytes=profile.bundle_bytes,
             query_bytes=profile.query_bytes,
+            experts=profile.experts,
             collectives={w: _collective(profile, w) for w in widths},
             forward=profile.forward,
             optimizer_seconds_per_byte=profile.optimizer_seconds,
@@ -264,7 +267,7 @@ def entry_of(profile: ModelProfile) -> dict[str, Any]:
         ),
     }
     found = dict(msgspec.to_builtins(entries, str_keys=True))
-    for name in ("bundle_bytes", "query_bytes"):
+    for name in ("bundle_bytes", "query_bytes", "experts"):
         if not getattr(profile, name):
             del found["times"][name]  # a key that releases before 0.2 refuse
     for section in ("block", "embed", "head"):

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 import msgspec
 
-from elasticd_planner.cost.model_profile import ModelProfile, SectionProfile, derive, suited
+from elasticd_planner.cost.model_profile import ExpertProfile, ModelProfile, SectionProfile, derive, suited
 from elasticd_planner.profiling.regression import SectionFit, line, regress
-from elasticd_planner.profiling.samples import Samples, SectionSample, kind_name
+from elasticd_planner.profiling.samples import Samples, SectionSample, experts_name, kind_name
 from elasticd_planner.profiling.section_bytes import section_with_bytes
+from elasticd_planner.spec.expert_load import MOST_OF_EXPERTS
 from elasticd_planner.value import Value, refuse
 
 #: The part of its fixed time that the tokens of the longest pass of a block must take at least.
@@ -18,7 +19,7 @@ LEAST_GROWTH = 1e-3
 
 class MeasuredProfile(Value, frozen=True, kw_only=True):
     """The profile, for micro-batches of one sample, and the fit of each section (kinds of block each by itself
-    where there are several, then "block", their mean). predicted: seconds that the fit expects of what
+    where there are several, then "block", their mean; experts beside their block). predicted: seconds that the fit expects of what
     `Samples.whole` measured (None: nothing to compare with)."""
 
     profile: ModelProfile
@@ -46,6 +47,7 @@ def measured_profile(samples: Samples) -> MeasuredProfile:
     widths = sorted({collective.width for collective in samples.collectives})
     among = {width: [c for c in samples.collectives if c.width == width] for width in widths}
     lines = {width: line([(c.size / base.boundary_bytes, c.seconds) for c in among[width]]) for width in widths}
+    experts = [_experts(samples, kind, one_size=one_size) for kind in range(len(kinds))]
     update = max(samples.updates, key=lambda update: update.state, default=None)
     profile = msgspec.structs.replace(
         base,
@@ -55,13 +57,36 @@ def measured_profile(samples: Samples) -> MeasuredProfile:
         collective_seconds={width: found[0] for width, found in lines.items()},
         collective_token_seconds={width: found[1] for width, found in lines.items()},
         bundle_bytes=samples.bundle_bytes,
+        experts=_expert_profile(samples, kinds, experts),
         forward=block.forward,
         recompute_factor=block.recompute if block.recompute is not None else 1 + block.forward,
         optimizer_seconds=update.seconds / update.state if update is not None and update.state else 0.0,
     )
-    fits = (embed, *kinds, *(() if len(kinds) == 1 else (block,)), head)
+    listed = [fit for kind, own in zip(kinds, experts, strict=True) for fit in (kind, own) if fit is not None]
+    fits = (embed, *listed, *(() if len(kinds) == 1 else (block,)), head)
     profile = suited(profile, samples.numbers)
     return MeasuredProfile(profile=profile, fits=fits, predicted=_predicted(samples, embed, block, head))
+
+
+def _experts(samples: Samples, kind: int, *, one_size: bool) -> SectionFit | None:
+    """The fit of the experts of a kind of block; None: it has none."""
+    timings = samples.of(experts_name(samples.model, kind))
+    return regress(timings, one_size=one_size) if timings else None
+
+
+def _expert_profile(
+    samples: Samples, blocks: Sequence[SectionFit], experts: Sequence[SectionFit | None]
+) -> ExpertProfile | None:
+    """The experts by their part of the seconds by token, of the kind of block in which it is the largest."""
+    parts = [
+        own.coefficients.per_token / block.coefficients.per_token
+        for block, own in zip(blocks, experts, strict=True)
+        if own is not None and block.coefficients.per_token > 0
+    ]
+    if not parts:
+        return None
+    part = min(max(parts), MOST_OF_EXPERTS)
+    return ExpertProfile(part=part, chosen=samples.chosen, count=samples.experts)
 
 
 def _growing(fit: SectionFit, per_token: float) -> SectionFit:

@@ -40,8 +40,9 @@ class ModelBytes(Value, frozen=True, kw_only=True):
 
 
 class SectionSample(Value, frozen=True, kw_only=True):
-    """Medians over the repeats of one section ("embed", "head", "block", or "block.K" of kind K) on a member
-    that holds `share` of it in a TP group of `width`, for one micro-batch of `tokens` tokens.
+    """Medians over the repeats of one section ("embed", "head", "block", or "block.K" of kind K), or of the
+    experts of a block ("experts", "experts.K"), on a member that holds `share` of it in a TP group of `width`, for
+    one micro-batch of `tokens` tokens.
 
     Seconds are of computation alone: no peer is waited for. recomputed: forward and backward where the
     activation is computed anew in backward (None: not measured). kept: bytes that stay from forward to
@@ -129,6 +130,8 @@ class Samples(Value, frozen=True, kw_only=True):
     bundle_bytes: float = 0.0
     numbers: Numbers | None = None
     items: str = ""
+    chosen: int = 0  # experts of a row, where blocks have some
+    experts: int = 0  # of a block, likewise
 
     def of(self, section: str) -> tuple[SectionSample, ...]:
         """The timings of one section."""
@@ -148,6 +151,11 @@ class Samples(Value, frozen=True, kw_only=True):
 def kind_name(model: ModelSpec, kind: int) -> str:
     """What timings call a kind of block."""
     return "block" if len(model.kinds) == 1 else f"block.{kind}"
+
+
+def experts_name(model: ModelSpec, kind: int) -> str:
+    """The name of timings of the experts of a kind of block."""
+    return kind_name(model, kind).replace("block", "experts")
 
 
 def _mean(alike: tuple[SectionSample, ...], parts: list[float]) -> SectionSample:

@@ -11,7 +11,7 @@ from elasticd_planner.spec.plan_checks import blocks_with_same_experts
 from elasticd_planner.value import Value, refuse
 
 #: The part of a block's computation that experts may have, at most: the rest of it is not nothing.
-_MOST = 0.99
+MOST_OF_EXPERTS = 0.99
 
 
 class ExpertLoad(Value, frozen=True, kw_only=True):
@@ -46,6 +46,7 @@ def costed(
     rows: Mapping[int, tuple[float, ...]],
     chosen: float,
     replicas: int = -1,
+    part: float = 0.0,
 ) -> ExpertLoad | None:
     """A load with what experts cost by the model's shapes; None: no rule places experts of it.
 
@@ -57,6 +58,7 @@ def costed(
         rows: of each expert of each block in a step.
         chosen: experts of a row.
         replicas: that a block may have, at most; -1: one less than devices.
+        part: of the computation of a block with experts, that of its experts, as measured; 0: by the shapes.
     """
     counts = expert_counts(model)
     sparse = {block: own for block, own in rows.items() if counts.get(block) == len(own)}
@@ -73,7 +75,7 @@ def costed(
     size = sum(math.prod(p.shape) * item_size(p.dtype) for p in _sparsest(model) if p.experts)
     return ExpertLoad(
         rows=sparse,
-        part=expert_part(model, sample_tokens, chosen, count),
+        part=part or expert_part(model, sample_tokens, chosen, count),
         expert_bytes=round(size / count),
         replicas=replicas,
         same=tuple(tuple(sorted(group)) for group in same if group <= sparse.keys()),
@@ -91,7 +93,8 @@ def expert_part(model: ModelSpec, sample_tokens: float, chosen: float, count: in
     """
     kind = _sparsest(model)
     routed = chosen * _elements(kind, experts=True) / count
-    return min(routed / (routed + _elements(kind, experts=False) + model.width * sample_tokens), _MOST)
+    others = _elements(kind, experts=False) + model.width * sample_tokens
+    return min(routed / (routed + others), MOST_OF_EXPERTS)
 
 
 def _sparsest(model: ModelSpec) -> tuple[Parameter, ...]:

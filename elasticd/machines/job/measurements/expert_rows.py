@@ -116,8 +116,10 @@ def newest(turn: Transaction, job: JobState) -> ExpertLoad | None:
 
 
 def _load(turn: Transaction, spec: JobSpec, known: ExpertRows) -> ExpertLoad | None:
-    replicas = turn.settings.policy.expert_replicas
-    return costed(spec.model, spec.sample_tokens, known.mean, known.chosen, replicas)
+    replicas, profile = turn.settings.policy.expert_replicas, turn.job.profile
+    measured = profile.experts if profile is not None else None
+    part = measured.part if measured is not None else 0.0
+    return costed(spec.model, spec.sample_tokens, known.mean, known.chosen, replicas, part)
 
 
 def _closed(turn: Transaction, spec: JobSpec, known: ExpertRows) -> ExpertRows:
