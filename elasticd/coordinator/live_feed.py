@@ -601,6 +601,9 @@ def _of_job(
         if halts != told.halts.get(job.job, {}):
             told.halts[job.job] = halts
             yield live.HaltNews(id=next_id(), job=job.job, halts=halts)
+    rows = job.expert_rows.mean
+    if rows and (before is None or before.expert_rows.mean is not rows):
+        yield live.ExpertsNews(id=next_id(), job=job.job, rows=rows)
 
 
 def _due(job: JobState, at: float) -> bool:

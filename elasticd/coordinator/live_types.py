@@ -166,6 +166,13 @@ class HaltNews(News, frozen=True, kw_only=True, tag="halts"):
     halts: dict[str, Halted]  # by device
 
 
+class ExpertsNews(News, frozen=True, kw_only=True, tag="experts"):
+    """The load of a job's experts, in the mean of the last reports."""
+
+    job: str
+    rows: dict[int, tuple[float, ...]]  # of each expert in a step, by block
+
+
 class LinksNews(News, frozen=True, kw_only=True, tag="links"):
     """All links between nodes that were probed."""
 
@@ -267,6 +274,7 @@ AnyNews = (
     | PlanNews
     | MembersNews
     | HaltNews
+    | ExpertsNews
     | LinksNews
     | RestartNews
     | SettingsNews

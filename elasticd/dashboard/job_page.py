@@ -7,8 +7,11 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
+from elasticd_planner.placement.expert_placement import least_busiest
+from elasticd_planner.spec.cluster import Rates, rate_of
+from elasticd_planner.spec.expert_load import ExpertLoad, blocks_of, held_in, rows_by_device
 from elasticd_planner.spec.mesh import JobPlan, MeshPlan
-from elasticd_planner.spec.plan import Plan
+from elasticd_planner.spec.plan import Plan, Stage
 from elasticd_planner.spec.sequence_lengths import PER_DOUBLING
 
 from elasticd.coordinator.api_types import JobStatus
@@ -143,6 +146,49 @@ def lost(news: JobNews, now: float) -> tuple[views.LostTime, ...]:
     if not news.over and since > usual:
         found.append(views.LostTime(cause="stalled now", seconds=since, times=1))
     return tuple(sorted(found, key=lambda each: -each.seconds))
+
+
+def experts(known: KnownCluster, job: str) -> views.ExpertsView | None:
+    """The load of experts and the devices that have them, by what was reported last and the plan in force."""
+    plan, rows = known.cluster.plans.get(job), known.cluster.expert_rows.get(job)
+    if not rows or not isinstance(plan, Plan) or len(plan.modules) > 1:
+        return None
+    load = ExpertLoad(rows=rows, part=0.0, expert_bytes=0)
+    groups = [
+        views.ExpertGroup(pipeline=p, lane=lane, stage=s, devices=group.devices, blocks=blocks)
+        for p, pipeline in enumerate(plan.pipelines)
+        for s, stage in enumerate(pipeline.stages)
+        for lane, group, own in _expert_groups(stage, load)
+        if (blocks := tuple(_expert_block(group, block, load, known.cluster.rates) for block in own))
+    ]
+    parts = {block: tuple(round(part, 5) for part in load.weights(block)) for block in sorted(rows)}
+    return views.ExpertsView(parts=parts, groups=tuple(groups)) if groups else None
+
+
+def _expert_groups(stage: Stage, load: ExpertLoad) -> Iterator[tuple[int | None, Stage, list[int]]]:
+    """The groups of a stage whose devices compute for each other: the lane (None: all), and the blocks."""
+    blocks = [block for block in blocks_of(stage) if block in load.rows]
+    shared = {*stage.shared_blocks}
+    yield None, stage, [block for block in blocks if block in shared]
+    for number, lane in enumerate(stage.by_lane):
+        yield number, lane, [block for block in blocks if block not in shared]
+
+
+def _expert_block(group: Stage, block: int, load: ExpertLoad, rates: Rates) -> views.ExpertBlock:
+    weights = load.weights(block)
+    held = group.experts_of(block) or held_in(group, block, len(weights))
+    slowdowns = [rate_of(rates, device) for device in group.devices]
+    rows = rows_by_device(weights, held, group.splits_of(block))
+    seconds = [slowdown * own for slowdown, own in zip(slowdowns, rows, strict=True)]
+    busiest = max(range(len(seconds)), key=seconds.__getitem__)
+    return views.ExpertBlock(
+        block=block,
+        holders=tuple(
+            tuple(place for place, own in enumerate(held) if expert in own) for expert in range(len(weights))
+        ),
+        busiest=busiest,
+        over=seconds[busiest] / least_busiest(weights, slowdowns),
+    )
 
 
 def lengths(known: KnownCluster, job: str) -> views.LengthsView | None:
@@ -280,6 +326,7 @@ def job_view(known: KnownCluster, name: str, told: Sequence[EventRecord], now: f
         slowness_seconds=max(0.0, time.productive - time.steps * healthy) if time and healthy else None,
         repeated_steps=time.repeated if time is not None else 0,
         lanes=lanes(known, name),
+        experts=experts(known, name),
         lengths=lengths(known, name),
         batch=batch(plan, news.job),
         members=members(known, name),
@@ -328,6 +375,7 @@ def _without_measurements(
         slowness_seconds=None,
         repeated_steps=0,
         lanes=(),
+        experts=None,
         lengths=None,
         batch=None,
         members=(),

@@ -99,6 +99,7 @@ class ClusterNow:
     proposed: dict[str, JobPlan] = field(default_factory=dict)
     members: dict[str, tuple[MemberStatus, ...]] = field(default_factory=dict)
     halts: dict[str, dict[str, Halted]] = field(default_factory=dict)
+    expert_rows: dict[str, dict[int, tuple[float, ...]]] = field(default_factory=dict)  # by job and block
     links: tuple[LinkStatus, ...] = ()
     restarts: tuple[live.RestartingJob, ...] = ()
     paused: bool = False
@@ -365,10 +366,12 @@ def take(cluster: ClusterNow, news: live.AnyNews) -> Iterable[str]:
         if not news.plan:  # it was started again under its name, and has none yet
             cluster.plans.pop(news.job.job, None)
             cluster.measured.pop(news.job.job, None)
+            cluster.expert_rows.pop(news.job.job, None)
     elif isinstance(news, live.JobGone):
         for held in (cluster.jobs, cluster.plans, cluster.proposed, cluster.members, cluster.halts):
             held.pop(news.job, None)
         cluster.measured.pop(news.job, None)
+        cluster.expert_rows.pop(news.job, None)
         cluster.newest.pop(news.job, None)
     elif isinstance(news, live.PlanNews):
         (cluster.proposed if news.proposed else cluster.plans)[news.job] = news.plan
@@ -378,6 +381,8 @@ def take(cluster: ClusterNow, news: live.AnyNews) -> Iterable[str]:
         before = cluster.halts.get(news.job, {})
         cluster.halts[news.job] = news.halts
         return {*before, *news.halts}
+    elif isinstance(news, live.ExpertsNews):
+        cluster.expert_rows[news.job] = news.rows
     elif isinstance(news, live.LinksNews):
         cluster.links = news.links
     elif isinstance(news, live.RestartNews):

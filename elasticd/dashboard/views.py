@@ -296,6 +296,32 @@ class LaneRow(Value, frozen=True, kw_only=True):
     rows: int  # micro-batches of a step
 
 
+class ExpertBlock(Value, frozen=True, kw_only=True):
+    """The experts of a block on a group of devices that compute for each other."""
+
+    block: int  # of the model
+    holders: tuple[tuple[int, ...], ...]  # of each expert the places of its devices in the group
+    busiest: int  # place of the device that takes longest for these experts
+    over: float  # its time over the least possible for the group, 1.0 at the least
+
+
+class ExpertGroup(Value, frozen=True, kw_only=True):
+    """Devices that compute for each other: a TP group, or the lanes of a stage that share experts."""
+
+    pipeline: int
+    lane: int | None  # None: all lanes of the stage
+    stage: int
+    devices: tuple[str, ...]
+    blocks: tuple[ExpertBlock, ...]
+
+
+class ExpertsView(Value, frozen=True, kw_only=True):
+    """The load of experts, in the mean of the last reports, and the devices that have them."""
+
+    parts: dict[int, tuple[float, ...]]  # by block: of its rows those that go to each expert
+    groups: tuple[ExpertGroup, ...]
+
+
 class LengthsView(Value, frozen=True, kw_only=True):
     """Sequence lengths of the newest step."""
 
@@ -362,6 +388,7 @@ class JobView(Value, frozen=True, kw_only=True):
     slowness_seconds: float | None  # of the productive seconds, those beyond the healthy speed
     repeated_steps: int  # steps that were done again
     lanes: tuple[LaneRow, ...]  # of pipelines with several (empty: none has)
+    experts: ExpertsView | None  # None: the model has none, or none of their load is known
     lengths: LengthsView | None
     batch: BatchView | None
     members: tuple[MemberRow, ...]  # by rank, standby last

@@ -24,6 +24,7 @@ from elasticd.coordinator.api_types import ApiError, LeaderStatus, Settings
 from elasticd.coordinator.daemon import Coordinator
 from elasticd.machines.coordinator.restart_jobs import RestartJob
 from elasticd.machines.job.state.events import CoordinatorNote
+from elasticd.machines.job.state.expert_rows import ExpertRows
 from elasticd.wire.node_health import Health
 from tests.cli.support import call
 from tests.coordinator.agents import agent, coordinating, get, until
@@ -381,6 +382,23 @@ def test_rounds_tell_plans_members_and_slowdowns_of_a_job() -> None:
     (slow,) = [news for news in later if isinstance(news, live.SlowdownNews)]
     assert slow.rates["alpha/0"] > 2
     assert not [news for news in later if isinstance(news, live.MembersNews)]
+
+
+def test_the_load_of_experts_is_told_whenever_it_is_another() -> None:
+    world, told = running_world(), live_feed._Told()
+
+    def heard(rows: dict[int, tuple[float, ...]]) -> list[live.ExpertsNews]:
+        known = known_of(world)
+        job = msgspec.structs.replace(world.job, expert_rows=ExpertRows(mean=rows))
+        state = msgspec.structs.replace(known.state, jobs={**known.state.jobs, job.job: job})
+        changes = live_feed._changes(msgspec.structs.replace(known, state=state), told, lambda: "")
+        return [news for news in changes if isinstance(news, live.ExpertsNews)]
+
+    first, second = {0: (3.0, 1.0)}, {0: (1.0, 3.0)}
+    assert heard({}) == []
+    assert [news.rows for news in heard(first)] == [first]
+    assert heard(first) == []
+    assert [news.rows for news in heard(second)] == [second]
 
 
 def test_messages_are_read_back_as_they_were() -> None:

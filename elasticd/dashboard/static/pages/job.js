@@ -5,6 +5,7 @@ import { html, keyed, nothing } from "../vendor/lit.js";
 import { NOTHING, age, clock, counted, number, percent, seconds, slowdown } from "../format.js";
 import { news } from "../news.js";
 import { Page, chip, facts, head } from "../page.js";
+import "../experts.js";
 import "../output.js";
 import { deviceHref, part, planHref, recording, to } from "../source.js";
 import { toned } from "./cluster.js";
@@ -177,6 +178,7 @@ class JobPage extends Page {
           ${this.loss()}
         </section>
         <section class="panel half" aria-labelledby="data-title">${data(view)}</section>
+        ${view.experts ? experts(view.experts) : nothing}
         <section class="panel half" aria-labelledby="members-title">${members(view)}</section>
         <section class="panel half" aria-labelledby="kept-title">${kept(view)}</section>
       </div>`;
@@ -426,6 +428,19 @@ const lanes = (view) =>
       )}
     </tbody>
   </table>`;
+
+/** @param {import("../../tools/api.d.ts").ExpertsView} view */
+const experts = (view) =>
+  html`<section class="panel" aria-labelledby="experts-title">
+    <header>
+      <h2 id="experts-title">Experts by load</h2>
+      <p>
+        rows of each expert over the mean of its block, in the mean of the last reports; darker, in dark mode
+        brighter: more rows
+      </p>
+    </header>
+    <ed-experts .view=${view}></ed-experts>
+  </section>`;
 
 /** @param {JobView} view */
 function data(view) {
