@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 from elasticd_planner.layout.layouts import Item, Role
 from elasticd_planner.spec.box import Box
+from elasticd_planner.spec.model import BALANCE_COUNTS
 
 from elasticd.checkpoints.manifest import Manifest, PlaneEntry
 from elasticd.checkpoints.reader import CheckpointReader, Wanted
@@ -83,7 +84,7 @@ def export(path: Path, manifest: Manifest, out: Path, *, moments: bool = False, 
         for role, entries in manifest.tensors.items()
         if role != "state" or moments
         for name, entry in entries.items()
-        if name.startswith(prefix)
+        if name.startswith(prefix) and not name.endswith(f".{BALANCE_COUNTS}")
         for plane in entry.planes
     ]
     header: dict[str, object] = {

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from elasticd_planner.spec.model import BALANCE_COUNTS
 from elasticd_planner.spec.plan import Plan, StatePolicy
 from torch import Tensor, nn
 
@@ -46,6 +47,7 @@ from tests.runtime import test_parity
 
 LAYOUTS = PLANS | PLACED
 BOTH = Balance(loss=0.05, bias=0.01, router="blocks.*.router", parameter="blocks.*.shift")
+OF_STEP = replace(BOTH, over="step")
 STEPS = 3
 
 
@@ -95,27 +97,34 @@ def one_process(
         balance.loss or 0.0,
     )
     losses, balances, norms = [], [], []
+    of_step, before, ratio = balance.over == "step", [torch.ones(EXPERTS).double() for _ in blocks], 1.0
     for step in range(training.steps):
         samples = sampler.samples(step)
         update.zero_grad()
         total, count, of_routers = torch.zeros(()), 0, torch.zeros(())
-        counts = [torch.zeros(EXPERTS).double() for _ in blocks]
+        counts, rows = [torch.zeros(EXPERTS).double() for _ in blocks], 0
         for index in samples:
             batch = training.collate([training.dataset[index]])
             with choices_of(blocks) as found:
                 loss, targets = training.loss(whole(batch), batch)
             total, count = total + loss, count + targets
+            rows += len(found[0][0])
             for at, (logits, index_of) in enumerate(found):
                 part = torch.bincount(index_of.flatten(), minlength=EXPERTS).double()
                 counts[at] += part
-                mean = logits.softmax(-1).mean(0)
-                of_routers = of_routers + targets * EXPERTS * (part / part.sum() * mean).sum()
+                probabilities = logits.softmax(-1)
+                if of_step:
+                    parts, weighted = before[at] / before[at].sum(), ratio * probabilities.sum(0)
+                else:
+                    parts, weighted = part / part.sum(), targets * probabilities.mean(0)
+                of_routers = of_routers + EXPERTS * (parts * weighted).sum()
         ((total + factor * of_routers) / count).backward()
         norms.append(float(nn.utils.get_total_norm(p.grad for p in whole.parameters() if p.grad is not None)))
         update.step()
         for (_, _, bias), part in zip(blocks, counts, strict=True):
             if bias is not None and balance.bias is not None:
                 bias.add_((part.mean() - part).sign().view_as(bias), alpha=balance.bias)
+        before, ratio = counts, count / rows
         losses.append(float(total.detach()) / count)
         balances.append(float(of_routers.detach()) / count / len(blocks))
     biases = {name: each.detach() for name, each in whole.named_buffers()}
@@ -141,7 +150,10 @@ def apart(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Engine, "step", stepping)
-        found = under(training, plan, within=DoubleThroughout)
+        losses, values = under(training, plan, within=DoubleThroughout)
+    counts = {name for name in values if name.endswith(BALANCE_COUNTS)}
+    assert len(counts) == (len(blocks) if balance.over == "step" else 0)
+    found = losses, {name: value for name, value in values.items() if name not in counts}
     assert found[0] == pytest.approx(expected[0], rel=NEAR)
     gap, _ = furthest(found, expected, {full: names(full) for full in found[1]})
     for vote in votes:
@@ -175,6 +187,15 @@ def training_of(balance: Balance, **more: Any) -> Training:
 def test_a_loss_of_each_sample_and_biases_are_those_of_one_process(name: str) -> None:
     dataset = Known(VOCABULARY) if LAYOUTS[name].micro_batch > 1 else Text(VOCABULARY)
     assert of_mixture(training_of(BOTH, dataset=dataset), LAYOUTS[name]) < (NEAR, NEAR)
+
+
+@pytest.mark.parametrize(
+    "name", sizes.beside(["tp1 to tp4 and back", "sets, zero 2, recomputing", "over lanes, two stages"], LAYOUTS)
+)
+def test_a_loss_over_a_step_is_that_of_one_process(name: str) -> None:
+    """With frequencies of the step before. A sample's rows count alike, whatever its targets are."""
+    dataset = Known(VOCABULARY) if LAYOUTS[name].micro_batch > 1 else Text(VOCABULARY)
+    assert of_mixture(training_of(OF_STEP, dataset=dataset), LAYOUTS[name]) < (NEAR, NEAR)
 
 
 #: The layouts that three families are measured under, with the experts cut in experts but in the second.
@@ -247,12 +268,12 @@ def test_models_of_transformers_are_balanced_as_in_one_process(kind: str, name: 
     assert of_family(kind, name) < (NEAR, NEAR)
 
 
-@pytest.mark.parametrize("balance", [BOTH, replace(BOTH, bias=None), replace(BOTH, loss=None)])
+@pytest.mark.parametrize("balance", [BOTH, replace(BOTH, bias=None), replace(BOTH, loss=None), OF_STEP])
 def test_the_step_before_a_job_is_compared_without_its_balance(balance: Balance) -> None:
     recipe = training_of(balance, dataset=Known(VOCABULARY)).recipe()
     plain = refuse_differences(recipe, 2)
-    assert not any(name.endswith("shift") for name in plain.gradients)
-    assert recipe.model.biases or balance.bias is None
+    assert not any(name.endswith(("shift", BALANCE_COUNTS)) for name in plain.gradients)
+    assert recipe.model.counted or balance.bias is None
 
 
 def test_packed_samples_are_balanced_one_by_one() -> None:
@@ -263,11 +284,11 @@ def test_packed_samples_are_balanced_one_by_one() -> None:
     )
 
 
-def test_sequences_that_are_cut_over_lanes_move_biases_and_have_no_loss_of_samples() -> None:
-    training = training_of(replace(BOTH, loss=None))
+def test_sequences_that_are_cut_over_lanes_move_biases_and_have_a_loss_of_steps_and_none_of_samples() -> None:
+    training = training_of(OF_STEP)
     fields = {name: getattr(training, name) for name in ("model", "loss", "dataset", "steps", "options")}
     assert of_mixture(Cut(**fields), LAYOUTS["over lanes"]) < (NEAR, NEAR)
-    with pytest.raises(ValueError, match=r"may cut one over lanes.*Packing\(cut=False\), or Balance\(bias=\)"):
+    with pytest.raises(ValueError, match=r'may cut one over lanes.*Balance\(over="step"\), or Packing\(cut=False'):
         replace(training_of(BOTH, dataset=Known(VOCABULARY)), packing=Packing()).recipe()
 
 
@@ -277,6 +298,8 @@ def test_sequences_that_are_cut_over_lanes_move_biases_and_have_no_loss_of_sampl
         ({}, "give loss=, a factor of balance losses, or bias=, a change of biases, or both"),
         ({"loss": 0}, "loss must be a positive number, or None, not 0"),
         ({"bias": "much"}, "bias must be a positive number, or None, not 'much'"),
+        ({"loss": 1.0, "over": "batch"}, 'over must be "sample" or "step", not \'batch\''),
+        ({"bias": 1.0, "over": "step"}, 'over="step" is of a balance loss: give loss='),
     ],
 )
 def test_a_balance_of_nothing_is_refused(given: dict[str, Any], said: str) -> None:

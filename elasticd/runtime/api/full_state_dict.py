@@ -16,7 +16,7 @@ from elasticd_migration.migrate import migrate
 from elasticd_migration.transport import ProcessGroupTransport
 from elasticd_planner.layout.layouts import Layouts
 from elasticd_planner.spec.box import Box
-from elasticd_planner.spec.model import fused_parameters
+from elasticd_planner.spec.model import BALANCE_COUNTS, fused_parameters
 from elasticd_planner.spec.plan import Pipeline, Plan, Stage, Strategy
 from torch import Tensor
 
@@ -86,6 +86,8 @@ def by_own_names(held: Mapping[str, T], own_names: Mapping[str, str]) -> dict[st
         full, plane = name.removeprefix(kind), ""
         if kind == _STATE:
             full, plane = _split(full, first)
+        if full.endswith(f".{BALANCE_COUNTS}"):  # which no module of the user's has
+            continue
         if kind or name not in first:
             renamed[f"{kind}{first.get(full, full)}{'.' * bool(plane)}{plane}"] = value
     return renamed

@@ -33,6 +33,7 @@ from elasticd_planner.layout.layouts import Item, Layouts
 from elasticd_planner.spec.batch import BatchPlan
 from elasticd_planner.spec.box import Box
 from elasticd_planner.spec.measurement import Measurement
+from elasticd_planner.spec.model import BALANCE_COUNTS
 from elasticd_planner.spec.plan import Plan
 from elasticd_planner.spec.sample_packing import linear_of
 from msgspec.structs import replace
@@ -69,6 +70,7 @@ from elasticd.runtime.model.batch_format import BatchFormat
 from elasticd.runtime.model.model import Loss, Model
 from elasticd.runtime.model.optimizer_check import AVERAGE, kinds_of, refuse_kinds, unfused
 from elasticd.runtime.model.validation import refuse_modes
+from elasticd.runtime.parallel.router_balance import counts_of_step
 from elasticd.runtime.parallel.router_choices import counts_of
 from elasticd.runtime.telemetry.device_timer import spans_of
 from elasticd.runtime.telemetry.main_thread import during, during_step
@@ -270,9 +272,9 @@ class Engine:
         """
         for module in self.modules.values():
             module.adopt(state)
-        biases = self._recipe.model.biases
-        self._biases = [part for part in self.owned if part.name in biases and not part.box.empty]
-        owned = [part for part in self.owned if part.name not in biases]
+        counted = self._recipe.model.counted
+        self._counted = [part for part in self.owned if part.name in counted and not part.box.empty]
+        owned = [part for part in self.owned if part.name not in counted]
         where = self.plan_groups.stopwatch.where
         with during(where, OPTIMIZER):
             groups, slices = self._recipe.parameter_groups, [(part.name, part.parameter) for part in owned]
@@ -702,15 +704,15 @@ class Engine:
         self.stale, self._delivered = self.plan.state.zero > 0, None
         if vote.apply:
             unreached = self._unreached(vote)
-            biases = self._recipe.model.biases
-            gradients = [grad for module in self.modules.values() for grad in module.agree(unreached, biases)]
+            counted = self._recipe.model.counted
+            gradients = [grad for module in self.modules.values() for grad in module.agree(unreached, counted)]
             scale = 1.0 / vote.count / self.scale
             if self._recipe.clip is not None and vote.norm is not None:
                 scale *= min(1.0, self._recipe.clip / (vote.norm + 1e-6))
             if gradients:
                 torch._foreach_mul_(gradients, scale)
             self.optimizer.step()
-            self._move_biases()
+            self._move_counted(vote)
             for module in self.modules.values():
                 module.zero.round()
         if self.scaler is not None and vote.count:  # without a target nothing was scaled
@@ -723,9 +725,15 @@ class Engine:
             module.zero.clear()
 
     @torch.no_grad()
-    def _move_biases(self) -> None:
-        """Moves the biases of routers by the signs of their counts, see `router_balance`."""
+    def _move_counted(self, vote: Vote) -> None:
+        """Moves the parameters that follow from counts of the step, see `router_balance`."""
         balance = self._recipe.balance
-        for _, _, parameter in self._biases:
-            if balance is not None and balance.bias is not None and parameter.grad is not None:
-                parameter.sub_(parameter.grad.sign().to(parameter.dtype), alpha=balance.bias)
+        for name, box, parameter in self._counted:
+            counts = parameter.grad
+            if balance is None or counts is None:
+                continue
+            if name.endswith(f".{BALANCE_COUNTS}"):
+                ends = box.stop == self._recipe.model.parameter(name).shape
+                parameter.copy_(counts_of_step(counts, vote.count, ends=ends))
+            elif balance.bias is not None:
+                parameter.sub_(counts.sign().to(parameter.dtype), alpha=balance.bias)

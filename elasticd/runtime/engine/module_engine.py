@@ -116,9 +116,9 @@ class ModuleEngine:
         local = self.local = build(model, layouts.plan, peers.me, recipe.accelerator)
         if recipe.precision is not None:
             recipe.precision.add_up(held.tensor for held in local.parameters.values())
-        self.reducer = self._reducer(peers, model.biases)
+        self.reducer = self._reducer(peers, model.counted)
         self.zero = ZeroState(
-            layouts, peers, local, self.reducer, recipe.master, recipe.accelerator, counts=model.biases
+            layouts, peers, local, self.reducer, recipe.master, recipe.accelerator, counts=model.counted
         )
         self.constants = BufferCheck(
             {self.prefix + section: module for section, module in local.modules.items()}

@@ -171,7 +171,7 @@ class StageRunner:
         """
         self._slices, self._takes, self._of_items = slices, takes or {}, gives is not None
         self._exchange, self._balance = exchange, balance
-        self._asks_targets = balance is not None and balance.has_loss
+        self._asks_targets = balance is not None and balance.asks_targets
         self._serving: dict[tuple[int, int], dict[str, Tensor]] = {}  # by chunk and row, outputs by block
         self._rows: list[PackedRow] = []  # of the micro-batches of the step; empty: they are padded
         self._flights: tuple[object, dict[int, int]] = (None, {})  # the acts of a step, and what they hold

@@ -34,6 +34,7 @@ from elasticd.runtime.model.batch_format import BatchFormat
 from elasticd.runtime.model.model import Loss, Model
 from elasticd.runtime.model.optimizer_check import MakeScheduler
 from elasticd.runtime.model.parameter_groups import MakeOptimizer, ParameterGroups
+from elasticd.runtime.parallel.router_balance import first_counts
 from elasticd.runtime.parallel.sequence_parallel import refuse_model
 from elasticd.runtime.snapshot.restore import Snapshots
 from elasticd.runtime.threads import DaemonThreads
@@ -127,18 +128,26 @@ class Recipe:
                 "balance counts rows of whole samples, and sequence_parallel gives a device slices of them: "
                 "leave ParallelismOptions(sequence_parallel=...) out"
             )
-        if self.balance.loss is not None and self.data.packing is not None and self.data.packing.cut:
+        of_samples = self.balance.loss is not None and self.balance.over == "sample"
+        if of_samples and self.data.packing is not None and self.data.packing.cut:
             raise ValueError(
                 "Balance(loss=) is of whole samples, and packing may cut one over lanes, none of which has all "
-                "of its rows: give Packing(cut=False), or Balance(bias=)"
+                'of its rows: give Balance(over="step"), or Packing(cut=False), or Balance(bias=)'
             )
-        if self.model.graph is not None and self.balance.bias is not None:
+        counts = [name for name, there in (("bias=", self.balance.bias), ('over="step"', self.balance.over == "step")) if there]
+        if self.model.graph is not None and counts:
             raise ValueError(
-                "Balance(bias=) of a model of several modules is not supported: give Balance(loss=)"
+                f"Balance({', '.join(counts)}) of a model of several modules is not supported: give a "
+                "Balance(loss=) of each sample"
             )
-        biases = [block.bias for block in self.balanced.values() if block.bias is not None]
-        if biases:
-            object.__setattr__(self, "model", self.model.moving(biases))
+        blocks = self.balanced.values()
+        biases = [block.bias for block in blocks if block.bias is not None]
+        dtype = torch.promote_types(self.model.dtype, torch.float32)
+        first = {
+            block.counts: first_counts(block.count, dtype) for block in blocks if block.counts is not None
+        }
+        if biases or first:
+            object.__setattr__(self, "model", self.model.counting(biases, first))
 
     @cached_property
     def balanced(self) -> dict[str, BalancedBlock]:

@@ -10,8 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from numbers import Real
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
+from elasticd_planner.spec.model import BALANCE_COUNTS
 from torch import nn
 
 from elasticd.runtime.model.tp_rules import takes_rows
@@ -31,6 +32,10 @@ class Balance:
     #: sample's choices) x (mean probability), 1 where all experts are alike (DeepSeek-V3, 2024, section 2.1.2).
     #: The losses of all blocks are added; a sample counts as often as it has targets. None: there is none.
     loss: float | None = None
+    #: The samples that a balance loss is of: each one, or all of a step together. Of a "step" it multiplies the
+    #: parts of the choices in the step before with the mean probabilities of this one, over all rows alike (Qiu et
+    #: al., 2025, whose frequencies have no gradient either); it is of cut sequences, too.
+    over: Literal["sample", "step"] = "sample"
     #: How much a step changes the biases by which routers choose: up for each expert that had fewer rows than
     #: the mean of the step, and down for one that had more (Wang et al., 2024). None: they stay.
     bias: float | None = None
@@ -48,6 +53,10 @@ class Balance:
             raise ValueError(
                 "Balance: give loss=, a factor of balance losses, or bias=, a change of biases, or both"
             )
+        if self.over not in ("sample", "step"):
+            raise ValueError(f'Balance: over must be "sample" or "step", not {self.over!r}')
+        if self.over == "step" and self.loss is None:
+            raise ValueError('Balance: over="step" is of a balance loss: give loss=, its factor')
 
 
 class BalancedBlock(NamedTuple):
@@ -57,6 +66,8 @@ class BalancedBlock(NamedTuple):
     router: str | None  #: None: no loss is made of its logits
     logits: int  #: the place of the logits in a router's output of several tensors
     bias: str | None  #: the full name of the bias; None: it has none that moves
+    count: int  #: of the experts
+    counts: str | None  #: the full name of the counts of the step before; None: no loss is of them
 
 
 def balanced_blocks(
@@ -77,7 +88,10 @@ def balanced_blocks(
         router, logits = _router(balance, section, module, routers)
         bias = _bias(balance, section, module) if balance.bias is not None else None
         if router is not None or bias is not None:
-            found[section] = BalancedBlock(_experts(section, module), router, logits, bias)
+            experts = _experts(section, module)
+            stacked = next(each for each in module.get_submodule(experts).parameters(recurse=False) if each.dim() > 2)
+            counts = f"{section}.{BALANCE_COUNTS}" if router is not None and balance.over == "step" else None
+            found[section] = BalancedBlock(experts, router, logits, bias, stacked.shape[0], counts)
     if not found and balance.loss is not None:
         given = f"{balance.router!r} matches none" if balance.router else "none is known"
         raise ModelError(

@@ -98,7 +98,7 @@ def local_model(
                 continue
             if name not in local.parameters:
                 # Biases of routers have counts as gradients.
-                needs = rule.kind == "trained" and name not in model.biases
+                needs = rule.kind == "trained" and name not in model.counted
                 tensor = nn.Parameter(empty, requires_grad=needs)
                 local.parameters[name] = LocalParameter(boxes, tensor)
             held = local.parameters[name].tensor

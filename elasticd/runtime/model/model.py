@@ -130,9 +130,9 @@ class Model:
         self.loss: Loss | None = None
         #: By full name: routers of experts, and the place of the logits of all experts in their outputs.
         self.routers: dict[str, int] = {}
-        #: The biases of routers that move by counts: parameters that no optimizer gets.
-        self.biases: frozenset[str] = frozenset()
-        #: The model before that; None: it has no such biases.
+        #: Parameters that move by counts, biases of routers say: no optimizer gets them.
+        self.counted: frozenset[str] = frozenset()
+        #: The model before that; None: it has none of them.
         self.unmoved: Model | None = None
         #: Checkpoints leave the frozen parameters out, because the script makes the same ones again.
         self.leaves_out_frozen = False
@@ -226,28 +226,26 @@ class Model:
         made.sections, made.units = copy.deepcopy(self.sections), dict(self.units)
         for section, module in made.sections.items():
             for name, parameter in module.named_parameters():
-                if f"{section}.{name}" not in self.biases:  # which are exact in their own type
+                if f"{section}.{name}" not in self.counted:  # which are exact in their own type
                     parameter.data = parameter.data.to(dtype)
         made._described_anew()
         return made
 
-    def moving(self, biases: Iterable[str]) -> Self:
-        """The same model of one module with biases of routers as parameters that are trained, by counts.
+    def counting(self, biases: Iterable[str], counts: Mapping[str, Tensor]) -> Self:
+        """The same model of one module with parameters that move by counts.
 
         Args:
-            biases: full names of parameters or buffers.
+            biases: full names of parameters or buffers, biases of routers.
+            counts: by full name the first values of further parameters of sections.
 
         Raises:
             ModelError: one is of a type in which counts are not exact.
         """
         made = copy.copy(self)
         made.unmoved = self.unmoved or self
-        made.sections, made.units, made.biases = (
-            copy.deepcopy(self.sections),
-            dict(self.units),
-            frozenset(biases),
-        )
-        for full in sorted(made.biases):
+        made.sections, made.units = copy.deepcopy(self.sections), dict(self.units)
+        made.counted = frozenset(biases) | frozenset(counts)
+        for full in sorted(biases):
             section, rest = split_name(full)
             path, _, leaf = rest.rpartition(".")
             owner = made.sections[section].get_submodule(path)
@@ -262,6 +260,10 @@ class Model:
                 if not value.is_meta:
                     made._own = {**made._own, full: value.detach().clone()}
             owner.register_parameter(leaf, nn.Parameter(value.detach()))
+        for full, value in counts.items():
+            section, leaf = split_name(full)
+            made._own = {**made._own, full: value}
+            made.sections[section].register_parameter(leaf, nn.Parameter(value.to("meta")))
         made._described_anew()
         return made
 
@@ -491,7 +493,7 @@ class Model:
             if not buffer.is_meta:
                 return buffer.detach().clone()
         dtype = dtype or getattr(torch, rule.dtype)
-        if self._reader is not None:
+        if self._reader is not None and not (name in self.counted and name in self._own):
             part = self._read(self._reader, name, box)  # perhaps memory of the file
             return part.to(dtype, copy=True, memory_format=torch.contiguous_format)
         value, shape = self._whole(name, rule, seed), rule.shape
@@ -529,14 +531,14 @@ class Model:
         trained: dict[str, Tensor] = {}
         for section, module in self.sections.items():
             for name, parameter in module.named_parameters():
-                if parameter.requires_grad and f"{section}.{name}" not in self.biases:
+                if parameter.requires_grad and f"{section}.{name}" not in self.counted:
                     trained.setdefault(self.spec.owner(f"{section}.{name}"), parameter.detach())
         return trained
 
     def _whole(self, name: str, rule: Parameter, seed: int) -> Tensor:
         """A whole first value, of the shape that its module gives it."""
         shape = self.module_shape(name)
-        if name in self.biases and name in self._own:
+        if name in self.counted and name in self._own:
             return self._own[name]
         if isinstance(self._init, Mapping):
             if name not in self._init:

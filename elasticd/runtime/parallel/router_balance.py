@@ -1,6 +1,6 @@
 """Balance of routers: gradients of balance losses, and counts by which biases move, the same in any layout.
 
-A balance loss is of each sample alone, so that it depends on no micro-batch, stage or lane. It is
+A balance loss is of each sample alone, or of a step, so that it depends on no micro-batch, stage or lane. It is
 
     E sum_i f_i P_i,   f_i: part of the sample's choices that are expert i, P_i: mean probability of expert i,
 
@@ -8,7 +8,13 @@ of each block, and its weight in the step's loss is the number of the sample's t
 where the loss is, in the last stage; it goes back through the stages with the gradients. So the gradient of the
 balance loss is added in the backward pass of the experts' weights, and a block that recomputes adds it once.
 
-Counts of a step for a bias are its gradient: experts x (choices of the expert) - (all choices), a whole number
+Of a step f is of the step before, whose counts are known on all devices, and P the mean over all rows of this
+one. The step's loss is divided by its targets, so that a row has the weight T / N: targets over rows, of the step
+before, too. All rows count alike, on whatever lanes a sample's are. The counts, and T / N behind them, are a
+parameter of the block, whose gradient is the counts of this step. In the first step all experts count as chosen
+alike, and the loss has no gradient.
+
+Counts of a step for a bias are its gradient, too: experts x (choices of the expert) - (all choices), a whole number
 whose sum over devices has the sign of what the expert has too many. Reduction, ZeRO and migration carry it as
 they do any gradient.
 """
@@ -56,9 +62,9 @@ class RouterBalance:
         self.targets, self.scale = None, 1.0
 
     @property
-    def has_loss(self) -> bool:
+    def asks_targets(self) -> bool:
         """Returns True if samples' targets have to be known in backward passes."""
-        return self._balance.loss is not None
+        return self._balance.loss is not None and self._balance.over == "sample"
 
     def begin(self, scale: float) -> None:
         """Begins a step."""
@@ -77,9 +83,12 @@ class RouterBalance:
         block = self._blocks.get(section)
         if block is None:
             return
-        bias = None if block.bias is None else module.get_parameter(block.bias.removeprefix(section)[1:])
+        counted = [
+            module.get_parameter(name.removeprefix(section)[1:]) if name is not None else None
+            for name in (block.bias, block.counts)
+        ]
         experts = module.get_submodule(block.experts)
-        choices = _Choices(self, experts, block.logits, bias)
+        choices = _Choices(self, experts, block.logits, *counted)
         if block.router is not None:
             module.get_submodule(block.router).register_forward_hook(choices.note)
         experts.register_forward_pre_hook(choices.balanced, with_kwargs=True)
@@ -116,7 +125,9 @@ class RouterBalance:
         place = place.where(torch.arange(tokens) < sizes[:, None], -1).reshape(-1)
         return place.to(device), sizes.to(device)
 
-    def gradient(self, logits: Tensor, index: Tensor, place: Tensor, sizes: Tensor) -> Tensor:
+    def gradient(
+        self, logits: Tensor, index: Tensor, place: Tensor, sizes: Tensor, before: Tensor | None
+    ) -> Tensor:
         """The gradient of the balance losses of a block's samples, whose backward pass runs. Adds the losses
         to `value`.
 
@@ -125,20 +136,21 @@ class RouterBalance:
             index: the experts of each row [rows, k].
             place: the place of each row's sample; -1: of none.
             sizes: the rows of each sample.
+            before: the counts of the step before; None: losses are of samples.
+
+        Raises:
+            ModelError: the router has other experts than were counted.
         """
         assert self._balance.loss is not None
-        if self.targets is None:
-            return torch.zeros_like(logits)
         wide = torch.promote_types(logits.dtype, torch.float32)
-        probabilities, experts = logits.to(wide).softmax(-1), logits.shape[-1]
-        inside = place >= 0
-        choices = torch.zeros(len(sizes), experts, dtype=wide, device=logits.device)
-        flat = (place.clamp(0)[:, None] * experts + index.clamp(0, experts - 1)).reshape(-1)
-        ones = (inside[:, None] & (index >= 0) & (index < experts)).to(wide).reshape(-1)
-        choices = choices.view(-1).index_add(0, flat, ones).view_as(choices)
-        weight = experts * self.targets.to(wide) / sizes.clamp(1)
-        of_sample = choices / choices.sum(-1, keepdim=True).clamp(1) * weight[:, None]
-        of_row = of_sample[place.clamp(0)] * inside[:, None]
+        if before is not None:
+            weights = _weights(before.to(wide), logits.shape[-1])
+            of_row = weights * (place >= 0)[:, None]
+        elif self.targets is None:
+            return torch.zeros_like(logits)
+        else:
+            of_row = self._of_samples(self.targets.to(wide), index, place, sizes, logits.shape[-1])
+        probabilities = logits.to(wide).softmax(-1)
         weighted = probabilities * of_row
         total = weighted.sum(-1, keepdim=True)
         added = total.double().sum()
@@ -146,12 +158,59 @@ class RouterBalance:
         factor = self._balance.loss * self.scale
         return ((weighted - probabilities * total) * factor).to(logits.dtype)
 
+    def _of_samples(
+        self, targets: Tensor, index: Tensor, place: Tensor, sizes: Tensor, experts: int
+    ) -> Tensor:
+        """The weight of each probability [rows, experts] in the losses of samples, see `gradient`."""
+        inside = place >= 0
+        choices = torch.zeros(len(sizes), experts, dtype=targets.dtype, device=index.device)
+        flat = (place.clamp(0)[:, None] * experts + index.clamp(0, experts - 1)).reshape(-1)
+        ones = (inside[:, None] & (index >= 0) & (index < experts)).to(targets.dtype).reshape(-1)
+        choices = choices.view(-1).index_add(0, flat, ones).view_as(choices)
+        weight = experts * targets / sizes.clamp(1)
+        of_sample = choices / choices.sum(-1, keepdim=True).clamp(1) * weight[:, None]
+        return of_sample[place.clamp(0)] * inside[:, None]
+
+
+def first_counts(experts: int, dtype: torch.dtype) -> Tensor:
+    """The counts before the first step: each expert was chosen as often, and each row had a target."""
+    return torch.ones(experts + 1, dtype=dtype)
+
+
+def counts_of_step(gradient: Tensor, targets: float, *, ends: bool) -> Tensor:
+    """A part of the counts of a step: the choices of each expert, then targets over rows.
+
+    Args:
+        gradient: of this part [elements]: choices of experts, then rows.
+        targets: of the step.
+        ends: the part has the last element, rows.
+    """
+    if not ends:
+        return gradient
+    return torch.cat((gradient[:-1], targets / gradient[-1:].clamp(1)))
+
+
+def _weights(before: Tensor, experts: int) -> Tensor:
+    """The weight of each expert's probability in a row, by the counts of the step before."""
+    if len(before) != experts + 1:
+        raise ModelError(
+            f'Balance(over="step") counts the choices of {len(before) - 1} experts, and a router gives logits of '
+            f"{experts}: give a Balance(loss=) of each sample"
+        )
+    chosen, ratio = before[:-1], before[-1]
+    return experts * ratio * chosen / chosen.sum().clamp(1)
+
 
 class _Choices:
     """The choices of one block's router, between the call of the router and that of the experts."""
 
     def __init__(
-        self, balance: RouterBalance, experts: nn.Module, logits: int, bias: nn.Parameter | None
+        self,
+        balance: RouterBalance,
+        experts: nn.Module,
+        logits: int,
+        bias: nn.Parameter | None,
+        counts: nn.Parameter | None,
     ) -> None:
         """
         Args:
@@ -159,8 +218,9 @@ class _Choices:
             experts: of the block.
             logits: the place of the logits in a router's output of several tensors.
             bias: moves by the choices; None: there is none.
+            counts: of the step before; None: no loss is of them.
         """
-        self._balance, self._place, self._bias = balance, logits, bias
+        self._balance, self._place, self._bias, self._counts = balance, logits, bias, counts
         self._names = tuple(inspect.signature(experts.forward).parameters)[:3]
         self._logits: Tensor | None = None
 
@@ -179,7 +239,8 @@ class _Choices:
         if not torch.is_grad_enabled() or not weights.requires_grad:
             return None
         samples = self._balance.samples_of(len(index), index.device)
-        weights = _Balanced.apply(weights, logits, index, *samples, self._balance, self._bias)
+        counted = self._bias, self._counts
+        weights = _Balanced.apply(weights, logits, index, *samples, self._balance, *counted)
         if len(args) > 2:
             return (*args[:2], weights, *args[3:]), kwargs
         return args, {**kwargs, self._names[2]: weights}
@@ -198,8 +259,9 @@ class _Balanced(torch.autograd.Function):
         sizes: Tensor,
         balance: RouterBalance,
         bias: nn.Parameter | None,
+        counts: nn.Parameter | None,
     ) -> Tensor:
-        ctx.balance, ctx.bias = balance, bias
+        ctx.balance, ctx.bias, ctx.counts = balance, bias, counts
         ctx.save_for_backward(logits, index, place, sizes)
         return weights.view_as(weights)
 
@@ -208,24 +270,36 @@ class _Balanced(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         logits, index, place, sizes = ctx.saved_tensors
         if ctx.bias is not None:
-            count(ctx.bias, index, place)
-        added = None if logits is None else ctx.balance.gradient(logits, index, place, sizes)
-        return grad, added, None, None, None, None, None
+            of_each = choices_of(index, place, ctx.bias.numel(), ctx.bias.dtype)
+            _add(ctx.bias, of_each * ctx.bias.numel() - (place >= 0).sum() * index.shape[1])
+        if ctx.counts is not None:
+            of_each = choices_of(index, place, ctx.counts.numel() - 1, ctx.counts.dtype)
+            _add(ctx.counts, torch.cat((of_each, (place >= 0).sum()[None].to(of_each.dtype))))
+        added = None
+        if logits is not None:
+            before = None if ctx.counts is None else ctx.counts.detach()
+            added = ctx.balance.gradient(logits, index, place, sizes, before)
+        return grad, added, None, None, None, None, None, None
 
 
-def count(bias: nn.Parameter, index: Tensor, place: Tensor) -> None:
-    """Adds the choices of a pass to the gradient of a bias.
+def choices_of(index: Tensor, place: Tensor, experts: int, dtype: torch.dtype) -> Tensor:
+    """The choices of each expert in a pass [experts], whole numbers.
 
     Args:
-        bias: a number for each expert.
         index: the experts of each row [rows, k].
         place: of each row its sample; -1: the row pads one, and is not counted.
+        experts: how many there are.
+        dtype: of a parameter that they are the gradient of.
     """
-    experts, inside = bias.numel(), (place >= 0)[:, None].expand_as(index).reshape(-1)
-    wide = inside.to(torch.promote_types(bias.dtype, torch.float32))
-    of_each = wide.new_zeros(experts).index_add(0, index.reshape(-1).long().clamp(0, experts - 1), wide)
-    counts = (of_each * experts - wide.sum()).view_as(bias)
-    bias.grad = counts if bias.grad is None else bias.grad + counts
+    inside = (place >= 0)[:, None].expand_as(index).reshape(-1)
+    wide = inside.to(torch.promote_types(dtype, torch.float32))
+    return wide.new_zeros(experts).index_add(0, index.reshape(-1).long().clamp(0, experts - 1), wide)
+
+
+def _add(parameter: nn.Parameter, counts: Tensor) -> None:
+    """Adds counts to the gradient of a parameter."""
+    counts = counts.view_as(parameter)
+    parameter.grad = counts if parameter.grad is None else parameter.grad + counts
 
 
 def sample_of(output: Any, batch: Any, at: int, row: PackedRow | None) -> tuple[Any, Any]:

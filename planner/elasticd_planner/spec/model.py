@@ -17,6 +17,10 @@ from elasticd_planner.value import Value, refuse
 #: Of a tensor of a model: see `Parameter`.
 Kind = Literal["trained", "frozen", "buffer"]
 
+#: The name in a section of a parameter that elasticd adds: the counts of the last step, for the balance of its
+#: experts. The user's own modules have none.
+BALANCE_COUNTS = "balance_counts"
+
 
 class Units(Value, frozen=True, kw_only=True):
     """A kind of unit that a dimension is cut in: query heads, kv-heads, ffn columns, vocabulary rows.
