@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +12,19 @@ import msgspec
 from elasticd_migration.explained_switch import ExplainedSwitch, explain_switch
 from elasticd_migration.reshard import Lost
 from elasticd_planner.batching.explained_keys import key_flows
+from elasticd_planner.cost.expert_messages import expert_flows
 from elasticd_planner.layout.channels import MOST, channels_of_modules
 from elasticd_planner.layout.explained_plan import (
     BETWEEN,
     Communications,
     ModuleSizes,
     PlanOperation,
+    Purpose,
     explain_modules,
     explain_step,
 )
 from elasticd_planner.layout.layouts import Layouts
-from elasticd_planner.layout.link_traffic import Level, levels_of
+from elasticd_planner.layout.link_traffic import Flow, Level, levels_of
 from elasticd_planner.layout.surviving_layouts import SurvivingLayouts
 from elasticd_planner.problem_files.convert import cluster_of
 from elasticd_planner.problem_files.file_format import TableProblem
@@ -31,7 +33,7 @@ from elasticd_planner.readable import readable
 from elasticd_planner.spec.batch import BatchPlan
 from elasticd_planner.spec.cluster import Cluster
 from elasticd_planner.spec.item_batch import ItemBatch
-from elasticd_planner.spec.model import ModelSpec
+from elasticd_planner.spec.model import ModelSpec, item_size
 from elasticd_planner.spec.plan import Plan
 from elasticd_planner.value import FILE_VERSION, Invalid, Value, check_file_version, refuse
 from rich.console import Group, RenderableType
@@ -179,8 +181,24 @@ def _step(
         boundary=own.boundary,
         gradients=own.gradients,
         keys=key_flows(layouts, batch) if batch is not None and own.exact else (),
+        experts=_expert_flows(problem, plan, tokens, own),
     )
     return {problem.module: step}
+
+
+def _expert_flows(
+    problem: TableProblem, plan: Plan, tokens: int, shapes: Shapes
+) -> Iterable[tuple[Purpose, Flow]]:
+    """What goes to experts of other lanes, where the problem says how many experts a row has."""
+    times = problem.model.times
+    row_bytes = shapes.spec.width * (item := item_size(shapes.spec.dtype))
+    if times is None or times.experts is None or not row_bytes:
+        return ()
+    return expert_flows(plan, times.experts, tokens, row_bytes, item)
+
+
+def _shares_experts(plan: Plan) -> bool:
+    return any(stage.shared_blocks for pipeline in plan.loss_view.pipelines for stage in pipeline.stages)
 
 
 def _has_lanes(plan: Plan) -> bool:
@@ -267,6 +285,13 @@ def _notes(found: Explained) -> Iterator[str]:
         yield (
             "A stage's lanes have one communicator for keys of sequences that they share. What these weigh is "
             "not listed: name the lengths of a step with --batch, and the model with --model."
+        )
+    if _shares_experts(found.plan):
+        yield (
+            "Rows go to experts of other lanes in the mean of all choices, where experts have equal rows."
+            if any("expert rows" in step.purposes for step in found.step.values())
+            else "Lanes share experts. What goes to those of other lanes is not listed: give the problem "
+            "model.times.experts, as `elasticd profile` does."
         )
     if not all(shapes.spec.width for shapes in found.shapes.values()):
         yield (

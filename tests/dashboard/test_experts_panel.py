@@ -29,7 +29,8 @@ PLACED = Stage(
 
 def plan_with(*pipelines: Pipeline) -> Plan:
     module = msgspec.structs.replace(PLAN.module, pipelines=pipelines)
-    return PLAN.replace(strategies=(Strategy(modules=(module,)),), global_batch=sum(p.micro_batches for p in pipelines))
+    micro_batches = sum(pipeline.micro_batches for pipeline in pipelines)
+    return PLAN.replace(strategies=(Strategy(modules=(module,)),), global_batch=micro_batches, idle=())
 
 
 def view_of(plan: Plan, rows: Mapping[int, tuple[float, ...]] = ROWS) -> views.ExpertsView | None:

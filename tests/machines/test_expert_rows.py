@@ -140,7 +140,7 @@ def test_the_part_of_experts_that_was_measured_counts_in_the_place_of_the_shapes
     for measured in (None, ExpertProfile(part=0.9, chosen=2, count=EXPERTS)):
         turn = turn_of()
         turn.set(profile=msgspec.structs.replace(derive(MODEL, 50, 1), experts=measured))
-        expert_rows.reported(cast(Turn, turn), report(0, HOT))
+        expert_rows.reported(cast(Transaction, turn), report(0, HOT))
         parts.append((turn.job.experts.part, turn.job.expert_rows.work["n0/0"]))
     assert parts[0][0] < 0.8
     assert parts[1] == (0.9, pytest.approx(1 + 0.9 * 2))  # its experts have 600 rows of 800, and not 200

@@ -190,7 +190,8 @@ def test_a_loss_of_each_sample_and_biases_are_those_of_one_process(name: str) ->
 
 
 @pytest.mark.parametrize(
-    "name", sizes.beside(["tp1 to tp4 and back", "sets, zero 2, recomputing", "over lanes, two stages"], LAYOUTS)
+    "name",
+    sizes.beside(["tp1 to tp4 and back", "sets, zero 2, recomputing", "over lanes, two stages"], LAYOUTS),
 )
 def test_a_loss_over_a_step_is_that_of_one_process(name: str) -> None:
     """With frequencies of the step before. A sample's rows count alike, whatever its targets are."""
@@ -288,7 +289,9 @@ def test_sequences_that_are_cut_over_lanes_move_biases_and_have_a_loss_of_steps_
     training = training_of(OF_STEP)
     fields = {name: getattr(training, name) for name in ("model", "loss", "dataset", "steps", "options")}
     assert of_mixture(Cut(**fields), LAYOUTS["over lanes"]) < (NEAR, NEAR)
-    with pytest.raises(ValueError, match=r'may cut one over lanes.*Balance\(over="step"\), or Packing\(cut=False'):
+    with pytest.raises(
+        ValueError, match=r'may cut one over lanes.*Balance\(over="step"\), or Packing\(cut=False'
+    ):
         replace(training_of(BOTH, dataset=Known(VOCABULARY)), packing=Packing()).recipe()
 
 

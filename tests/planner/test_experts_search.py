@@ -118,6 +118,17 @@ def test_the_running_plan_is_placed_anew_beside_one_that_leaves_its_slow_device_
     assert found.idle == ("n0/0",)
 
 
+def test_placements_that_are_given_up_are_in_the_reason() -> None:
+    load = load_of()
+    running = made(problem(experts=load))
+    smaller = problem(devices=2, current=running)
+    found = made(smaller)
+    assert not any(stage.experts for _, _, stage in found.walk())
+    assert "; experts are divided by shares again: no load of them is known" in found.reason
+    assert "again" not in made(msgspec.structs.replace(smaller, experts=load)).reason
+    assert "again" not in made(msgspec.structs.replace(smaller, current=None)).reason
+
+
 def test_memory_limits_how_many_experts_a_device_has() -> None:
     load = load_of()
     roomy = made(problem(experts=load))

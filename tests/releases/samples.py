@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 from elasticd_agent.snapshots import transfer
-from elasticd_planner.cost.model_profile import ModelProfile, derive
+from elasticd_planner.cost.model_profile import ExpertProfile, ModelProfile, derive
 from elasticd_planner.detection.settings import DetectSettings
 from elasticd_planner.policy.policy import PolicySettings
 from elasticd_planner.problem import MeshProblem, ModuleProblem, Problem, SearchSpace
@@ -225,6 +225,7 @@ FIXED: dict[type, Any] = {
         least=1024,
     ),
     ModelSpec: model(),
+    ExpertProfile: ExpertProfile(part=0.625, chosen=2, count=4),
     MeshPlan: MESH_PLAN,
     MeshModel: MeshModel(
         meshes=MESHES,

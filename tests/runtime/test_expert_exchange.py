@@ -6,10 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+import msgspec
 import pytest
 import torch
+from elasticd_planner.cost.expert_messages import expert_flows
+from elasticd_planner.cost.model_profile import ExpertProfile
 from elasticd_planner.layout.channels import Channel
-from elasticd_planner.spec.plan import HeldExperts, Stage
+from elasticd_planner.layout.explained_plan import listed
+from elasticd_planner.spec.plan import HeldExperts, Pipeline, Stage, Strategy
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -23,6 +27,7 @@ from elasticd.runtime.model.local_model import local_model
 from elasticd.runtime.model.validation import ModelError
 from elasticd.runtime.parallel.expert_exchange import ExpertExchange
 from tests.models.mixture import StackedExperts
+from tests.planner.models import plan as plan_of
 
 EXPERTS, CHOSEN = 8, 3
 HELD: HeldExperts = ((0, 1, 5, 7), (0, 2, 6), (3, 4, 6))
@@ -186,6 +191,22 @@ def test_a_row_goes_once_to_a_device_and_the_host_waits_once() -> None:
     backward = sum(sum(each.sent[3:]) for each in passed.values())
     assert (least := least_bytes(index, 1024)) <= backward <= forward <= 1.02 * least
     assert {(len(each.sent), each.waits) for each in passed.values()} == {(5, 1)}
+
+
+def test_the_planner_counts_what_is_sent() -> None:
+    """Rows of which each has another set of three experts; those of experts on two devices are divided."""
+    sets = torch.combinations(torch.arange(EXPERTS), CHOSEN)
+    rows, index, weights = drawn(dict.fromkeys(STAGE.devices, len(sets)), 64, torch.float32)
+    _, passed = exchanged(rows, dict.fromkeys(index, sets), weights)
+    given = plan_of((3, [(1, ["a"], [1])]))
+    pipeline = Pipeline(stages=(STAGE,), micro_batches=3, rows=(1, 1, 1))
+    module = msgspec.structs.replace(given.module, pipelines=(pipeline,))
+    plan = given.replace(strategies=(Strategy(modules=(module,)),))
+    profile = ExpertProfile(part=0.5, chosen=CHOSEN, count=EXPERTS)
+    found = listed(expert_flows(plan, profile, len(sets), 64 * 4, 4), None)
+    for purpose, part in (("expert rows", slice(0, 3)), ("expert gradients", slice(3, None))):
+        sent = sum(sum(each.sent[part]) for each in passed.values())
+        assert sum(found.bytes(purpose).values()) == pytest.approx(sent, rel=0.03)
 
 
 def test_a_block_whose_experts_draw_or_are_in_two_modules_is_refused() -> None:

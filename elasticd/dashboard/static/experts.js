@@ -152,7 +152,12 @@ function cell(times, block, expert, x, size) {
 function holders(view, group, block) {
   const parts = view.parts[block.block];
   const order = parts.map((_, expert) => expert).sort((one, other) => parts[other] - parts[one]);
-  return html`<div class="scroll tall half" tabindex="0" role="group" aria-label="Experts of block ${block.block}">
+  return html`<div
+    class="scroll tall half"
+    tabindex="0"
+    role="group"
+    aria-label="Experts of block ${block.block}"
+  >
     <table class="data">
       <caption>
         Experts of block ${block.block}${view.groups.length > 1 ? html`, ${groupName(group)}` : nothing}

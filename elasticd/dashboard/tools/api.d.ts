@@ -183,6 +183,29 @@ export interface LaneRow {
   rows: number;
 }
 
+/** The experts of a block on a group of devices that compute for each other. */
+export interface ExpertBlock {
+  block: number;
+  holders: number[][];
+  busiest: number;
+  over: number;
+}
+
+/** Devices that compute for each other: a TP group, or the lanes of a stage that share experts. */
+export interface ExpertGroup {
+  pipeline: number;
+  lane: number | null;
+  stage: number;
+  devices: string[];
+  blocks: ExpertBlock[];
+}
+
+/** The load of experts, in the mean of the last reports, and the devices that have them. */
+export interface ExpertsView {
+  parts: Record<number, number[]>;
+  groups: ExpertGroup[];
+}
+
 /** Sequence lengths of the newest step. */
 export interface LengthsView {
   mean: number | null;
@@ -243,6 +266,7 @@ export interface JobView {
   slowness_seconds: number | null;
   repeated_steps: number;
   lanes: LaneRow[];
+  experts: ExpertsView | null;
   lengths: LengthsView | null;
   batch: BatchView | null;
   members: MemberRow[];

@@ -134,7 +134,11 @@ class Recipe:
                 "Balance(loss=) is of whole samples, and packing may cut one over lanes, none of which has all "
                 'of its rows: give Balance(over="step"), or Packing(cut=False), or Balance(bias=)'
             )
-        counts = [name for name, there in (("bias=", self.balance.bias), ('over="step"', self.balance.over == "step")) if there]
+        counts = [
+            name
+            for name, there in (("bias=", self.balance.bias), ('over="step"', self.balance.over == "step"))
+            if there
+        ]
         if self.model.graph is not None and counts:
             raise ValueError(
                 f"Balance({', '.join(counts)}) of a model of several modules is not supported: give a "
@@ -144,7 +148,7 @@ class Recipe:
         biases = [block.bias for block in blocks if block.bias is not None]
         dtype = torch.promote_types(self.model.dtype, torch.float32)
         first = {
-            block.counts: first_counts(block.count, dtype) for block in blocks if block.counts is not None
+            block.counts: first_counts(block.number, dtype) for block in blocks if block.counts is not None
         }
         if biases or first:
             object.__setattr__(self, "model", self.model.counting(biases, first))

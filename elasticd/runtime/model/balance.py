@@ -33,8 +33,8 @@ class Balance:
     #: The losses of all blocks are added; a sample counts as often as it has targets. None: there is none.
     loss: float | None = None
     #: The samples that a balance loss is of: each one, or all of a step together. Of a "step" it multiplies the
-    #: parts of the choices in the step before with the mean probabilities of this one, over all rows alike (Qiu et
-    #: al., 2025, whose frequencies have no gradient either); it is of cut sequences, too.
+    #: parts of the choices in the step before with the mean probabilities of this one, over all rows alike (Qiu
+    #: et al., 2025, whose frequencies have no gradient either); it is of cut sequences, too.
     over: Literal["sample", "step"] = "sample"
     #: How much a step changes the biases by which routers choose: up for each expert that had fewer rows than
     #: the mean of the step, and down for one that had more (Wang et al., 2024). None: they stay.
@@ -66,7 +66,7 @@ class BalancedBlock(NamedTuple):
     router: str | None  #: None: no loss is made of its logits
     logits: int  #: the place of the logits in a router's output of several tensors
     bias: str | None  #: the full name of the bias; None: it has none that moves
-    count: int  #: of the experts
+    number: int  #: of the experts
     counts: str | None  #: the full name of the counts of the step before; None: no loss is of them
 
 
@@ -89,7 +89,9 @@ def balanced_blocks(
         bias = _bias(balance, section, module) if balance.bias is not None else None
         if router is not None or bias is not None:
             experts = _experts(section, module)
-            stacked = next(each for each in module.get_submodule(experts).parameters(recurse=False) if each.dim() > 2)
+            stacked = next(
+                each for each in module.get_submodule(experts).parameters(recurse=False) if each.dim() > 2
+            )
             counts = f"{section}.{BALANCE_COUNTS}" if router is not None and balance.over == "step" else None
             found[section] = BalancedBlock(experts, router, logits, bias, stacked.shape[0], counts)
     if not found and balance.loss is not None:

@@ -8,13 +8,13 @@ of each block, and its weight in the step's loss is the number of the sample's t
 where the loss is, in the last stage; it goes back through the stages with the gradients. So the gradient of the
 balance loss is added in the backward pass of the experts' weights, and a block that recomputes adds it once.
 
-Of a step f is of the step before, whose counts are known on all devices, and P the mean over all rows of this
-one. The step's loss is divided by its targets, so that a row has the weight T / N: targets over rows, of the step
-before, too. All rows count alike, on whatever lanes a sample's are. The counts, and T / N behind them, are a
-parameter of the block, whose gradient is the counts of this step. In the first step all experts count as chosen
-alike, and the loss has no gradient.
+Of a step f is of the step before, whose counts are known on all devices, and P the mean over all rows of
+this one. The step's loss is divided by its targets, so that a row has the weight T / N: targets over rows, of
+the step before, too. All rows count alike, on whatever lanes a sample's are. The counts, and T / N behind them,
+are a parameter of the block, whose gradient is the counts of this step. In the first step all experts count as
+chosen alike, and the loss has no gradient.
 
-Counts of a step for a bias are its gradient, too: experts x (choices of the expert) - (all choices), a whole number
+Counts of a step for a bias are its gradient: experts x (choices of the expert) - (all choices), a whole number
 whose sum over devices has the sign of what the expert has too many. Reduction, ZeRO and migration carry it as
 they do any gradient.
 """
@@ -158,9 +158,7 @@ class RouterBalance:
         factor = self._balance.loss * self.scale
         return ((weighted - probabilities * total) * factor).to(logits.dtype)
 
-    def _of_samples(
-        self, targets: Tensor, index: Tensor, place: Tensor, sizes: Tensor, experts: int
-    ) -> Tensor:
+    def _of_samples(self, targets: Tensor, index: Tensor, place: Tensor, sizes: Tensor, experts: int) -> Tensor:
         """The weight of each probability [rows, experts] in the losses of samples, see `gradient`."""
         inside = place >= 0
         choices = torch.zeros(len(sizes), experts, dtype=targets.dtype, device=index.device)
@@ -194,8 +192,8 @@ def _weights(before: Tensor, experts: int) -> Tensor:
     """The weight of each expert's probability in a row, by the counts of the step before."""
     if len(before) != experts + 1:
         raise ModelError(
-            f'Balance(over="step") counts the choices of {len(before) - 1} experts, and a router gives logits of '
-            f"{experts}: give a Balance(loss=) of each sample"
+            f'Balance(over="step") counts the choices of {len(before) - 1} experts, and a router gives logits '
+            f"of {experts}: give a Balance(loss=) of each sample"
         )
     chosen, ratio = before[:-1], before[-1]
     return experts * ratio * chosen / chosen.sum().clamp(1)

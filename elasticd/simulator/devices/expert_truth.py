@@ -78,7 +78,7 @@ class ExpertTruth(DeviceModel):
         return msgspec.structs.replace(self._even, rows=rows)
 
     def _logs(self, step: int) -> Floats:
-        """The logarithms of the chances in a step [blocks, experts], walked from the nearest one that is known."""
+        """The logarithms of the chances in a step [blocks, experts]: walked from the nearest known one."""
         kept = min(step // KEPT, len(self._kept) - 1)
         at, logs = self._last if kept * KEPT <= self._last[0] <= step else (kept * KEPT, self._kept[kept])
         while at < step:

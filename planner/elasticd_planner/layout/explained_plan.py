@@ -41,7 +41,8 @@ from elasticd_planner.value import Value
 
 #: What an operation is for. In a step: activations between stages and their gradients, what a module of items
 #: makes for the module with the loss and the gradients of that, sums inside of TP
-#: groups, sums of gradients, and what ZeRO and replicas need besides. In a switch: parameters, state, buffers.
+#: groups, rows that go to experts of other lanes and their gradients, sums of gradients, and what ZeRO and
+#: replicas need besides. In a switch: parameters, state, buffers.
 Purpose = Literal[
     "activations",
     "activation gradients",
@@ -49,6 +50,8 @@ Purpose = Literal[
     "item gradients",
     "tensor parallelism",
     "keys of cut sequences",
+    "expert rows",
+    "expert gradients",
     "gradients",
     "gradients to keepers",
     "updated parameters",
@@ -100,6 +103,7 @@ def explain_step(
     boundary: float = 0.0,
     gradients: str | None = None,
     keys: Iterable[Flow] = (),
+    experts: Iterable[tuple[Purpose, Flow]] = (),
     passes: Sequence[Mapping[int, int]] = (),
 ) -> Communications:
     """The communication of one step of a plan of one module, or of a view.
@@ -111,6 +115,7 @@ def explain_step(
         boundary: bytes that a token brings over a boundary of stages (0: one activation, by the model).
         gradients: the dtype that they are summed in, and of master weights; None: that of each parameter.
         keys: what lanes send each other for the sequences that they share (`batching.explained_keys`).
+        experts: what they send to each other's experts (`cost.expert_messages`).
         passes: of each lane, over all pipelines, how many it has by their tokens; empty: the micro-batches that
             the plan says.
     """
@@ -127,6 +132,7 @@ def explain_step(
             if size := round(length * (boundary or one)):
                 flows += _between(lane, size, count, trained=trained)
     flows += [("keys of cut sequences", flow) for flow in keys]
+    flows += experts
     flows += _reduced(layouts, gradients)
     return listed(flows, cluster)
 

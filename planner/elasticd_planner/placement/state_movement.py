@@ -110,8 +110,8 @@ def bytes_by_member(
 
 
 def expert_bytes_beyond_shares(profile: ModelProfile, load: ExpertLoad, old: Plan, new: Plan) -> int:
-    """Bytes of experts that devices lack beyond those that `bytes_to_move` counts by shares (below 0: fewer), of
-    plans of one module."""
+    """Bytes of experts that devices lack beyond those that `bytes_to_move` counts by shares (below 0: fewer),
+    of plans of one module."""
     if len(old.modules) > 1 or len(new.modules) > 1:
         return 0
     before, after = held_by_device(old, load), held_by_device(new, load)

@@ -19,8 +19,8 @@ LEAST_GROWTH = 1e-3
 
 class MeasuredProfile(Value, frozen=True, kw_only=True):
     """The profile, for micro-batches of one sample, and the fit of each section (kinds of block each by itself
-    where there are several, then "block", their mean; experts beside their block). predicted: seconds that the fit expects of what
-    `Samples.whole` measured (None: nothing to compare with)."""
+    where there are several, then "block", their mean; experts beside their block). predicted: seconds that the
+    fit expects of what `Samples.whole` measured (None: nothing to compare with)."""
 
     profile: ModelProfile
     fits: tuple[SectionFit, ...]

@@ -41,8 +41,8 @@ class ModelBytes(Value, frozen=True, kw_only=True):
 
 class SectionSample(Value, frozen=True, kw_only=True):
     """Medians over the repeats of one section ("embed", "head", "block", or "block.K" of kind K), or of the
-    experts of a block ("experts", "experts.K"), on a member that holds `share` of it in a TP group of `width`, for
-    one micro-batch of `tokens` tokens.
+    experts of a block ("experts", "experts.K"), on a member that holds `share` of it in a TP group of `width`,
+    for one micro-batch of `tokens` tokens.
 
     Seconds are of computation alone: no peer is waited for. recomputed: forward and backward where the
     activation is computed anew in backward (None: not measured). kept: bytes that stay from forward to

@@ -35,7 +35,8 @@ Held = Mapping[str, Mapping[int, tuple[int, ...]]]
 
 
 def answer(problem: Problem, found: Answer, tolerance: float) -> Answer:
-    """The answer with experts placed. Its seconds, and those of the running plan, are those of the load.
+    """The answer with experts placed. Its seconds, and those of the running plan, are those of the load. Where
+    none are placed any more, the reason says so.
 
     Args:
         problem: with a load of experts; without one the answer stays.
@@ -43,6 +44,21 @@ def answer(problem: Problem, found: Answer, tolerance: float) -> Answer:
         tolerance: plans within this fraction count as equal if there is a running one: the one that moves less
             is taken.
     """
+    made = _answer(problem, found, tolerance)
+    if made.plan is None or problem.current is None or not _places(problem.current) or _places(made.plan):
+        return made
+    why = "no load of them is known" if problem.experts is None else "that is even enough"
+    if problem.packed is not None or len(made.plan.modules) > 1:
+        why = "plans of packed rows, and of several modules, place none"
+    reason = f"{made.plan.reason}; experts are divided by shares again: {why}"
+    return msgspec.structs.replace(made, plan=made.plan.replace(reason=reason))
+
+
+def _places(plan: Plan) -> bool:
+    return any(stage.experts for _, _, stage in plan.walk())
+
+
+def _answer(problem: Problem, found: Answer, tolerance: float) -> Answer:
     load, plan = problem.experts, found.plan
     if load is None or plan is None or plan.prediction is None or len(plan.modules) > 1:
         return found
@@ -82,7 +98,7 @@ def answer(problem: Problem, found: Answer, tolerance: float) -> Answer:
 
 def _words(plan: Plan, before: Held, load: ExpertLoad) -> str:
     """The placement in words; nothing where experts are divided by shares."""
-    if not any(stage.experts for _, _, stage in plan.walk()):
+    if not _places(plan):
         return ""
     after = held_by_device(plan, load)
     moved = sum(
