@@ -76,7 +76,7 @@ def check(
 
 def codes_of(cluster: Cluster, victim: str) -> None:
     codes = cluster.wait(120)
-    assert codes.pop(victim) == -signal.SIGKILL
+    assert codes.pop(victim) == -signal.SIGKILL, cluster.log(victim)[-3000:]
     assert set(codes.values()) == {0}, {device: cluster.log(device)[-3000:] for device in codes}
 
 

@@ -89,10 +89,10 @@ def build_of(kind: str, compiled: str = "", recomputed: bool = False, mixed: boo
         recomputed: blocks keep no activations for the backward pass.
         mixed: FSDP computes in float32 and reduces in float64, where parameters are.
     """
-    policy = MixedPrecisionPolicy(
-        param_dtype=torch.float32, reduce_dtype=torch.float64, output_dtype=torch.float64
-    )
-    sharding: dict[str, Any] = {"mp_policy": policy} if mixed else {}
+
+    def policy(**outputs: torch.dtype) -> dict[str, Any]:
+        made = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float64, **outputs)
+        return {"mp_policy": made} if mixed else {}
 
     def build(mesh: Any) -> State:
         model = Net().double()
@@ -109,8 +109,8 @@ def build_of(kind: str, compiled: str = "", recomputed: bool = False, mixed: boo
                 parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
         over = mesh["dp"] if kind == "tp" else mesh
         for block in model.blocks:
-            fully_shard(block, mesh=over, **sharding)
-        fully_shard(model, mesh=over, **sharding)
+            fully_shard(block, mesh=over, **policy())
+        fully_shard(model, mesh=over, **policy(output_dtype=torch.float64))
         return state_of(model)
 
     return build
