@@ -57,7 +57,9 @@ class Refiner:
         self._orders: dict[tuple[Signature, int, bool], Ordered] = {}
         self._types: dict[tuple[tuple[float, ...], tuple[int, ...], tuple[int, ...], Link], GroupType] = {}
         self._named: dict[tuple[tuple[str, ...], tuple[int, ...]], GroupType] = {}
-        self._most: dict[tuple[GroupType, bool, int], int] = {}
+        #: By shares and memory of a group, whether it is a first stage, and the micro-batches in flight.
+        self._most: dict[tuple[tuple[int, ...], tuple[int, ...], bool, int], int] = {}
+        self._hops: dict[tuple[tuple[str, ...], tuple[str, ...]], float] = {}
         self._lines: dict[tuple[NamedGroup, ...], Line] = {}
         self._refined: dict[tuple[tuple[Chained, ...], bool], tuple[Pipeline, ...] | None] = {}
         self._first = task.cost.timing.first
@@ -173,15 +175,17 @@ class Refiner:
     def _board(self, chained: Chained) -> StageCosts:
         groups, kinds = chained.groups, [self.type_of(group) for group in chained.groups]
         depth = len(kinds)
+        held = {
+            id(k): [self.most_layers(k, first=j == 0, in_flight=depth - j) for j in range(depth)]
+            for k in {id(k): k for k in kinds}.values()
+        }
         return StageCosts(
             block=np.array([kind.block for kind in kinds]),
             embed=np.array([kind.cost.embed for kind in kinds]),
             head=np.array([kind.cost.head for kind in kinds]),
             forward=np.array([kind.cost.forward for kind in kinds]),
-            hop=np.array([[self.task.hop(a, b) for b in groups] for a in groups]),
-            most=np.array(
-                [[self.most_layers(k, first=j == 0, in_flight=depth - j) for j in range(depth)] for k in kinds]
-            ),
+            hop=np.array([[self._hop(a, b) for b in groups] for a in groups]),
+            most=np.array([held[id(k)] for k in kinds]),
         )
 
     def _best(self, chained: Chained, swap: bool) -> Ordered:
@@ -247,17 +251,24 @@ class Refiner:
             group = chained.groups[index]
             kind = self.type_of(group)
             first, last = position == 0, position == depth - 1
-            hop = 0.0 if last else task.hop(group, chained.groups[order[position + 1]])
+            hop = 0.0 if last else self._hop(group, chained.groups[order[position + 1]])
             most = self.most_layers(kind, first=first, in_flight=depth - position)
             terms.append(Terms.of(kind.cost, (min(most, room),) * depth, first=first, last=last, hop=hop))
         return tuple(terms)
 
     def most_layers(self, kind: GroupType, *, first: bool, in_flight: int) -> int:
         """The most layers that a group of this kind holds with so many micro-batches in flight."""
-        key = (kind, first, in_flight)
+        key = kind.shares, kind.memory, first, in_flight
         if key not in self._most:
             self._most[key] = kind.most_layers(self.task.cost, self.task.layers, in_flight, first=first)
         return self._most[key]
+
+    def _hop(self, a: NamedGroup, b: NamedGroup) -> float:
+        """Seconds of a micro-batch between two groups, there and back."""
+        key = a.devices, b.devices
+        if key not in self._hops:
+            self._hops[key] = self.task.hop(a, b)
+        return self._hops[key]
 
     def type_of(self, group: NamedGroup) -> GroupType:
         """What a group costs and holds."""

@@ -289,7 +289,7 @@ def _pool(refiner: Refiner, width: int, groups: tuple[DeviceGroup, ...]) -> _Poo
         block=min(cost.block for cost in costs),
         embed=min(cost.embed for cost in costs),
         head=min(cost.head for cost in costs),
-        kinds=frozenset(kinds),
+        kinds=frozenset({id(kind): kind for kind in kinds}.values()),  # few differ, and a hash takes long
         together=max(Counter(node_of(group.devices[0]) for group in groups).values()),
         link=refiner.task.cluster.reach(name for group in groups for name in group.devices),
     )

@@ -63,23 +63,39 @@ def fill(
 ) -> tuple[Floats, Ints]:
     """Caps on the slowest stage (`charged`: with the boundary after it), ascending, and for each the layers by
     stage of the least sum of seconds."""
-    depth = len(terms)
-    block = np.array([t.block for t in terms])
-    fixed = np.array([t.charged if charged else t.fixed for t in terms])
-    most = np.array([t.most[min(micro_batches, depth) - 1] for t in terms])
-    room = layers - depth + 1  # every stage has a layer
-    caps = np.unique(block[:, None] * np.arange(1, room + 1) + fixed[:, None])
-    limit = np.floor((caps[:, None] * (1 + EQUAL) - fixed) / block).astype(np.int64)
-    limit = np.minimum(limit, np.minimum(most, room))
-    possible = (limit >= 1).all(axis=1) & (limit.sum(axis=1) >= layers)
-    caps, limit = caps[possible], limit[possible]
-    given = np.ones_like(limit)
-    left = np.full(len(caps), layers - depth)
-    for stage in np.argsort(block, kind="stable"):
-        more = np.minimum(limit[:, stage] - 1, left)
-        given[:, stage] += more
-        left = left - more
-    return caps, given
+    return _Caps(terms, layers, charged=charged).filled(min(micro_batches, len(terms)))
+
+
+class _Caps:
+    """Caps on the slowest stage of one pipeline, and the layers that each stage may have under them."""
+
+    def __init__(self, terms: Sequence[Terms], layers: int, *, charged: bool) -> None:
+        self.block = np.array([t.block for t in terms])
+        fixed = np.array([t.charged if charged else t.fixed for t in terms])
+        self._most = np.array([t.most for t in terms])  # [stage, micro-batches under way]
+        self._order = np.argsort(self.block, kind="stable").tolist()
+        self._layers, room = layers, layers - len(terms) + 1  # every stage has a layer
+        self._caps = np.unique(self.block[:, None] * np.arange(1, room + 1) + fixed[:, None])
+        limit = np.floor((self._caps[:, None] * (1 + EQUAL) - fixed) / self.block).astype(np.int64)
+        self._limit = np.minimum(limit, room)
+
+    def filled(self, in_flight: int) -> tuple[Floats, Ints]:
+        """As `fill` says, with so many micro-batches under way."""
+        layers, limit = self._layers, np.minimum(self._limit, self._most[:, in_flight - 1])
+        possible = (limit >= 1).all(axis=1) & (limit.sum(axis=1) >= layers)
+        caps, limit = self._caps[possible], limit[possible]
+        given = np.ones_like(limit)
+        left = np.full(len(caps), layers - limit.shape[1])
+        for stage in self._order:
+            more = np.minimum(limit[:, stage] - 1, left)
+            given[:, stage] += more
+            left = left - more
+        return caps, given
+
+    def alike(self, in_flight: int) -> bool:
+        """Returns whether memory holds as much with one more micro-batch under way."""
+        most = self._most
+        return in_flight < most.shape[1] and bool((most[:, in_flight] == most[:, in_flight - 1]).all())
 
 
 def curve(terms: Sequence[Terms], layers: int, micro_batches: int, timing: Timing = FORMULA) -> Floats:
@@ -89,17 +105,17 @@ def curve(terms: Sequence[Terms], layers: int, micro_batches: int, timing: Timin
     depth = len(terms)
     if depth > layers:
         return seconds
-    block = np.array([t.block for t in terms])
     fixed, hidden = sum(t.charged for t in terms), timing.hidden
-    tight = any(t.most[0] != t.most[-1] for t in terms)
-    start = 1
-    for stop in range(1, depth + 1) if tight else (depth,):
+    under, start = _Caps(terms, layers, charged=not hidden), 1
+    for stop in range(1, depth + 1):
+        if under.alike(stop):
+            continue
         last = micro_batches if stop == depth else min(stop, micro_batches)
         if start > last:
             break
-        caps, given = fill(terms, layers, stop, charged=not hidden)
+        caps, given = under.filled(stop)
         if len(caps):
-            sums = timing.fill * (given @ block + fixed)
+            sums = timing.fill * (given @ under.block + fixed)
             count = np.arange(start, last + 1)
             again = (count - timing.fill) - hidden * np.minimum(count - 1, depth - 1)
             seconds[start - 1 : last] = (sums[:, None] + caps[:, None] * again).min(axis=0)

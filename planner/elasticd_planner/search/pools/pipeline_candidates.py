@@ -132,6 +132,8 @@ class PipelineCandidates:
         first = caps.min(axis=1, initial=np.inf)
         below = np.where(np.isinf(caps) & (tried < first[:, None]), tried, 0.0).max(axis=1, initial=0.0)
         rows = np.flatnonzero(np.isfinite(first) & (below > 0))
+        if not len(rows):
+            return caps, sums
         more = self._candidates(have[:, rows], order, below[rows])
         near = np.full((2, len(have[0]), more.shape[1]), np.inf)
         near[:, rows] = self._under(have[:, rows], order, more)
