@@ -75,7 +75,8 @@ class _Caps:
         self._most = np.array([t.most for t in terms])  # [stage, micro-batches under way]
         self._order = np.argsort(self.block, kind="stable").tolist()
         self._layers, room = layers, layers - len(terms) + 1  # every stage has a layer
-        self._caps = np.unique(self.block[:, None] * np.arange(1, room + 1) + fixed[:, None])
+        each = np.array([*{*zip(self.block.tolist(), fixed.tolist(), strict=True)}])  # of stages that differ
+        self._caps = np.unique(each[:, :1] * np.arange(1, room + 1) + each[:, 1:])
         limit = np.floor((self._caps[:, None] * (1 + EQUAL) - fixed) / self.block).astype(np.int64)
         self._limit = np.minimum(limit, room)
 
