@@ -5,9 +5,10 @@ from __future__ import annotations
 import getpass
 import os
 import platform
+import socket
 import ssl
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 from urllib.parse import quote, urlsplit
 
@@ -81,6 +82,7 @@ class ApiClient:
             headers={**known.headers(), USER_HEADER: asker()},
             verify=known.verifying(),
         )
+        self._feed: socket.socket | None = None  # of a `live` that somebody reads
 
     def __enter__(self) -> ApiClient:
         return self
@@ -91,6 +93,13 @@ class ApiClient:
     def close(self) -> None:
         """Closes the HTTP connections; the end of a `with` block does the same."""
         self._client.close()
+
+    def end_live(self) -> None:
+        """Ends a `live` that another thread reads, which raises CannotReach there. Closing its connection would
+        wake nobody: the thread would read until the leader's next message."""
+        if (feed := self._feed) is not None:
+            with suppress(OSError):
+                feed.shutdown(socket.SHUT_RDWR)
 
     def status(self) -> ClusterStatus:
         """The nodes, jobs and links as the leader sees them now. Raises CannotReach, as every request here
@@ -149,6 +158,7 @@ class ApiClient:
                 if not answer.is_success:
                     answer.read()
                     raise CannotReach(_said(answer))
+                self._feed = answer.extensions["network_stream"].get_extra_info("socket")
                 for line in _lines(answer):
                     if (news := _news.one(line)) is not None:
                         yield news
@@ -156,6 +166,8 @@ class ApiClient:
             raise CannotReach(
                 f"the coordinator at {self.url} is gone: {error or type(error).__name__}"
             ) from error
+        finally:
+            self._feed = None
 
     def caller(self) -> CallerStatus:
         """The caller as the coordinator knows it."""

@@ -120,8 +120,7 @@ class Subscription:
         """Ends, and closes the history."""
         self._stopped.set()
         if (api := self._api) is not None:
-            with suppress(Exception):
-                api.close()
+            api.end_live()
         if self._thread.ident is not None:
             self._thread.join(10.0)
         self._fetches.shutdown(cancel_futures=True)
