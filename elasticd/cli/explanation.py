@@ -127,6 +127,8 @@ def explained(
     Raises:
         Invalid: the problem does not say enough, or the model cannot be cut so.
     """
+    if model is None and any(each is not None and _places_experts(each) for each in (plan, current)):
+        refuse("the plan places experts, and the problem says bytes alone: name the model with --model")
     shapes, cluster = shapes_of(problem, model), cluster_of(problem)
     specs = {name: each.spec for name, each in shapes.items()}
     layouts = Layouts(specs if problem.modules else specs[problem.module], plan)
@@ -195,6 +197,10 @@ def _expert_flows(
     if times is None or times.experts is None or not row_bytes:
         return ()
     return expert_flows(plan, times.experts, tokens, row_bytes, item)
+
+
+def _places_experts(plan: Plan) -> bool:
+    return any(stage.experts for _, _, stage in plan.walk())
 
 
 def _shares_experts(plan: Plan) -> bool:

@@ -11,17 +11,21 @@ from typing import Any
 import msgspec
 import pytest
 from click.testing import CliRunner, Result
+from elasticd_planner.cost.model_profile import ExpertProfile, derive
 from elasticd_planner.layout.explained_plan import explain_step
 from elasticd_planner.layout.layouts import Layouts
 from elasticd_planner.problem_files import convert, file_format, solve
 from elasticd_planner.problem_files.shapes import shapes_of
+from elasticd_planner.problem_files.times import entry_of
+from elasticd_planner.spec.model import Units
 from elasticd_planner.spec.plan import ModulePlan, Pipeline, Plan, Stage, Strategy
+from elasticd_planner.value import Invalid
 from rich.console import Console
 
 from elasticd.cli import console, explanation
 from elasticd.cli.app import elasticd
 from elasticd.cli.batch import dealt, step_lengths
-from tests.planner.test_shapes import LAYERS, SPEC, problem
+from tests.planner.test_shapes import LAYERS, SPEC, parameter, problem
 
 LINKS = {"node": {"gb_per_s": 10, "latency_us": 5}, "network": {"gb_per_s": 1, "latency_us": 10}}
 PROBLEM: dict[str, Any] = msgspec.to_builtins(problem()) | {
@@ -112,6 +116,41 @@ def test_keys_of_cut_sequences_are_listed_with_the_lengths_of_a_step() -> None:
         assert "name the lengths of a step with --batch" in told(
             explanation.explained(given, plan, None, model, rows)
         )
+
+
+def test_rows_that_go_to_experts_of_other_lanes_are_listed_where_it_is_known_how_many_a_row_has() -> None:
+    given = file_format.load(json.dumps(PROBLEM, default=str).encode())
+    held = ((0, 1, 2, 7), (0, 3, 4), (5, 6, 7))
+    stage = Stage(
+        start=0,
+        stop=LAYERS,
+        devices=LANES.devices,
+        shares=LANES.shares,
+        lanes=LANES.lanes,
+        experts=(held,) * LAYERS,
+    )
+    module = ModulePlan(module="model", pipelines=(Pipeline(stages=(stage,), micro_batches=4, rows=(2, 1, 1)),))
+    plan = Plan(number=1, strategies=(Strategy(modules=(module,)),), micro_batch=1, global_batch=4)
+    with pytest.raises(Invalid, match="the problem says bytes alone: name the model with --model"):
+        explanation.explained(given, plan, None, None)
+    stacked = parameter("experts.up", 8, 16, 32, cut=(0, "experts"), replicas="add", experts=True)
+    kinds, units = ((*SPEC.kinds[0], stacked),), (*SPEC.units, Units(kind="experts", count=8))
+    spec = msgspec.structs.replace(SPEC, kinds=kinds, units=units)
+    entry = msgspec.convert(entry_of(derive(spec, 10, 1)), type=file_format.ModelEntry, str_keys=True)
+    given, model = msgspec.structs.replace(given, model=entry), {"model": spec}
+    assert "What goes to those of other lanes is not listed" in told(
+        explanation.explained(given, plan, None, model)
+    )
+    assert given.model.times is not None
+    times = msgspec.structs.replace(given.model.times, experts=ExpertProfile(part=0.5, chosen=2, count=8))
+    knows = msgspec.structs.replace(given, model=msgspec.structs.replace(given.model, times=times))
+    found = explanation.explained(knows, plan, None, model)
+    purposes = explanation.explanation_of(found)["step"]["purposes"]
+    rows, gradients = (purposes[name]["bytes"] for name in ("expert rows", "expert gradients"))
+    assert rows.keys() == gradients.keys()
+    assert len(rows) > 1, "of several levels of links"
+    assert "expert rows" in told(found)
+    assert "not listed: give the problem" not in told(found)
 
 
 def told(found: explanation.Explained) -> str:

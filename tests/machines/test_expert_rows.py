@@ -17,6 +17,7 @@ from elasticd_planner.spec.measurement import Measurement
 from elasticd_planner.spec.plan import Pipeline, Plan, Stage
 from elasticd_planner.spec.step_measurements import Step
 
+from elasticd.coordinator.metrics import _modules_of
 from elasticd.coordinator.status import _experts
 from elasticd.machines.job.measurements import expert_rows
 from elasticd.machines.job.state.events import Configured
@@ -243,6 +244,13 @@ def test_status_has_the_load_of_experts_and_the_work_of_their_devices() -> None:
     assert status.uneven == pytest.approx(600 / 200 - 1)
     assert [(each.device, each.experts) for each in status.by_device] == [(d, LAYERS * 2) for d in DEVICES]
     assert status.by_device[0].work > 1 > status.by_device[1].work
+
+
+def test_the_metric_is_there_once_a_load_is_known() -> None:
+    turn = turn_of()
+    assert not [*_modules_of(turn.job)]
+    expert_rows.reported(cast(Transaction, turn), report(0, HOT))
+    assert [*_modules_of(turn.job)] == [("elasticd_job_experts_uneven", (), pytest.approx(600 / 200 - 1))]
 
 
 def test_a_running_job_is_planned_anew_when_fewer_copies_of_experts_are_allowed() -> None:

@@ -8,11 +8,14 @@ import msgspec
 import numpy as np
 import pytest
 from elasticd_migration.reshard import reshard
+from elasticd_planner.cost.model_profile import derive
 from elasticd_planner.layout.layouts import Layouts
 from elasticd_planner.layout.surviving_layouts import SurvivingLayouts
 from elasticd_planner.placement.expert_placement import BlockPlacement, arrivals, placed
+from elasticd_planner.placement.state_movement import expert_bytes_beyond_shares
+from elasticd_planner.spec.expert_load import costed
 from elasticd_planner.spec.model import item_size
-from elasticd_planner.spec.plan import Plan, Stage, StatePolicy, Strategy
+from elasticd_planner.spec.plan import HeldExperts, Plan, Stage, StatePolicy, Strategy
 
 from tests.models.mixture import EXPERTS, LAYERS, Mixture
 from tests.runtime.test_parity import plan_of, stage
@@ -52,6 +55,26 @@ def test_a_new_placement_moves_the_experts_that_devices_lack_and_nothing_else(by
     expert = sum(math.prod(p.shape) * item_size(p.dtype) for p in kind if p.experts) // EXPERTS
     roles = len({item.role for item in old.items if item.role != "buffer"})
     assert sent == sum(moved) * expert * roles
+
+
+def test_the_planner_counts_experts_that_stay_under_other_shares() -> None:
+    """Shares say that a device gets two experts of each block more. As the plan places them none moves."""
+
+    def plan_of_shares(shares: tuple[int, int], held: HeldExperts) -> Plan:
+        of: Stage = stage(0, LAYERS, *zip(DEVICES[:2], shares, strict=True))
+        return plan_of((8, [msgspec.structs.replace(of, experts=(held,) * LAYERS)]))
+
+    profile = derive(SPEC, 50, 1)
+    assert profile.share_units == EXPERTS
+    load = costed(SPEC, 50, dict.fromkeys(range(LAYERS), (1.0,) * EXPERTS), 2.0)
+    assert load is not None
+    own, other = (0, 1, 2, 3), (4, 5, 6, 7)
+    old, new = plan_of_shares((4, 4), (own, other)), plan_of_shares((6, 2), (own, other))
+    each = load.expert_bytes * (1 + profile.optimizer_factor)
+    assert expert_bytes_beyond_shares(profile, load, old, new) == -2 * LAYERS * each
+    assert expert_bytes_beyond_shares(profile, load, old, plan_of_shares((6, 2), ((*own, 4, 5), (6, 7)))) == 0
+    swapped = plan_of_shares((4, 4), (other, own))
+    assert expert_bytes_beyond_shares(profile, load, old, swapped) == EXPERTS * LAYERS * each
 
 
 def test_an_expert_whose_only_device_died_is_lost_by_name_and_one_with_a_copy_is_not() -> None:

@@ -112,6 +112,7 @@ def test_sections_of_a_model_keep_their_names_and_a_tied_head_has_its_own() -> N
     assert model.own_names["head.weight"] == model.own_names["embed.wte.weight"] == "embed.wte.weight"
     held = {"embed.wte.weight": 1, "optimizer.state.embed.wte.weight.exp_avg": 2, "average.embed.wte.weight": 3}
     assert by_own_names(held, model.own_names) == {**held, "head.weight": 1}
+    assert by_own_names({**held, "blocks.0.balance_counts": 2}, model.own_names) == {**held, "head.weight": 1}
     assert by_own_names({"optimizer.state.embed.w.m.v": 4}, {"w": "embed.w"}) == {"optimizer.state.w.m.v": 4}
 
 

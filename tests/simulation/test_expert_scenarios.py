@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import pytest
 
 from elasticd.config.tree import ConfigError
+from elasticd.simulator.devices.expert_truth import KEPT, ExpertTruth
+from elasticd.simulator.results.baselines import truth_of
 from elasticd.simulator.run import Simulation
 from elasticd.simulator.scenarios.scenario import parse
 
@@ -45,6 +49,15 @@ def test_experts_are_placed_and_a_device_with_hot_ones_is_not_taken_for_slow() -
     assert plan is not None
     assert any(stage.experts for _, _, stage in plan.walk())
     assert "experts placed by load" in plan.reason
+
+
+def test_a_drifting_load_is_a_function_of_the_step_of_which_one_in_64_is_kept() -> None:
+    truths = [truth_of(parse(EXPERTS, "experts.toml")) for _ in range(2)]
+    first, second = (cast(ExpertTruth, truth) for truth in truths)
+    forward = {step: first.load(step) for step in range(0, 200, 7)}
+    assert {step: second.load(step) for step in reversed(forward)} == forward
+    assert forward[0] != forward[7]
+    assert len(first._kept) == 1 + max(forward) // KEPT
 
 
 @pytest.mark.parametrize(
