@@ -98,8 +98,8 @@ def main(folder: str, steps: int) -> None:
         micro_batch=1,
         checkpointing=elasticd.CheckpointingOptions(snapshot_every=1),
     )
-    snapper, plainly = job._snapper, Plainly()
-    assert isinstance(snapper, Watched)
+    snapshotter, plainly = job._snapshotter, Plainly()
+    assert isinstance(snapshotter, Watched)
     found: list[dict[str, Any]] = []
     since, worked = time.perf_counter(), time.thread_time()
     for step in job.steps(steps):
@@ -110,14 +110,14 @@ def main(folder: str, steps: int) -> None:
                 "seconds": time.perf_counter() - since,
                 "processor": time.thread_time() - worked,
                 "on": wanted(number),
-                "made": number in snapper.made,
-                "plain": plainly(snapper.bytes) if not wanted(number) else 0.0,
+                "made": number in snapshotter.made,
+                "plain": plainly(snapshotter.bytes) if not wanted(number) else 0.0,
             }
         )
         since, worked = time.perf_counter(), time.thread_time()
     for each in found:
-        each["copy"] = snapper.held_up.get(each["step"], 0.0)
-    body = {"bytes": snapper.bytes, "steps": found}
+        each["copy"] = snapshotter.held_up.get(each["step"], 0.0)
+    body = {"bytes": snapshotter.bytes, "steps": found}
     (Path(folder) / f"{job.device.replace('/', ':')}.json").write_text(json.dumps(body))
 
 

@@ -113,8 +113,8 @@ class Agent:
         self._lease_seconds = lease_seconds
         self._path = config.agent.socket or own_path()
         self._events: deque[Event] = deque()
-        self._pulses = Heartbeats(look)
-        self._standing = MainThreadWatch()
+        self._heartbeats = Heartbeats(look)
+        self._main_threads = MainThreadWatch()
         emulate = config.emulate
         pace = None
         if emulate.enabled:
@@ -131,7 +131,7 @@ class Agent:
         )
         self._end: asyncio.Future[str | None] | None = None
         self._stopped = False
-        self._harms: FaultInjector | None = None
+        self._injector: FaultInjector | None = None
         self._terminated: set[str] = set()
 
     @property
@@ -142,8 +142,8 @@ class Agent:
     def reconfigure(self, config: Config) -> None:
         """Go by a file that was read anew, as far as that is possible: by whether chaos is allowed."""
         self._config = config
-        if self._harms is not None:
-            self._harms.allowed = config.chaos.enabled
+        if self._injector is not None:
+            self._injector.allowed = config.chaos.enabled
 
     def stop(self) -> None:
         """Let `run` return. To be called on its loop."""
@@ -174,7 +174,7 @@ class Agent:
             lambda message: self._link.send(message),
         )
         try:
-            self._keeper = self._make_keeper()
+            self._snapshot_service = self._make_snapshot_service()
             self._reaching = self._make_reaching()
         except BaseException:
             self._workers.close()
@@ -186,8 +186,8 @@ class Agent:
         finally:
             self._workers.close()
             await asyncio.to_thread(self._registrar.close)
-            await asyncio.to_thread(self._keeper.close)
-            self._standing.close()
+            await asyncio.to_thread(self._snapshot_service.close)
+            self._main_threads.close()
 
     def _schema_refusal(self) -> str:
         """Why this agent cannot work with what the store holds, or nothing. Raises StoreError."""
@@ -206,15 +206,15 @@ class Agent:
     async def _serve(self, end: asyncio.Future[str | None]) -> None:
         """Starts the agent's parts, and ends them once `end` is set."""
         self._registrar.start()
-        harms = self._harms = FaultInjector(
+        injector = self._injector = FaultInjector(
             *(self.record.node, self._config.chaos.enabled, self._store, self._pidfd),
             lambda url: self._link.follow(url),
             known=lambda: credentials(self._security),
             devices=[device.name for device in self.record.devices],
         )
         orders: dict[type, Callable[[Any], None]] = {
-            SnapshotSetComplete: self._keeper.whole,
-            Harm: harms.take,
+            SnapshotSetComplete: self._snapshot_service.whole,
+            Harm: injector.take,
             End: self._end_workers,
             TryReach: self._reaching.take,
             Happened: self._launches.happened,
@@ -222,7 +222,7 @@ class Agent:
         }
         self._link = Link(self._emit, orders, lambda: credentials(self._security))
         records = StoreWatch(
-            *(self._store, self._keys, self._emit, harms.follow, self._read_node),
+            *(self._store, self._keys, self._emit, injector.follow, self._read_node),
             refuse=self._finish,
             memory=self._memory,
         )
@@ -235,7 +235,7 @@ class Agent:
             self._workers.start(
                 WorkerHandlers(
                     events=self._emit,
-                    snapshots=self._keeper.hear,
+                    snapshots=self._snapshot_service.hear,
                     pongs=self._answered,
                     rounds=rounds.take,
                     whereabouts=self._hear_whereabouts,
@@ -257,7 +257,7 @@ class Agent:
             self._torchruns.close()
             self._children.close()
             self._launches.close()
-            await harms.close()
+            await injector.close()
             records.close()
             await self._reaching.close()
             await self._link.close()
@@ -279,15 +279,15 @@ class Agent:
 
     def _read_node(self, node: str, record: NodeRecord | None) -> None:
         """The store has this record of a node now; None when it is gone."""
-        self._keeper.read(node, record)
+        self._snapshot_service.read(node, record)
         if node == self.record.node and (record is None or record.agent != self.record.agent):
             self._registrar.recheck()
 
     def _lasting_parts(self, link: Link) -> tuple[Callable[[], Coroutine[Any, Any, None]], ...]:
         """The parts that run beside the sockets for as long as the agent serves."""
-        keeper, every = self._keeper, self._config.agent.probe_seconds
-        crossings = LinkProbe(every, keeper.sender.cross, keeper.ring, lambda: self._state, link.send)
-        lasting = self._supervisor.watch, crossings.run
+        service, every = self._snapshot_service, self._config.agent.probe_seconds
+        link_probe = LinkProbe(every, service.sender.cross, service.ring, lambda: self._state, link.send)
+        lasting = self._supervisor.watch, link_probe.run
         return (self._tick, self._beat, self._remember, self._sense, *lasting)
 
     def _emit(self, event: Event) -> None:
@@ -318,7 +318,7 @@ class Agent:
             except Exception as error:
                 outlived("the memory of the highest epoch", error)
         self._state = state
-        self._observed(event, self._keeper.observe, self._torchruns.observe, self._children.observe)
+        self._observed(event, self._snapshot_service.observe, self._torchruns.observe, self._children.observe)
         for effect in effects:
             try:
                 self._perform(effect)
@@ -377,8 +377,8 @@ class Agent:
         while True:
             await asyncio.sleep(BEAT_SECONDS)
             there, now = self._workers.workers(), time.monotonic()
-            halted, moving = self._standing.beat(there, now)
-            ask, frozen = self._pulses.beat(there, now, self._standing.outside())
+            halted, moving = self._main_threads.beat(there, now)
+            ask, frozen = self._heartbeats.beat(there, now, self._main_threads.outside())
             for client in ask:
                 self._workers.send(client, Ping())
             for client, how in frozen.items():
@@ -397,21 +397,21 @@ class Agent:
             text = ""
             if halt.looks:
                 pidfd = self._workers.pidfd(halt.client)
-                text = await stack_dump.stack(pid, pidfd, self._standing.stacks_of(halt.client))
+                text = await stack_dump.stack(pid, pidfd, self._main_threads.stacks_of(halt.client))
             found = told_of(halt, text)
             if halt.looks:
                 _log.warning("%s stands still in %s for %.1f s", halt.client, found.place, halt.seconds)
-            if self._standing.still(halt):  # else it moved meanwhile, and that is not to be told before
+            if self._main_threads.still(halt):  # else it moved meanwhile, and that is not to be told before
                 self._emit(Stood(client=halt.client, halted=found))
         except Exception as error:
             outlived("a look at a worker that stands still", error)
 
     def _hear_whereabouts(self, client: str, body: Whereabouts, fd: int | None) -> None:
-        if why := self._standing.hear(client, body, fd):
+        if why := self._main_threads.hear(client, body, fd):
             _log.warning("where %s is cannot be known: %s", client, why)
 
     def _answered(self, client: str) -> None:
-        if self._pulses.answered(client):
+        if self._heartbeats.answered(client):
             self._emit(Pulse(client=client, how=""))
 
     async def _sense(self) -> None:
@@ -435,11 +435,11 @@ class Agent:
     def _tell(self, message: ToLeader) -> None:
         self._link.send(message)
 
-    def _make_keeper(self) -> SnapshotService:
+    def _make_snapshot_service(self) -> SnapshotService:
         """And publish where it takes other nodes' snapshots."""
         agent = self._config.agent
         try:
-            keeper = SnapshotService(
+            service = SnapshotService(
                 agent, self.record.agent, state=lambda: self._state, send=self._workers.send, tell=self._tell
             )
         except OSError as error:
@@ -447,16 +447,16 @@ class Agent:
                 f"cannot listen for other nodes' snapshots at {agent.listens}: {error.strerror or error}; "
                 "give [agent] address one of this machine's addresses"
             ) from error
-        record = structs.replace(self.record, snapshots=keeper.address, certificate=keeper.certificate)
+        record = structs.replace(self.record, snapshots=service.address, certificate=service.certificate)
         self._state = replace(self._state, record=record)
-        return keeper
+        return service
 
     def _make_reaching(self) -> PeerReachability:
         """And publish where other nodes may try whether they reach this one."""
-        reaching = PeerReachability(self._config.agent.listens, self._tell)
-        record = structs.replace(self.record, reach=reaching.address)
+        reachability = PeerReachability(self._config.agent.listens, self._tell)
+        record = structs.replace(self.record, reach=reachability.address)
         self._state = replace(self._state, record=record)
-        return reaching
+        return reachability
 
     def _pidfd(self, device: str) -> int | None:
         worker = self._state.worker_of(device)

@@ -19,7 +19,7 @@ from elasticd.wire.coordinator import Crossed
 from elasticd_agent.snapshots.port import StreamFailed
 
 #: Bytes of a probe.
-SIZE = 4 << 20
+PROBE_BYTES = 4 << 20
 
 _log = logging.getLogger(__name__)
 
@@ -51,12 +51,12 @@ class LinkProbe:
         if target is None:
             return
         try:
-            seconds, latency = await asyncio.to_thread(self._cross, target.snapshots, target.certificate, SIZE)
+            seconds, latency = await asyncio.to_thread(self._cross, target.snapshots, target.certificate, PROBE_BYTES)
         except (StreamFailed, msgspec.MsgspecError) as error:
             _log.debug("the link to node %s was not probed: %s", target.node, error)
             return
         if next_idle(self._state(), [target]) is not None:  # else it shared the link with work
-            self._tell(Crossed(target=target.node, size=SIZE, seconds=seconds, latency=latency))
+            self._tell(Crossed(target=target.node, size=PROBE_BYTES, seconds=seconds, latency=latency))
 
 
 def next_idle(state: AgentState, ring: Sequence[NodeRecord]) -> NodeRecord | None:

@@ -175,7 +175,7 @@ class WorkerHandlers:
 class Workers:
     """Serves the socket at `path`, from `start` on."""
 
-    _ears: WorkerHandlers
+    _handlers: WorkerHandlers
 
     def __init__(self, path: str, node: str, group: str | None = None) -> None:
         self._admission = Admission(group)
@@ -187,9 +187,9 @@ class Workers:
         self._full, self._strange = Seldom(_log), Seldom(_log)
         self._resting: asyncio.TimerHandle | None = None
 
-    def start(self, ears: WorkerHandlers) -> None:
+    def start(self, handlers: WorkerHandlers) -> None:
         """Let in who connects; whoever came earlier has waited in the kernel's queue."""
-        self._ears = ears
+        self._handlers = handlers
         self._loop.add_reader(self._listener, self._accept)
 
     def send(self, client: str, body: FromItsAgent, fd: int | None = None) -> None:
@@ -254,7 +254,7 @@ class Workers:
                 sock.close()
                 self._rest(error)
                 return
-            connection = _Connection(name, pid, pidfd, sock, self._loop, self._ears, self._forget)
+            connection = _Connection(name, pid, pidfd, sock, self._loop, self._handlers, self._forget)
             self._connections[name] = connection
 
     def _rest(self, error: OSError) -> None:
@@ -296,11 +296,11 @@ class _Connection:
         pidfd: int | None,
         sock: socket.socket,
         loop: asyncio.AbstractEventLoop,
-        ears: WorkerHandlers,
+        handlers: WorkerHandlers,
         forget: Callable[[str], None],
     ) -> None:
         self._name, self.pid, self._sock = name, pid, sock
-        self._loop, self._ears, self._forget = loop, ears, forget
+        self._loop, self._handlers, self._forget = loop, handlers, forget
         self._opening: Message | None = None
         self._waiting: deque[tuple[bytes, int | None]] = deque()
         self._finishing = False
@@ -430,37 +430,37 @@ class _Connection:
     def _hear(self, body: FromWorker | ToAgentAlone | msgspec.Raw, fd: int | None) -> None:
         """One message, with the descriptor that came with it; a worker's report may be undecoded."""
         if isinstance(body, Snapped | Fetch) and self._opening is not None:
-            self._ears.snapshots(self._name, body, fd)
+            self._handlers.snapshots(self._name, body, fd)
             return
         if isinstance(body, Whereabouts) and isinstance(self._opening, Hello):
-            self._ears.whereabouts(self._name, body, fd)
+            self._handlers.whereabouts(self._name, body, fd)
             return
         if isinstance(body, OfLaunch):
             if self._opening is None:
                 self._opening = body
                 self._note_release(body)
-            self._ears.launches(self._name, body, fd)
+            self._handlers.launches(self._name, body, fd)
             return
         _close(fd)
         if isinstance(body, msgspec.Raw):
-            self._ears.events(Said(client=self._name, body=body))
+            self._handlers.events(Said(client=self._name, body=body))
         elif isinstance(body, Snapped | Fetch | Whereabouts):
             self._refuse(f"the first message must be Hello or Join, not {type(body).__name__}")
         elif isinstance(body, Pong):
-            self._ears.pongs(self._name)
-        elif self._ears.rounds(self._name, self.pid, body):
+            self._handlers.pongs(self._name)
+        elif self._handlers.rounds(self._name, self.pid, body):
             if self._opening is None:
                 self._opening = body
                 self._note_release(body)
         elif isinstance(body, OfRounds):
             self._refuse(f"this agent takes no {type(body).__name__}")
         elif self._opening is not None:
-            self._ears.events(Said(client=self._name, body=body))
+            self._handlers.events(Said(client=self._name, body=body))
         elif isinstance(body, Hello | Join):
             self._opening = body
             self._note_release(body)
             incarnation = secrets.token_hex(4)
-            self._ears.events(Opened(client=self._name, body=body, pid=self.pid, incarnation=incarnation))
+            self._handlers.events(Opened(client=self._name, body=body, pid=self.pid, incarnation=incarnation))
         else:
             self._refuse(f"the first message must be Hello or Join, not {type(body).__name__}")
 
@@ -511,14 +511,14 @@ class _Connection:
             return
         self._is_gone = True
         self.close()
-        self._ears.gone(self._name)
+        self._handlers.gone(self._name)
         try:
-            of_rounds = self._ears.rounds(self._name, self.pid, None)
+            of_rounds = self._handlers.rounds(self._name, self.pid, None)
         except Exception as error:
             outlived("the end of a client", error)
             of_rounds = False
         if not of_rounds and self._opening is not None:
-            self._ears.events(Ended(client=self._name, how=how))
+            self._handlers.events(Ended(client=self._name, how=how))
 
     def _expect_hello(self) -> None:
         if self._opening is None:

@@ -24,7 +24,7 @@ class Backend(RendezvousBackend):
 
     def __init__(
         self,
-        asking: AgentRequests,
+        requests: AgentRequests,
         *,
         least: int,
         grace: float,
@@ -36,7 +36,7 @@ class Backend(RendezvousBackend):
         self.closing = False
         self.closed = False
         self.torchruns: dict[str, Torchrun] = {}
-        self._asking, self._least, self._grace, self._settle = asking, least, grace, settle
+        self._requests, self._least, self._grace, self._settle = requests, least, grace, settle
         self._clock = clock
         self._absent: dict[str, float] = {}
         self._whole: tuple[int, frozenset[str]] = (-1, frozenset())
@@ -51,12 +51,12 @@ class Backend(RendezvousBackend):
         """As `RendezvousBackend.get_state`, with heartbeats by what the agents know of each torchrun. Raises
         RendezvousConnectionError where no agent answers in time, RendezvousStateError for bytes that are no
         state of torch's."""
-        return self._seen(self._asking.read())
+        return self._seen(self._requests.read())
 
     def set_state(self, state: bytes, token: Token | None = None) -> tuple[bytes, Token, bool] | None:
         """As `RendezvousBackend.set_state`; a token is the revision of the key in etcd. Raises as
         `get_state`."""
-        answer = self._asking.write(state, token if isinstance(token, int) else 0)
+        answer = self._requests.write(state, token if isinstance(token, int) else 0)
         seen = self._seen(answer)
         return None if seen is None else (*seen, answer.done)
 
@@ -91,24 +91,24 @@ class Backend(RendezvousBackend):
         self.torchruns = answer.torchruns
         if not answer.token:
             return None
-        roster = TorchRendezvousState(answer.value)
-        self.closed = roster.closed
+        state = TorchRendezvousState(answer.value)
+        self.closed = state.closed
         now = self._clock()
-        absent = roster.known - answer.torchruns.keys()
+        absent = state.known - answer.torchruns.keys()
         self._absent = {name: self._absent.get(name, now) for name in absent}
-        if roster.closed and not self.closing and not any(map(self.lives, roster.known)):
-            roster.anew()
-        roster.judge(self.lives)
-        if self._is_whole(roster, now):
-            roster.settle()
-        return roster.encode(), answer.token
+        if state.closed and not self.closing and not any(map(self.lives, state.known)):
+            state.anew()
+        state.judge(self.lives)
+        if self._is_whole(state, now):
+            state.settle()
+        return state.encode(), answer.token
 
-    def _is_whole(self, roster: TorchRendezvousState, now: float) -> bool:
+    def _is_whole(self, state: TorchRendezvousState, now: float) -> bool:
         """Returns True if all that live have joined a round that may begin, and no other came for a while."""
         here = {name for name, torchrun in self.torchruns.items() if torchrun.status == "here"}
-        if roster.complete or len(roster.participants) < self._least or not here <= roster.participants:
+        if state.complete or len(state.participants) < self._least or not here <= state.participants:
             self._whole = (-1, frozenset())
             return False
-        if self._whole != (roster.round, roster.participants):
-            self._whole, self._whole_since = (roster.round, roster.participants), now
+        if self._whole != (state.round, state.participants):
+            self._whole, self._whole_since = (state.round, state.participants), now
         return now - self._whole_since >= self._settle

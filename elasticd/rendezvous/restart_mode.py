@@ -79,18 +79,18 @@ def restart_handler(
     # The workers, which torchrun starts from this process, are to find the same agent.
     os.environ[unix_socket.SOCKET_VARIABLE] = path
     name_methods_quickly()
-    asking = AgentRequests(path, parameters.run_id, agent_seconds, launched_slots(os.environ))
-    backend = Backend(asking, least=parameters.min_nodes, grace=grace, settle=settle)
+    requests = AgentRequests(path, parameters.run_id, agent_seconds, launched_slots(os.environ))
+    backend = Backend(requests, least=parameters.min_nodes, grace=grace, settle=settle)
     handler: RestartHandler = RestartHandler.from_backend(
         parameters.run_id,
         HashStore(),  # each round has a store of its own
         backend,
         parameters.min_nodes,
         parameters.max_nodes,
-        parameters.local_addr or asking.address,
+        parameters.local_addr or requests.address,
         timeout,
     )
-    handler.equip(asking, backend)
+    handler.equip(requests, backend)
     return handler
 
 
@@ -99,13 +99,13 @@ class RestartHandler(DynamicRendezvousHandler):
 
     #: No leader hears of each worker: a script that fails the same way twice ends here.
     ends_repeated = True
-    _asking: AgentRequests
+    _requests: AgentRequests
     _backend: Backend
 
-    def equip(self, asking: AgentRequests, backend: Backend) -> None:
+    def equip(self, requests: AgentRequests, backend: Backend) -> None:
         """Adds what torch's `from_backend` cannot pass to a constructor. Call it once, before the first round.
         It sets an environment variable that the workers inherit."""
-        self._asking, self._backend = asking, backend
+        self._requests, self._backend = requests, backend
         self._backend.me = str(self._this_node)
         # By it the agent knows the workers, if this process is killed and leaves them behind.
         os.environ[unix_socket.TORCHRUN_VARIABLE] = self._backend.me
@@ -120,7 +120,7 @@ class RestartHandler(DynamicRendezvousHandler):
         """Blocks until a round is complete and its torchruns have met. Raises JobClosed or RendezvousOver."""
         self._workers.end_left()
         self._backend.patient = False
-        self._asking.patience = self._settings.timeout.join.total_seconds()
+        self._requests.patience = self._settings.timeout.join.total_seconds()
         while True:
             try:
                 self._stand_by()
@@ -144,7 +144,7 @@ class RestartHandler(DynamicRendezvousHandler):
         place = (self._state_holder.state.round, info.world_size, self._settings.min_nodes)
         os.environ[unix_socket.ROUND_VARIABLE] = ",".join(map(str, place))
         self._backend.patient = True
-        self._asking.patience = 0.0
+        self._requests.patience = 0.0
         self._at_work = msgspec.structs.replace(
             self._at_work, phase="waits", round=self._state_holder.state.round, world=0
         )
@@ -214,7 +214,7 @@ class RestartHandler(DynamicRendezvousHandler):
         RendezvousRefusal where the agent says no."""
         self._at_work = msgspec.structs.replace(self._at_work, **changes)
         try:
-            self._asking.present(self._backend.me, self._address, at_work=self._at_work)
+            self._requests.present(self._backend.me, self._address, at_work=self._at_work)
         except RendezvousRefusal:
             if obeys:
                 raise
@@ -227,7 +227,7 @@ class RestartHandler(DynamicRendezvousHandler):
         self._tell_end(sys.exception())
         if failed:
             self._workers.end_left()
-        self._asking.patience = _FAREWELL_SECONDS
+        self._requests.patience = _FAREWELL_SECONDS
         self._backend.closing = True
         if self._partners:
             closed = super().shutdown()
@@ -237,9 +237,9 @@ class RestartHandler(DynamicRendezvousHandler):
         if not failed:
             # A torchrun that failed dies without a word, and the others know it.
             with contextlib.suppress(RendezvousError, RendezvousRefusal):
-                self._asking.present(self._backend.me, "", left=True, at_work=self._at_work)
+                self._requests.present(self._backend.me, "", left=True, at_work=self._at_work)
                 self._linger()
-        self._asking.close()
+        self._requests.close()
         return closed
 
     def _stand_by(self) -> None:
@@ -270,7 +270,7 @@ class RestartHandler(DynamicRendezvousHandler):
         self._bootstrap_store_info = None
         self._shared_tcp_store_server = None
         self._address = f"{address}:{self._server.port}"
-        self._asking.present(self._backend.me, self._address, at_work=self._at_work)
+        self._requests.present(self._backend.me, self._address, at_work=self._at_work)
 
     def _create_tcp_store_server(self, master_addr: str, master_port: int) -> TCPStore:
         assert self._server is not None

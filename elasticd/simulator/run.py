@@ -104,12 +104,12 @@ class Simulation:
             levels=scenario.cluster.levels,
         )
         self.leader = self._elected()
-        self.operator = Launcher(scenario, self.worker_group, self.nodes, self.trained, self._happened)
+        self.launcher = Launcher(scenario, self.worker_group, self.nodes, self.trained, self._happened)
         self.script = FaultScript(
             scenario,
             self.worker_group,
             self._node,
-            self.operator,
+            self.launcher,
             lambda: self.leader,
             self.take_over,
             self._happened,
@@ -139,7 +139,7 @@ class Simulation:
         self.script.before()
         for node in self.nodes:
             node.link(self.script.linked(node))
-        self.operator.start()
+        self.launcher.start()
         self.script.begin()
         self.engine.run(self._ended)
 
@@ -156,11 +156,11 @@ class Simulation:
         """Out of time; or trained to the end, and the leader knows; or stopped, and nothing starts it again."""
         if self._out_of_time:
             return True
-        job, now = self.leader.job(self.operator.job), self.engine.now()
-        if self.operator.pending:
+        job, now = self.leader.job(self.launcher.job), self.engine.now()
+        if self.launcher.pending:
             return False
         brings_nodes = self.script.brings_nodes(now)
-        if self.operator.needs_nodes:
+        if self.launcher.needs_nodes:
             return not brings_nodes
         if not brings_nodes and now - self._told_at > VAIN_SECONDS and self._waits():
             return True
@@ -169,15 +169,15 @@ class Simulation:
         return job is not None and job.phase in OVER and self.worker_group.over
 
     def _waits(self) -> str:
-        return self.leader.waits(self.operator.job)
+        return self.leader.waits(self.launcher.job)
 
     @property
     def stopped(self) -> str:
         """Why the job does not go on; nothing where it has ended well, or would have been started again."""
         if not self._out_of_time and (why := self._waits()):
             return f"it waits for capacity, its state is safe: {why}"
-        job = self.leader.job(self.operator.job)
-        over = job is not None and job.phase is JobPhase.STOPPED and not self.operator.pending
+        job = self.leader.job(self.launcher.job)
+        over = job is not None and job.phase is JobPhase.STOPPED and not self.launcher.pending
         return job.reason if over and job is not None else ""
 
     def _totals(self) -> Totals:
@@ -199,7 +199,7 @@ class Simulation:
             bytes_moved=worker_group.bytes_moved,
             recoveries=worker_group.recoveries,
             recovery_seconds=rounded(worker_group.recovery_seconds),
-            restarts=self.operator.restarts,
+            restarts=self.launcher.restarts,
             down_seconds=rounded(self._down_seconds),
             lost_steps=rounded(trained.lost),
         )
@@ -226,8 +226,8 @@ class Simulation:
         if note.kind not in _TOLD and not (joins and self._node[note.data["node"]].asks):
             return
         self._happened(note.kind, note.text, note.data)
-        if note.kind == "stopped" and note.job == self.operator.job:
-            self.operator.stopped()
+        if note.kind == "stopped" and note.job == self.launcher.job:
+            self.launcher.stopped()
 
     def _happened(self, kind: str, text: str, data: dict[str, object] | None = None) -> None:
         self._quiet, self._told_at = 0, self.engine.now()
@@ -285,7 +285,7 @@ class Simulation:
         """The number of steps of `seconds` that need not be played: nothing is under way, nothing is about to
         happen."""
         settle, scenario = self.scenario.settle, self.scenario
-        if settle is None or self._quiet < settle or not self.leader.idle(self.operator.job):
+        if settle is None or self._quiet < settle or not self.leader.idle(self.launcher.job):
             return 0
         now, step = self.engine.now(), self.worker_group.step
         times = self.script.times(now)

@@ -128,7 +128,7 @@ class FaultPlayer:
         self._pauses: list[Pause] = []
         self._struck: dict[str, float] = {}
         self._planted = 0
-        self._severed = NetworkCut(cluster.spaces, self._pids)
+        self._cuts = NetworkCut(cluster.spaces, self._pids)
 
     def play(self, script: Iterable[Fault]) -> Played:
         """All of it, by step. Raises StandsStill, and ProcessError where a launcher ended before the job."""
@@ -139,7 +139,7 @@ class FaultPlayer:
         for fault in sorted(faults, key=lambda fault: fault.step or 0):
             self.wait(lambda at=fault.step: self._steps.look() >= at)  # type: ignore[misc]
             self._strike(fault)
-        self.wait(lambda: not (self._frozen or self._hung or self._away or self._pauses or self._severed))
+        self.wait(lambda: not (self._frozen or self._hung or self._away or self._pauses or self._cuts))
         return self.played
 
     def wait(self, condition: Callable[[], bool], seconds: float | None = None) -> bool:
@@ -213,14 +213,14 @@ class FaultPlayer:
             return f"{fault.device} has no worker"
         if fault.kind in _PLANTED and (busy := self._busy(fault.device)):
             return busy
-        apart = self._cut_now() or self._away or self._severed.nodes
+        apart = self._cut_now() or self._away or self._cuts.nodes
         if fault.kind == "raise" and (apart or self._cluster.unmet()):
             return "a node is away, whose devices could not try the step"  # the job may end, as it should
         if fault.kind in ("raise", "unmet") and not self._met(job, fault.node) - {fault.device}:
             return "no other device could try a step that fails"
         if fault.kind in ("restart", "unmet") and not self._cluster.has_agent(fault.node):
             return "it has no agent"
-        if fault.kind == "sever" and pair_of(fault) in self._severed:
+        if fault.kind == "sever" and pair_of(fault) in self._cuts:
             return "it is cut already"
         frozen_there = any(device.startswith(f"{fault.node}/") for device in self._frozen)
         if fault.kind in ("restart", "unmet") and frozen_there:
@@ -237,7 +237,7 @@ class FaultPlayer:
     def _sides(self, kept: set[str]) -> list[set[str]]:
         """The members of each set that may be all that is left: of nodes that are apart, one goes on without
         the other."""
-        return [kept, *({d for d in kept if node_of(d) != node} for node in self._severed.nodes)]
+        return [kept, *({d for d in kept if node_of(d) != node} for node in self._cuts.nodes)]
 
     def _met(self, job: JobStatus, node: str) -> set[str]:
         """The healthy members that a new leader would meet, though the agent of `node` goes away."""
@@ -288,7 +288,7 @@ class FaultPlayer:
             case "hang" | "pause" | "raise":
                 return self._plant(fault)
             case "sever":
-                return self._severed.cut(fault)
+                return self._cuts.cut(fault)
             case "unmet":
                 cluster.stop_agent(fault.node)
                 self._away[fault.node] = time.monotonic() + fault.lasts
@@ -365,7 +365,7 @@ class FaultPlayer:
             if now >= until:
                 self._cluster.start_agent(node)
                 del self._away[node]
-        self._severed.heal()
+        self._cuts.heal()
         for pause in [each for each in self._pauses if now >= each.until]:
             self._pauses.remove(pause)
             self._judge(pause)

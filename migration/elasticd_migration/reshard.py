@@ -70,12 +70,12 @@ def reshard(old: Holdings, new: Holdings, sizes: Mapping[Item, int]) -> tuple[Tr
     lost = {item: alike.lack.lost for alike in wanted if alike.lack.lost for item in alike.items}
     if lost:
         raise Lost(lost)
-    dealing = SourceChooser()
-    classes = _classes(wanted, dealing)
+    chooser = SourceChooser()
+    classes = _classes(wanted, chooser)
     transfers: list[Transfer] = []
     for alike in wanted:
         name, roles = alike.items[0].name, tuple(item.role for item in alike.items)
-        parts = _joined(_dealt(alike, classes[id(alike.lack)], dealing), alike.items[0], old, new)
+        parts = _joined(_dealt(alike, classes[id(alike.lack)], chooser), alike.items[0], old, new)
         transfers += [
             Transfer(name=name, roles=roles, box=box, source=source, destination=destination)
             for destination, source, box in parts
@@ -119,7 +119,7 @@ def span(box: Box) -> str:
     return f"[{', '.join(f'{a}:{b}' for a, b in zip(box.start, box.stop, strict=True))}]"
 
 
-def _classes(wanted: Sequence[_Alike], dealing: SourceChooser) -> dict[int, list[int]]:
+def _classes(wanted: Sequence[_Alike], chooser: SourceChooser) -> dict[int, list[int]]:
     """The class of every cell, by the identity of the lack that it is in: layers held alike share one."""
     classes: dict[int, list[int]] = {}
     elements: dict[int, int] = defaultdict(int)
@@ -127,21 +127,21 @@ def _classes(wanted: Sequence[_Alike], dealing: SourceChooser) -> dict[int, list
     for alike in wanted:
         elements[id(alike.lack)] += alike.element
     for key, lack in lacks.items():
-        classes[key] = [dealing.class_of(cell.destination, cell.holders) for cell in lack.cells]
+        classes[key] = [chooser.class_of(cell.destination, cell.holders) for cell in lack.cells]
         for index, cell in zip(classes[key], lack.cells, strict=True):
-            dealing.add(index, cell.size * elements[key])
-    dealing.balance()
+            chooser.add(index, cell.size * elements[key])
+    chooser.balance()
     return classes
 
 
-def _dealt(alike: _Alike, classes: Sequence[int], dealing: SourceChooser) -> Iterator[_Part]:
+def _dealt(alike: _Alike, classes: Sequence[int], chooser: SourceChooser) -> Iterator[_Part]:
     for index, cell in zip(classes, alike.lack.cells, strict=True):
         size = cell.size * alike.element
-        source = dealing.source(index, size)
+        source = chooser.source(index, size)
         if source is not None:
             yield cell.destination, source, cell.box
         else:
-            for share, box in _parts(cell.box, dealing.shares(index, size)):
+            for share, box in _parts(cell.box, chooser.shares(index, size)):
                 yield cell.destination, share, box
 
 

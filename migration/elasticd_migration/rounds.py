@@ -106,16 +106,16 @@ def schedule(
     """
     if limit < 1:
         raise ValueError(f"limit of a round must be at least one byte, not {limit}")
-    filling = RoundPacker(limit)
+    packer = RoundPacker(limit)
     mine: dict[int, dict[Pair, list[Piece]]] = defaultdict(lambda: defaultdict(list))
     for group in _groups(transfers, planes, limit, me):
-        parts = filling.place(*group.pair, group.size, group.slack)
+        parts = packer.place(*group.pair, group.size, group.slack)
         if group.transfers:
             for index, pieces in group.pieces(parts, planes):
                 mine[index][group.pair] += pieces
     return tuple(
         Round(messages=tuple(m for pair, pieces in mine[index].items() for m in _messages(pair, pieces)))
-        for index in range(filling.rounds)
+        for index in range(packer.rounds)
     )
 
 

@@ -44,7 +44,7 @@ def spec(job: str) -> JobSpec:
     return JobSpec(job=job, model=model, global_batch=2, micro_batch=1, samples=10, sample_tokens=8.0, seed=0)
 
 
-def ears(heard: list[Event]) -> WorkerHandlers:
+def handlers(heard: list[Event]) -> WorkerHandlers:
     """Parts of an agent that hear nothing but events, which are kept."""
     return WorkerHandlers(
         events=heard.append,

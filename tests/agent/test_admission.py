@@ -22,7 +22,7 @@ from elasticd.testing.waiting import until
 from elasticd.wire import unix_socket
 from elasticd.wire.unix_socket import NoAgent, SocketTaken
 from elasticd.wire.worker import Rejected, to_worker
-from tests.agent.support import ears
+from tests.agent.support import handlers
 
 STRANGER = 4_000_000
 GROUP = 4_000_001
@@ -50,7 +50,7 @@ def test_own_user_is_let_in_and_another_is_told_why(
         heard: list[Event] = []
         workers = Workers(str(tmp_path / "agent.sock"), "alpha")
         try:
-            workers.start(ears(heard))
+            workers.start(handlers(heard))
             with unix_socket.connect(str(tmp_path / "agent.sock")) as own:
                 await asyncio.to_thread(until, lambda: len(workers._connections) == 1)
                 assert own.fileno() >= 0
@@ -110,7 +110,7 @@ def test_true_stranger_is_turned_away_by_the_kernels_word(caplog: pytest.LogCapt
         folder.chmod(0o755)  # pytest's own are closed to other users
         path = folder / "agent.sock"
         workers = Workers(str(path), "alpha")
-        workers.start(ears([]))
+        workers.start(handlers([]))
         path.chmod(0o666)  # the careless chmod
         try:
             child = os.fork()
@@ -201,7 +201,7 @@ def test_socket_rests_where_no_descriptor_is_left(
         path = str(tmp_path / "agent.sock")
         workers = Workers(path, "alpha")
         try:
-            workers.start(ears([]))
+            workers.start(handlers([]))
             with monkeypatch.context() as patch:
                 patch.setattr("elasticd_agent.worker_socket.peer_pidfd", full)
                 with contextlib.ExitStack() as stack:
@@ -229,7 +229,7 @@ def test_client_that_says_nothing_makes_room_for_others(
         path = str(tmp_path / "agent.sock")
         workers = Workers(path, "alpha")
         try:
-            workers.start(ears([]))
+            workers.start(handlers([]))
             with unix_socket.connect(path) as silent:
                 data, _ = await asyncio.to_thread(unix_socket.accept, silent, 1 << 16)
                 assert data is not None

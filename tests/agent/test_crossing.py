@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 
 import pytest
-from elasticd_agent.link_probe import SIZE, LinkProbe, next_idle
+from elasticd_agent.link_probe import PROBE_BYTES, LinkProbe, next_idle
 from elasticd_agent.snapshots.port import StreamFailed
 
 from elasticd.machines.agent.state import AgentState, DoneRead, PlanRead
@@ -60,16 +60,16 @@ class Sender:
 def test_a_probe_is_told_unless_the_link_had_work_meanwhile() -> None:
     state, told = [AgentState(record=RECORD)], list[Crossed]()
     sender = Sender()
-    crossings = LinkProbe(1.0, sender.cross, lambda: RING, lambda: state[0], told.append)
-    asyncio.run(crossings.probe())
-    assert sender.asked == [("n1:1", "n1", SIZE)]
-    assert told == [Crossed(target="n1", size=SIZE, seconds=0.5, latency=0.001)]
+    probe = LinkProbe(1.0, sender.cross, lambda: RING, lambda: state[0], told.append)
+    asyncio.run(probe.probe())
+    assert sender.asked == [("n1:1", "n1", PROBE_BYTES)]
+    assert told == [Crossed(target="n1", size=PROBE_BYTES, seconds=0.5, latency=0.001)]
 
     def work() -> None:
         state[0] = run(planned("n0/0"))[0]
 
-    crossings = LinkProbe(1.0, Sender(work).cross, lambda: RING, lambda: state[0], told.append)
-    asyncio.run(crossings.probe())
+    probe = LinkProbe(1.0, Sender(work).cross, lambda: RING, lambda: state[0], told.append)
+    asyncio.run(probe.probe())
     assert len(told) == 1
 
 

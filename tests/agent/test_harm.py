@@ -30,7 +30,7 @@ def process() -> Iterator[subprocess.Popen[bytes]]:
     started.wait()
 
 
-def harms(process: subprocess.Popen[bytes], allowed: bool = True) -> FaultInjector:
+def injector(process: subprocess.Popen[bytes], allowed: bool = True) -> FaultInjector:
     def pidfd(device: str) -> int | None:
         return os.pidfd_open(process.pid) if device == "n0/0" and process.poll() is None else None
 
@@ -44,7 +44,7 @@ def status(process: subprocess.Popen[bytes]) -> str:
 def test_a_frozen_process_is_thawed_though_nobody_else_knows_it_any_more(
     process: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    agent = harms(process)
+    agent = injector(process)
     agent.take(Harm(how="freeze", device="n0/0"))
     until(lambda: status(process) == psutil.STATUS_STOPPED)
     monkeypatch.setattr(agent, "_pidfd", lambda device: None)
@@ -53,7 +53,7 @@ def test_a_frozen_process_is_thawed_though_nobody_else_knows_it_any_more(
 
 
 def test_an_agent_that_ends_thaws_whom_it_froze(process: subprocess.Popen[bytes]) -> None:
-    agent = harms(process)
+    agent = injector(process)
     agent.take(Harm(how="freeze", device="n0/0"))
     until(lambda: status(process) == psutil.STATUS_STOPPED)
     asyncio.run(agent.close())
@@ -61,7 +61,7 @@ def test_an_agent_that_ends_thaws_whom_it_froze(process: subprocess.Popen[bytes]
 
 
 def test_a_device_without_a_worker_is_let_be(process: subprocess.Popen[bytes]) -> None:
-    agent = harms(process)
+    agent = injector(process)
     agent.take(Harm(how="kill", device="n0/1"))
     assert process.poll() is None
     agent.take(Harm(how="kill", device="n0/0"))
@@ -72,7 +72,7 @@ def test_a_device_without_a_worker_is_let_be(process: subprocess.Popen[bytes]) -
 def test_an_agent_whose_configuration_has_chaos_off_does_nothing(
     process: subprocess.Popen[bytes], caplog: pytest.LogCaptureFixture
 ) -> None:
-    agent = harms(process, allowed=False)
+    agent = injector(process, allowed=False)
     agent.take(Harm(how="freeze", device="n0/0"))
     assert "chaos is off here" in caplog.text
     assert status(process) != psutil.STATUS_STOPPED
@@ -126,7 +126,7 @@ def test_a_data_cut_is_a_route_until_it_is_healed_or_the_agent_ends(
     monkeypatch.setattr(cut_network, "_route", lambda verb, peer: asked.append((verb, peer)) or "")
 
     async def play() -> None:
-        agent = harms(process)
+        agent = injector(process)
         for peer in ("10.0.0.1", "10.0.0.2", "10.0.0.3"):
             agent.take(Harm(how="cut-data", peer=peer, seconds=0.01 if peer == "10.0.0.2" else 0.0))
         agent.take(Harm(how="heal-data", peer="10.0.0.1"))
@@ -141,7 +141,7 @@ def test_a_data_cut_is_a_route_until_it_is_healed_or_the_agent_ends(
 
 
 def test_no_descriptor_is_left(process: subprocess.Popen[bytes]) -> None:
-    agent = harms(process)
+    agent = injector(process)
     before = open_descriptors()
     for _ in range(10):
         for how in ("freeze", "freeze", "thaw"):

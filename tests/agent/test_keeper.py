@@ -227,12 +227,12 @@ def test_snapshot_that_could_not_be_read_for_want_of_a_descriptor_is_sent_later(
 ) -> None:
     real, refused = SnapshotStore.find, 0
 
-    def find(vault: SnapshotStore, wanted: Held) -> Snapshot | None:
+    def find(store: SnapshotStore, wanted: Held) -> Snapshot | None:
         nonlocal refused
         refused += 1
         if refused == 1:
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-        return real(vault, wanted)
+        return real(store, wanted)
 
     monkeypatch.setattr(SnapshotStore, "find", find)
     leader = scene.leader()

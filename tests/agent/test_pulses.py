@@ -26,14 +26,14 @@ class Kernel:
         return Look(stopped=self.stopped, used=self.used)
 
 
-def run(pulses: Heartbeats, seconds: float, start: float, *, answers: bool = False) -> tuple[float, str]:
+def run(heartbeats: Heartbeats, seconds: float, start: float, *, answers: bool = False) -> tuple[float, str]:
     """Beats for so many seconds, and how it was found frozen; the time after them."""
     now = start
     while now < start + seconds:
-        ask, frozen = pulses.beat({"w": 7}, now)
+        ask, frozen = heartbeats.beat({"w": 7}, now)
         if answers:
             for name in ask:
-                pulses.answered(name)
+                heartbeats.answered(name)
         if frozen:
             return now, frozen["w"]
         now += BEAT_SECONDS
@@ -48,15 +48,15 @@ def test_who_answers_is_never_frozen() -> None:
 
 def test_a_stopped_process_is_found_at_once_and_told_once() -> None:
     kernel = Kernel()
-    pulses = Heartbeats(kernel.look)
-    now, _ = run(pulses, 2.0, 0.0, answers=True)
+    heartbeats = Heartbeats(kernel.look)
+    now, _ = run(heartbeats, 2.0, 0.0, answers=True)
     kernel.stopped = True
-    found, how = run(pulses, 5.0, now)
+    found, how = run(heartbeats, 5.0, now)
     assert "stopped" in how
     assert found - now <= STOPPED + 2 * BEAT_SECONDS + 1e-9
-    assert run(pulses, 5.0, found)[1] == "", "said once"
-    assert pulses.answered("w"), "it had been found frozen"
-    assert not pulses.answered("w")
+    assert run(heartbeats, 5.0, found)[1] == "", "said once"
+    assert heartbeats.answered("w"), "it had been found frozen"
+    assert not heartbeats.answered("w")
 
 
 @pytest.mark.parametrize(("grows", "least"), [(0.0, IDLE), (0.1, BUSY)])
@@ -70,18 +70,18 @@ def test_a_silent_process_that_is_not_stopped_has_time(grows: float, least: floa
 
 def test_what_the_agent_is_late_for_is_not_held_against_a_worker() -> None:
     kernel = Kernel()
-    pulses = Heartbeats(kernel.look)
-    assert pulses.beat({"w": 7}, 0.0) == (("w",), {})
+    heartbeats = Heartbeats(kernel.look)
+    assert heartbeats.beat({"w": 7}, 0.0) == (("w",), {})
     kernel.stopped = True
-    assert pulses.beat({"w": 7}, 3.0) == ((), {}), "this agent had stood still"
-    assert run(pulses, 2.0, 3.0)[1]
+    assert heartbeats.beat({"w": 7}, 3.0) == ((), {}), "this agent had stood still"
+    assert run(heartbeats, 2.0, 3.0)[1]
 
 
 def test_who_is_gone_is_forgotten() -> None:
-    pulses = Heartbeats(Kernel().look)
-    pulses.beat({"w": 7}, 0.0)
-    pulses.beat({}, BEAT_SECONDS)
-    assert pulses.beat({"w": 7}, 2 * BEAT_SECONDS) == (("w",), {})
+    heartbeats = Heartbeats(Kernel().look)
+    heartbeats.beat({"w": 7}, 0.0)
+    heartbeats.beat({}, BEAT_SECONDS)
+    assert heartbeats.beat({"w": 7}, 2 * BEAT_SECONDS) == (("w",), {})
 
 
 def test_the_kernel_tells_a_stopped_process_from_a_busy_one() -> None:
@@ -108,10 +108,10 @@ def test_the_scripts_own_code_may_keep_the_interpreter_to_itself() -> None:
     for grows in (0.0, 0.1):
         kernel = Kernel()
         kernel.grows = grows
-        pulses, now = Heartbeats(kernel.look), 0.0
+        heartbeats, now = Heartbeats(kernel.look), 0.0
         for _ in range(1000):
-            _, frozen = pulses.beat({"w": 7}, now, frozenset({"w"}))
+            _, frozen = heartbeats.beat({"w": 7}, now, frozenset({"w"}))
             assert not frozen
             now += BEAT_SECONDS
         kernel.stopped = True
-        assert pulses.beat({"w": 7}, now, frozenset({"w"}))[1]
+        assert heartbeats.beat({"w": 7}, now, frozenset({"w"}))[1]

@@ -25,11 +25,15 @@ class Pair:
 
     def __init__(self, trusted: Callable[[TlsIdentity], Mapping[str, str]], address: str = "127.0.0.1") -> None:
         self.mine, self.theirs = TlsIdentity.make("a"), TlsIdentity.make("b")
-        self.vault = SnapshotStore("n1", 1 << 20)
+        self.snapshots = SnapshotStore("n1", 1 << 20)
         self.arrived: list[Held] = []
         self.came = threading.Event()
         self.server = SnapshotServer(
-            address, self.theirs, self.vault, lambda: trusted(self.mine), lambda one, gone: self._arrive(one)
+            address,
+            self.theirs,
+            self.snapshots,
+            lambda: trusted(self.mine),
+            lambda one, gone: self._arrive(one),
         )
         self.sender = SnapshotSender(self.mine)
         self.address = f"{address}:{self.server.port}"
@@ -47,7 +51,7 @@ class Pair:
     def close(self) -> None:
         self.sender.close()
         self.server.close()
-        for one in self.vault.forget("job"):
+        for one in self.snapshots.forget("job"):
             os.close(one.fd)
 
 
@@ -76,9 +80,9 @@ def test_snapshot_arrives_as_it_was_with_its_plan(make: Callable[..., Pair], siz
     plan = plan_of(1, {"n0/0": "i"})
     pair.send(Snapshot(held=one.held, fd=one.fd, plan=plan))
     assert pair.came.wait(60.0)
-    assert pair.vault.plans("job") == (plan,)
+    assert pair.snapshots.plans("job") == (plan,)
     if size:
-        assert content(pair.vault.find(one.held)) == data
+        assert content(pair.snapshots.find(one.held)) == data
 
 
 def test_address_of_the_sixth_version_is_one_too(make: Callable[..., Pair]) -> None:
@@ -107,7 +111,7 @@ def test_nobody_brings_what_is_another_nodes(make: Callable[..., Pair]) -> None:
     for one in (snapshot(node="n2", device="n2/0"), snapshot(device="n2/0")):
         with pytest.raises(StreamFailed, match="is none of node n0's"):
             pair.send(one)
-    assert pair.vault.held("job") == ()
+    assert pair.snapshots.held("job") == ()
 
 
 def test_what_does_not_fit_is_refused_with_the_remedy_and_the_next_is_taken(make: Callable[..., Pair]) -> None:
@@ -115,7 +119,7 @@ def test_what_does_not_fit_is_refused_with_the_remedy_and_the_next_is_taken(make
     with pytest.raises(StreamFailed, match="snapshot_mib"):
         pair.send(snapshot(data=bytes(2 << 20)))
     pair.send(snapshot(4))
-    assert [one.step for one in pair.vault.held("job")] == [4]
+    assert [one.step for one in pair.snapshots.held("job")] == [4]
 
 
 def test_what_is_revoked_while_it_is_sent_does_not_arrive(
@@ -131,11 +135,11 @@ def test_what_is_revoked_while_it_is_sent_does_not_arrive(
     monkeypatch.setattr(os, "preadv", preadv)
     with pytest.raises(StreamFailed, match="not needed any more"):
         pair.send(snapshot(data=bytes(1000)), revoked)
-    assert pair.vault.held("job") == ()
+    assert pair.snapshots.held("job") == ()
 
     def room() -> bool:
         try:
-            os.close(pair.vault.reserve(1 << 20))
+            os.close(pair.snapshots.reserve(1 << 20))
         except NoRoom:
             return False
         return True
@@ -148,7 +152,7 @@ def test_memory_file_that_is_too_short_does_not_arrive(make: Callable[..., Pair]
     os.ftruncate(one.fd, 500)
     with pytest.raises(StreamFailed, match="ends after 500 of 1000 bytes"):
         pair.send(one)
-    assert pair.vault.held("job") == ()
+    assert pair.snapshots.held("job") == ()
 
 
 @pytest.mark.parametrize("port", ["9" * 30, "9" * 5000, "-1", "x", ""])

@@ -19,7 +19,7 @@ from elasticd.machines.agent.state import Event, Opened
 from elasticd.testing.waiting import until
 from elasticd.wire import unix_socket
 from elasticd.wire.worker import Hello, Rejected, to_worker
-from tests.agent.support import ears, spec
+from tests.agent.support import handlers, spec
 from tests.descriptors import few_descriptors
 
 
@@ -34,7 +34,7 @@ def test_message_with_a_descriptor_waits_until_there_is_room_for_it(tmp_path: Pa
             job="job", local_rank=0, world_size=1, pid=os.getpid(), spec=spec("job"), checkpoints=names
         )
         try:
-            workers.start(ears(events))
+            workers.start(handlers(events))
             with unix_socket.connect(path) as client, contextlib.ExitStack() as stack:
                 await asyncio.to_thread(until, lambda: bool(workers._connections))
                 unix_socket.send(client, encode(hello))
@@ -67,7 +67,7 @@ def test_process_that_opens_connections_without_end_takes_no_others_place(
         )
         other = None
         try:
-            workers.start(ears([]))
+            workers.start(handlers([]))
             with contextlib.ExitStack() as stack:
                 for _ in range(3):
                     stack.enter_context(unix_socket.connect(path))
@@ -105,7 +105,7 @@ def test_message_for_which_there_is_no_room_now_is_sent_later_and_those_behind_i
     async def body() -> None:
         workers = Workers(path := str(tmp_path / "agent.sock"), "alpha")
         try:
-            workers.start(ears([]))
+            workers.start(handlers([]))
             with unix_socket.connect(path) as client:
                 await asyncio.to_thread(until, lambda: bool(workers._connections))
                 (name,) = workers._connections

@@ -56,20 +56,20 @@ def state(steps: int) -> LocalState:
     return local(trained(steps), THREE, DEVICE)
 
 
-def snapper(agent: Agent, every: int = 1, welcome: Welcome | None = None) -> Snapshotter:
+def snapshotter(agent: Agent, every: int = 1, welcome: Welcome | None = None) -> Snapshotter:
     me = welcome or Welcome(device=DEVICE, incarnation="aa", address="127.0.0.1")
     return Snapshotter(every, "job", lambda: me, agent)
 
 
-def ready(snapper: Snapshotter, step: int) -> bool:
+def ready(snapshotter: Snapshotter, step: int) -> bool:
     """Its files were made by now."""
-    until(lambda: snapper.ready(PLAN, step))
+    until(lambda: snapshotter.ready(PLAN, step))
     return True
 
 
 def begun(agent: Agent, every: int = 1) -> Snapshotter:
     """After a plan's first step."""
-    made = snapper(agent, every)
+    made = snapshotter(agent, every)
     made.voted(1, [made.ready(PLAN, 1)], THREE, lambda: state(1))
     return made
 
@@ -205,7 +205,7 @@ def test_another_agent_finds_files_of_its_own(agent: Agent) -> None:
 def test_a_state_that_cannot_be_carried_is_told_and_nothing_breaks(
     agent: Agent, caplog: pytest.LogCaptureFixture
 ) -> None:
-    made = snapper(agent)
+    made = snapshotter(agent)
 
     def refuse() -> LocalState:
         raise NotElementWise("LBFGS keeps 'd'")
@@ -219,7 +219,7 @@ def test_a_state_that_cannot_be_carried_is_told_and_nothing_breaks(
 
 def test_state_that_grows_after_the_first_step_is_measured_anew(agent: Agent) -> None:
     """The first updates of a plan may be skipped, and with them the optimizer's state."""
-    made = snapper(agent)
+    made = snapshotter(agent)
     made.voted(1, [False], THREE, lambda: LocalState())
     made.voted(2, [ready(made, 2)], THREE, lambda: enlarged(state(2)))
     for step in range(3, 9):
@@ -231,7 +231,7 @@ def test_state_that_grows_after_the_first_step_is_measured_anew(agent: Agent) ->
 
 
 def test_one_failed_allocation_is_of_one_plan(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
-    made, refused = snapper(agent), list[int]()
+    made, refused = snapshotter(agent), list[int]()
 
     def refuse(size: int, accelerator: object) -> MemoryFile:
         refused.append(size)

@@ -50,7 +50,7 @@ class Shelf:
 
     def __init__(self, folder: str, device: str) -> None:
         self._folder, self._device = Path(folder), device
-        self.snapper: Snapshotter | None = None
+        self.snapshotter: Snapshotter | None = None
 
     def tell(self, message: Message, fd: int | None = None) -> None:
         assert isinstance(message, Snapped)
@@ -90,20 +90,20 @@ def worker(device: str, store: Any, folder: str, old: Plan, new: Plan) -> dict[s
     engine = None
     if device in old.members:
         engine = first(device, store, old)
-        snapper = Snapshotter(
+        snapshotter = Snapshotter(
             1, "job", lambda: Welcome(device=device, incarnation="1f", address="127.0.0.1"), shelf.tell
         )
         for step in range(AHEAD):
             if step + 1 == BACK:
-                wait(lambda: snapper.ready(old.number, BACK))
+                wait(lambda: snapshotter.ready(old.number, BACK))
             done.append(
-                engine.step(step, lambda: 0, snapshot=lambda step=step: snapper.ready(old.number, step + 1))
+                engine.step(step, lambda: 0, snapshot=lambda step=step: snapshotter.ready(old.number, step + 1))
             )
-            snapper.voted(step + 1, done[-1].outcome.snapshot, engine.layouts, engine.state)
+            snapshotter.voted(step + 1, done[-1].outcome.snapshot, engine.layouts, engine.state)
             assert all(done[-1].outcome.snapshot) or step + 1 != BACK
         engine.settle()
         wait(lambda: shelf.has(BACK))  # what is on its way is dropped at the end
-        snapper.end()
+        snapshotter.end()
     if device not in new.members:
         return {"losses": [d.outcome.vote.loss for d in done]}
     sources = dict.fromkeys(STANDS.values(), "1f")

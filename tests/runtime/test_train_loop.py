@@ -148,7 +148,7 @@ def loop_of(switcher: Switcher, saver: Saver | None = None, fault: Exception | N
         feed=cast(Any, SimpleNamespace(samples=lambda step: ())),
         between_steps=BetweenSteps(cast(Any, switcher), [], closing),
         saver=cast(Any, saver),
-        snapper=None,
+        snapshotter=None,
     )
     loop._report = lambda *at: None  # type: ignore[method-assign]
     return loop, sent

@@ -1,15 +1,15 @@
 """Keeps snapshots for the agent: takes them from its workers, sends a copy to another node, tells the leader.
 
-    worker -> `Snapped`  the vault has it. A thread sends it to the next node of the job's plan that takes it,
-                         in a ring; where none does, this is tried again for as long as the vault has it.
+    worker -> `Snapped`  the store has it. A thread sends it to the next node of the job's plan that takes it,
+                         in a ring; where none does, this is tried again for as long as the store has it.
     agent  -> a stream   another node's arrived.
     `SnapshotInventory` -> leader    all that is held of a job, after every change (a few at once) and on every
                                      new link.
     leader -> `SnapshotSetComplete`    all of a set are kept: older ones go.
-    `Freed` -> worker    the vault let go of one of its own: it may write to that memory again.
+    `Freed` -> worker    the store let go of one of its own: it may write to that memory again.
     worker -> `Fetch`    is answered with the memory file.
 
-Invariant: the memory of a snapshot that the vault holds, or that a thread reads, is not written to, but by the
+Invariant: the memory of a snapshot that the store holds, or that a thread reads, is not written to, but by the
 job's end. A worker writes to it again only after `Freed`; one whose connection broke, or that took another
 incarnation, gives up the files that it had handed over, and what they hold stays.
 """
@@ -76,11 +76,11 @@ class SnapshotService:
         self._loop = asyncio.get_running_loop()
         mib = section.snapshot_mib
         limit = mib << 20 if mib is not None else int(psutil.virtual_memory().total) // 4
-        self._vault = SnapshotStore(section.node, limit)
+        self._snapshots = SnapshotStore(section.node, limit)
         self._peers = Peers(section.node)
         self._identity = TlsIdentity.make(agent)
         self._server = SnapshotServer(
-            section.listens, self._identity, self._vault, self._peers.certificates, self._arrived
+            section.listens, self._identity, self._snapshots, self._peers.certificates, self._arrived
         )
         self.sender = SnapshotSender(
             self._identity
@@ -104,41 +104,41 @@ class SnapshotService:
         self.sender.close()
         self._pool.shutdown(cancel_futures=True)
         self._closing.shutdown()
-        for job in self._vault.jobs():
-            _close(self._vault.forget(job))
+        for job in self._snapshots.jobs():
+            _close(self._snapshots.forget(job))
 
     # -- what happens -----------------------------------------------------------------------------------------
 
     def observe(self, event: Event) -> None:
         """An event that the agent's machine has taken in, before its effects."""
         if isinstance(event, AgentTick):
-            self._release(self._vault.expire(time.monotonic(), self._drives))
+            self._release(self._snapshots.expire(time.monotonic(), self._drives))
             if time.monotonic() >= self._again:
                 self._send_all()
         elif isinstance(event, LinkUp):
-            self._mark(self._vault.jobs())
+            self._mark(self._snapshots.jobs())
         elif isinstance(event, Opened):  # a leader hears this node of a job only once it has a part in it
             client = self._state().clients.get(event.client)
-            if client is not None and client.job in self._vault.jobs():
+            if client is not None and client.job in self._snapshots.jobs():
                 self._mark([client.job])
         elif isinstance(event, PlanRead):
             self._send_all()
         elif isinstance(event, DoneRead) and (event.record is None or not event.record.reason):
             # It finished; or it stopped, and now it is forgotten.
-            self._release(self._vault.forget(event.job))
+            self._release(self._snapshots.forget(event.job))
 
     def read(self, node: str, record: NodeRecord | None) -> None:
         """The store has this record of a node now; None when it is gone."""
         agent = self._peers.read(node, record)
         if agent:
-            self._vault.lost([agent])
+            self._snapshots.lost([agent])
         self._again = 0.0
         self._pause.reset()
         self._send_all()
 
     def whole(self, whole: SnapshotSetComplete) -> None:
         """The leader says so."""
-        self._release(self._vault.whole(whole.job, (whole.plan, whole.step)))
+        self._release(self._snapshots.whole(whole.job, (whole.plan, whole.step)))
 
     def hear(self, client: str, body: OfSnapshots, fd: int | None) -> None:
         """A client's word, with the descriptor that came with it, which is the keeper's from now on."""
@@ -169,14 +169,14 @@ class SnapshotService:
                 os.close(fd)
             self._send(name, Freed(plan=held.plan, step=held.step), None)
             return
-        self._release(self._vault.put(Snapshot(held=held, fd=fd, plan=body.plan)))
+        self._release(self._snapshots.put(Snapshot(held=held, fd=fd, plan=body.plan)))
         self._mark([held.job])
         self._copy(held)
 
     def _fetch(self, name: str, body: Fetch) -> None:
         held = body.held
         client = self._state().clients.get(name)
-        found = self._vault.find(held) if client is not None and client.job == held.job else None
+        found = self._snapshots.find(held) if client is not None and client.job == held.job else None
         if found is None:
             what = f"{held.device} at step {held.step} of plan {held.plan}"
             error = f"no snapshot of {what} is kept on node {self._node}"
@@ -187,27 +187,27 @@ class SnapshotService:
     # -- the copy on another node -----------------------------------------------------------------------------
 
     def _send_all(self) -> None:
-        for held in self._vault.unsent():
+        for held in self._snapshots.unsent():
             self._copy(held)
 
     def _copy(self, held: Held) -> None:
         record = self._state().plans.get(held.job)
         nodes = None if record is None else record.plan.nodes
         ring = self._peers.ring(nodes)
-        revoked = self._vault.lend(held)
+        revoked = self._snapshots.lend(held)
         if revoked is None:
             return
         if ring:
             self._submit(self._pool, lambda: self._carry(held, revoked, ring))
         else:
-            self._release(self._vault.settle(held, revoked, "", 0.0))
+            self._release(self._snapshots.settle(held, revoked, "", 0.0))
 
     def _carry(self, held: Held, revoked: threading.Event, ring: list[NodeRecord]) -> None:
         """In a thread: to the first of the ring that takes it."""
         started, peer, trouble = time.monotonic(), "", ""
         snapshot = None
         try:
-            snapshot = self._vault.find(held)
+            snapshot = self._snapshots.find(held)
             if snapshot is None:
                 return
             for record in ring:
@@ -227,7 +227,7 @@ class SnapshotService:
             if snapshot is not None:
                 os.close(snapshot.fd)
         took = time.monotonic() - started
-        with suppress(RuntimeError):  # the loop has ended, and with it the vault
+        with suppress(RuntimeError):  # the loop has ended, and with it the store
             self._loop.call_soon_threadsafe(self._carried, held, revoked, peer, took, trouble)
 
     def _carried(self, held: Held, revoked: threading.Event, peer: str, took: float, trouble: str) -> None:
@@ -241,7 +241,7 @@ class SnapshotService:
             if trouble != self._trouble:
                 _log.warning("no other node keeps the snapshots of this one, trying again: %s", trouble)
             self._trouble = trouble
-        self._release(self._vault.settle(held, revoked, peer, took))
+        self._release(self._snapshots.settle(held, revoked, peer, took))
         if peer:
             self._send_all()  # what waited for this one
 
@@ -261,10 +261,10 @@ class SnapshotService:
         return self._state().worker_of(device) is not None
 
     def _release(self, gone: list[Snapshot]) -> None:
-        """The vault let go of these: their workers hear of it, if they live."""
+        """The store let go of these: their workers hear of it, if they live."""
         for snapshot in gone:
             held = snapshot.held
-            worker = self._state().worker_of(held.device) if self._vault.mine(held) else None
+            worker = self._state().worker_of(held.device) if self._snapshots.mine(held) else None
             if worker is not None and worker.job == held.job:
                 self._send(worker.id, Freed(plan=held.plan, step=held.step), None)
         if gone:
@@ -289,7 +289,9 @@ class SnapshotService:
         jobs, self._changed = self._changed, set()
         for job in sorted(jobs):
             self._tell(
-                SnapshotInventory(job=job, snapshots=self._vault.held(job), plans=self._vault.plans(job))
+                SnapshotInventory(
+                    job=job, snapshots=self._snapshots.held(job), plans=self._snapshots.plans(job)
+                )
             )
 
 

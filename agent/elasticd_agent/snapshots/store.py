@@ -9,7 +9,7 @@ recovery goes back in steps under a plan with a higher number. Of each device ar
 
 Nobody tells of a set that never will (an agent ended before it sent its worker's copy), so that is a matter of
 time: without an end, its snapshots would take up the workers' memory for new ones for good. Thread-safe. What
-the vault lets go of is the caller's to close, for closing a large memory file takes a while.
+the store lets go of is the caller's to close, for closing a large memory file takes a while.
 """
 
 from __future__ import annotations

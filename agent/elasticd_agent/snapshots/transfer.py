@@ -65,7 +65,7 @@ _answers: MessageDecoder[Answer] = MessageDecoder(Answer, "another agent")
 
 
 class SnapshotServer(SnapshotPort):
-    """Takes other agents' snapshots into `vault`, on a port of the kernel's choice at `address`. When it is
+    """Takes other agents' snapshots into `snapshots`, on a port of the kernel's choice at `address`. When it is
     closed, streams under way break, and what they brought is dropped.
 
     `peers` gives the certificates that may come now, by their nodes; `arrived` is called in a thread with each
@@ -76,11 +76,11 @@ class SnapshotServer(SnapshotPort):
         self,
         address: str,
         identity: TlsIdentity,
-        vault: SnapshotStore,
+        snapshots: SnapshotStore,
         peers: Callable[[], Mapping[str, str]],
         arrived: Callable[[Held, list[Snapshot]], None],
     ) -> None:
-        self._vault, self._arrived = vault, arrived
+        self._snapshots, self._arrived = snapshots, arrived
         super().__init__(address, identity, peers, self._take)
 
     def _take(self, stream: ssl.SSLSocket, nodes: Collection[str]) -> None:
@@ -101,7 +101,7 @@ class SnapshotServer(SnapshotPort):
             _send_frame(stream, Answer(error=said))
             return
         try:
-            fd = self._vault.reserve(held.size)
+            fd = self._snapshots.reserve(held.size)
         except NoRoom as error:
             _send_frame(stream, Answer(error=str(error)))
             return
@@ -112,9 +112,9 @@ class SnapshotServer(SnapshotPort):
             os.close(fd)
             raise
         else:
-            gone = self._vault.put(Snapshot(held=held, fd=fd, plan=request.plan))
+            gone = self._snapshots.put(Snapshot(held=held, fd=fd, plan=request.plan))
         finally:
-            self._vault.release(held.size)
+            self._snapshots.release(held.size)
         self._arrived(held, gone)
         _send_frame(stream, Answer())
 

@@ -252,7 +252,7 @@ class Job(RankInfo):
         control, saves, snaps = self._control, options.path is not None, options.snapshot_every
         accelerator, feed = self._recipe.accelerator, self._recipe.feed
         feed.longest = max(feed.longest, longest)  # so that the next checkpoints know of it, too
-        self._saver = self._snapper = None
+        self._saver = self._snapshotter = None
         if saves:
             own_names = self._recipe.model.all_own_names
             names = own_names if any(own != full for own, full in own_names.items()) else {}
@@ -270,7 +270,7 @@ class Job(RankInfo):
                 user=f"process {os.getpid()} on {socket.gethostname()}" if control.alone else "",
             )
         if snaps is not None and not control.alone:  # else no agent is there to keep any
-            self._snapper = Snapshotter(
+            self._snapshotter = Snapshotter(
                 snaps,
                 spec.job,
                 lambda: control.welcome,
@@ -300,12 +300,12 @@ class Job(RankInfo):
             feed=recipe.feed,
             between_steps=self._between_steps,
             saver=self._saver,
-            snapper=self._snapper,
+            snapshotter=self._snapshotter,
         )
         self._prober = Prober(self._idle, pacer.product, self._control.send, recipe.accelerator)
         device, address = self._control.welcome.device, self._control.welcome.address
         make_groups = plan_groups_of(device, address, self._control.key_value())
-        self._rehearser = AllReduceProbe(
+        self._all_reduce_probe = AllReduceProbe(
             device, make_groups, self._idle, pacer.product, self._control.send, recipe.accelerator
         )
         logs.for_worker(self._about)
@@ -314,7 +314,7 @@ class Job(RankInfo):
         self._show()
         self._failed, self._pid = False, os.getpid()
         self._uncaught = Uncaught(self._fail_later)
-        self._farewell = UserExceptionExit(self._depart, self._control.alone)
+        self._exception_exit = UserExceptionExit(self._depart, self._control.alone)
         self._grace = grace
         self._notice = self._make_notice()
         if not self._control.alone:
@@ -374,16 +374,16 @@ class Job(RankInfo):
                 if self._saver is not None and not self._idle():
                     self._saver.ask()
             case Freed(plan=plan, step=step):
-                if self._snapper is not None:
-                    self._snapper.freed(plan, step)
+                if self._snapshotter is not None:
+                    self._snapshotter.freed(plan, step)
             case Probe():
                 self._prober.ask()
             case Rehearse():
-                self._rehearser.ask(message)
+                self._all_reduce_probe.ask(message)
             case Welcome():
                 self._show()
-                if self._snapper is not None:
-                    self._snapper.welcomed()
+                if self._snapshotter is not None:
+                    self._snapshotter.welcomed()
             case _:
                 self._switcher.handle(message)
 
@@ -490,7 +490,7 @@ class Job(RankInfo):
         if self._running is not None:
             self._running.close()
         if self._left or self._finished:
-            self._farewell.now()
+            self._exception_exit.now()
 
     def close(self) -> None:
         """Leaves: a loop of `next` and `step` before its last step, after which the job continues without this
@@ -499,7 +499,7 @@ class Job(RankInfo):
         if self._running is not None:
             self._running.close()
         if self._left or self._finished:
-            self._farewell.now()
+            self._exception_exit.now()
 
     def _begin(self, total: int) -> Generator[Next | Step, None, None]:
         """The loop. One that the script does not finish is left at the end of the script, while threads can
@@ -553,9 +553,9 @@ class Job(RankInfo):
         self._notice.restore()
         self._uncaught.restore()
         if self._control.alone or threading.current_thread() is not threading.main_thread():
-            self._farewell.now()
+            self._exception_exit.now()
         else:
-            self._farewell.at_end()
+            self._exception_exit.at_end()
         self._notify(lambda each: each.on_end(self))
 
     def _depart(self) -> None:
@@ -573,7 +573,7 @@ class Job(RankInfo):
         """
         self._left = True
         self._notice.restore()
-        self._farewell.later(handled)
+        self._exception_exit.later(handled)
         self._notify(lambda each: each.on_end(self))
 
     def _left_early(self) -> None:
@@ -594,7 +594,7 @@ class Job(RankInfo):
 
     def _fail_later(self, error: Exception) -> None:
         """An exception ends the main thread. If the loop's body raised it, this rank is still running."""
-        if self._left and not self._farewell.withdrawn():
+        if self._left and not self._exception_exit.withdrawn():
             return
         if self._left and not self._control.alone:
             self._notice = self._make_notice()
@@ -650,7 +650,7 @@ class Job(RankInfo):
         if self._forked:
             return
         self._ended = True
-        for maker in (self._saver, self._snapper):
+        for maker in (self._saver, self._snapshotter):
             if maker is not None:
                 maker.end()
         if not (self._finished and self._control.alone):  # that engine is used after the loop, too

@@ -73,7 +73,7 @@ class Loop:
     feed: Feed  #: must know the samples of a step when the loop is resumed after its `Next`
     between_steps: BetweenSteps
     saver: Saver | None  #: None: the job makes no checkpoints
-    snapper: Snapshotter | None  #: None: the job makes no snapshots
+    snapshotter: Snapshotter | None  #: None: the job makes no snapshots
     #: The script wants the next step to be the last.
     stopping: bool = field(default=False, init=False)
     #: Updates after which a vote ended the job, for the script of a rank had stopped it. None: no vote did.
@@ -279,15 +279,15 @@ class Loop:
 
     def _train(self, engine: Engine, step: int, *, last: bool) -> StepDone:
         """Trains one step, and begins a checkpoint and a snapshot if they are due. `last`: no snapshot."""
-        if self.snapper is not None:
-            engine.copied = self.snapper.copied
-        saver, snapper = self.saver, self.snapper if not last else None
+        if self.snapshotter is not None:
+            engine.copied = self.snapshotter.copied
+        saver, snapshotter = self.saver, self.snapshotter if not last else None
         try:
             done = engine.step(
                 step,
                 self.switcher.prepared,
                 lambda: saver.word if saver else 0,
-                lambda: snapper is not None and snapper.ready(engine.plan.number, step + 1),
+                lambda: snapshotter is not None and snapshotter.ready(engine.plan.number, step + 1),
                 self._draining,
                 lambda: self._wants_stop(step),
             )
@@ -300,9 +300,9 @@ class Loop:
         if saver is not None:
             words, state = done.outcome.saving, engine.delivered_state
             saver.voted(step + 1, words, engine.layouts, state, begins=not goes_back)
-        if snapper is not None:
+        if snapshotter is not None:
             ready = [each and not goes_back for each in done.outcome.snapshot]
-            snapper.voted(step + 1, ready, engine.layouts, engine.delivered_state)
+            snapshotter.voted(step + 1, ready, engine.layouts, engine.delivered_state)
         return done
 
     def nothing_read(self, engine: Engine, step: int, error: NothingRead) -> NothingRead | JobStopped:

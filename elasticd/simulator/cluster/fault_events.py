@@ -28,7 +28,7 @@ class FaultScript:
         scenario: Scenario,
         worker_group: WorkerGroup,
         nodes: dict[str, Node],
-        operator: Launcher,
+        launcher: Launcher,
         leader: Callable[[], SimulatedLeader],
         take_over: Callable[[], None],
         tell: Callable[[str, str, dict[str, object]], None],
@@ -39,7 +39,7 @@ class FaultScript:
         )
         self._engine, self._truth, self._worker_group = worker_group.engine, worker_group.truth, worker_group
         self._patience = scenario.times.patience
-        self._nodes, self._operator, self._tell = nodes, operator, tell
+        self._nodes, self._operator, self._tell = nodes, launcher, tell
         self._leader, self._take_over = leader, take_over
         self._unlinked: set[str] = set()
         self._healing: list[float] = []

@@ -151,11 +151,11 @@ def judged(
     pairs = ((y, state.devices.get(name)) for name, y in residuals.items() if name not in rates)
     moves = [abs(y - known.residuals[-1]) for y, known in pairs if known is not None and known.residuals]
     heard = noise(state.noise, state.seen, median(moves) if moves else None)
-    judge = ResidualTest(settings, max(settings.noise, heard), state.step, fleet)
+    test = ResidualTest(settings, max(settings.noise, heard), state.step, fleet)
     devices = dict(state.devices)
     changes: list[Change] = []
     for name in sorted(residuals):
-        devices[name], change = judge.after(name, devices.get(name, _UNKNOWN), residuals[name])
+        devices[name], change = test.after(name, devices.get(name, _UNKNOWN), residuals[name])
         if change is not None:
             changes.append(change)
     seen = state.seen + bool(moves)
@@ -175,7 +175,7 @@ def all_believed(
         ratios: by device: how many times longer than `fleet` it took, and its new slowdown; None: the old one
             stays.
     """
-    judge = ResidualTest(settings, max(settings.noise, state.noise), state.step, fleet)
+    test = ResidualTest(settings, max(settings.noise, state.noise), state.step, fleet)
     known, changes = dict[str, DeviceRate](), list[Change]()
     for device, (ratio, found) in ratios.items():
         before = state.devices.get(device, _UNKNOWN)
@@ -183,7 +183,7 @@ def all_believed(
         after, change = msgspec.structs.replace(before, residuals=residuals), None
         if found is not None and rounded(found, settings.rounding) != before.rate:
             kind: Kind = "slow" if before.rate == NORMAL else "slower" if found > before.rate else "faster"
-            after, change = judge.changed(device, before, residuals, math.log(found), None, kind)
+            after, change = test.changed(device, before, residuals, math.log(found), None, kind)
         known[device] = after
         changes += [change] if change is not None else []
     return msgspec.structs.replace(state, devices=replaced(state.devices, known)), tuple(changes)
@@ -268,8 +268,8 @@ def _judged_many(
     devices = _in_columns(state, names)
     change = _middle_change(devices.table[:, : len(names)], residuals)
     heard = noise(state.noise, state.seen, change)
-    judge = ResidualTest(settings, max(settings.noise, heard), state.step, fleet)
-    devices, changes = judge.after_all(devices, residuals)
+    test = ResidualTest(settings, max(settings.noise, heard), state.step, fleet)
+    devices, changes = test.after_all(devices, residuals)
     seen = state.seen + (change is not None)
     state = msgspec.structs.replace(state, devices=devices, noise=heard, seen=seen, window=settings.window)
     return state, tuple(sorted(changes, key=lambda change: change.device))

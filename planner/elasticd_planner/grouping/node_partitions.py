@@ -201,7 +201,7 @@ def hosts(cluster: Cluster, rates: Rates, cost: CostModel) -> list[tuple[tuple[D
 
 class NodePartitioner:
     """Makes the candidates of node kinds; what is equal is made once, in this problem and, where the cost can
-    be told from others, in later ones (`divider`)."""
+    be told from others, in later ones (`partitioner`)."""
 
     def __init__(self, cost: CostModel) -> None:
         self.cost = cost
@@ -394,7 +394,7 @@ def _sorted(types: Sequence[GroupType], groups: Sequence[tuple[int, ...]]) -> Di
     return Division(types=tuple(t for t, _ in made), members=tuple(members for _, members in made))
 
 
-def divider(cost: CostModel) -> NodePartitioner:
+def partitioner(cost: CostModel) -> NodePartitioner:
     """A divider that remembers what it made for an equal cost, if costs can be compared quickly (hashed)."""
     try:
         made = _remembered(cast(Hashable, cost))

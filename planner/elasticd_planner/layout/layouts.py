@@ -234,9 +234,9 @@ class Layouts:
 
     def _dealt_family(self, name: str) -> _Family:
         if not self._dealt:
-            dealer = OptimizerSharder(self.plan)
+            sharder = OptimizerSharder(self.plan)
             for family in self._families.values():
-                family.deal(dealer)
+                family.deal(sharder)
             self._dealt = True
         return self._family[name]
 
@@ -381,13 +381,13 @@ class _Family:
         own = self._computing.get(device, ())
         return (*carried, *computed) if role == "state" and self._dealt is not None else (*own, *carried)
 
-    def deal(self, dealer: OptimizerSharder) -> None:
+    def deal(self, sharder: OptimizerSharder) -> None:
         """Takes the layout of the state."""
         holders: dict[Box, list[str]] = defaultdict(list)
         for device, boxes in self._computing.items():
             for box in boxes:
                 holders[box].append(device)
-        self._dealt, self._rank = dealer.deal(holders, len(self.names)), dealer.rank
+        self._dealt, self._rank = sharder.deal(holders, len(self.names)), sharder.rank
 
     def _copies(self) -> Iterator[tuple[int, int, Stage, _Use]]:
         for use in self._uses:

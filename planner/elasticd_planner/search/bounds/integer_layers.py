@@ -104,7 +104,7 @@ class IntegerLayerBound:
         return low
 
 
-def nodes_of(task: Task, kinds: Sequence[NodeKind], divider: NodePartitioner) -> list[Nodes] | None:
+def nodes_of(task: Task, kinds: Sequence[NodeKind], partitioner: NodePartitioner) -> list[Nodes] | None:
     """What `least_whole` reads of the nodes; None where not all divisions of one, or not the fastest shares,
     can be listed."""
     devices = sum(kind.devices * len(kind.nodes) for kind in kinds)
@@ -113,9 +113,9 @@ def nodes_of(task: Task, kinds: Sequence[NodeKind], divider: NodePartitioner) ->
     rooms: dict[GroupType, int] = {}
     nodes: list[Nodes] = []
     for kind in kinds:
-        if not divider.complete(kind, size=task.fixed_tp):
+        if not partitioner.complete(kind, size=task.fixed_tp):
             return None
-        divisions = divider.every(kind, size=task.fixed_tp)
+        divisions = partitioner.every(kind, size=task.fixed_tp)
         pieces = set()
         for division in divisions:
             for made in division.types:
