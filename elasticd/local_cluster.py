@@ -58,7 +58,7 @@ def announced(configuration: Path) -> Iterator[None]:
 
 @contextmanager
 def alone(folder: Path) -> Iterator[bool]:
-    """Whether no other process holds `folder`; it is ours until the end then. Raises OSError."""
+    """Yields True if no other process holds `folder`, which is ours until the end then. Raises OSError."""
     with (folder / "lock").open("wb") as file:
         ours = True
         try:

@@ -51,7 +51,9 @@ class LinkProbe:
         if target is None:
             return
         try:
-            seconds, latency = await asyncio.to_thread(self._cross, target.snapshots, target.certificate, PROBE_BYTES)
+            seconds, latency = await asyncio.to_thread(
+                self._cross, target.snapshots, target.certificate, PROBE_BYTES
+            )
         except (StreamFailed, msgspec.MsgspecError) as error:
             _log.debug("the link to node %s was not probed: %s", target.node, error)
             return

@@ -1,4 +1,4 @@
-"""Whether this node reaches others on the data network: a port that answers, and tries at those of others.
+"""Reachability of other nodes on the data network: a port that answers, and tries at those of others.
 
 A TCP connection that is made proves both ways. Nothing is sent over it: whoever answers closes it. The port is
 at the address where the node's workers listen for each other, so that it fails where they would.

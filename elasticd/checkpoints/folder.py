@@ -116,7 +116,7 @@ def remove(disk: Disk, item: Found) -> None:
 
 
 def is_name(name: str) -> bool:
-    """Whether a folder of this name is a checkpoint, finished or not."""
+    """Returns True if a folder of this name is a checkpoint, finished or not."""
     return _NAME.fullmatch(name.removesuffix(UNFINISHED)) is not None
 
 

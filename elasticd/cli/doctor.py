@@ -250,7 +250,7 @@ def _clock(config: Config) -> str:
 
 
 def _port(config: Config) -> str:
-    """Whether a coordinator could be started here, unless one runs already."""
+    """Checks that a coordinator could be started here, unless one runs already."""
     host, port = config.coordinator.host, config.coordinator.port
     if port == 0:
         return "a coordinator takes a free one when it is started"
@@ -263,7 +263,7 @@ def _port(config: Config) -> str:
 
 
 def _dashboard(config: Config) -> str:
-    """Whether the configured dashboard serves; a cluster does without one."""
+    """Checks that the configured dashboard serves; a cluster does without one."""
     section = config.dashboard
     if section.port == 0:
         return "takes a free port when it is started, and prints it"

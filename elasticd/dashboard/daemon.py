@@ -251,8 +251,8 @@ class Dashboard:
             yield api
 
     def _learn(self, api: ApiClient, url: str) -> None:
-        """Whether the coordinator asks for tokens: it says so to whoever asks who he is. A leader that asks for
-        none after one that did opens nothing: only a restart of the dashboard does."""
+        """Learns if the coordinator asks for tokens: it says so to callers that ask for their role. A leader
+        that asks for none after one that did opens nothing: only a restart of the dashboard does."""
         asks = api.caller().asks
         if not asks and self._asks:
             _log.warning(

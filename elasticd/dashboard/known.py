@@ -148,7 +148,7 @@ class KnownCluster:
             self.reachable, self.since = False, at
 
     def store(self, *, away: bool, at: float) -> None:
-        """Whether etcd answers."""
+        """Notes that etcd answers, or that it does not."""
         if away != self.cluster.store_away:
             self.cluster.store_away, self.store_since = away, at
 

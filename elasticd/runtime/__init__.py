@@ -1,1 +1,1 @@
-"""What runs inside a training process."""
+"""The part of elasticd inside a training process."""

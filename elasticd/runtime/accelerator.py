@@ -113,7 +113,7 @@ class Graphs(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
-    """What torch has no common word for, of one type of device."""
+    """The functions of one type of device for which torch has no common name."""
 
     #: Pins host memory that others own; returns what undoes it. Raises RuntimeError.
     register: Callable[[Tensor], Callable[[], object]]
@@ -396,7 +396,7 @@ def _host_free(device: torch.device) -> int:
 
 
 def _host_used(device: torch.device) -> int:
-    """What is resident of this process; 0 where the system does not say."""
+    """The resident bytes of this process; 0 where the system does not say."""
     try:
         return int(os.pread(_statm(os.getpid()), 128, 0).split()[1]) * _PAGE
     except OSError:

@@ -1,4 +1,4 @@
-"""How a rank's part in a job ends, other than by its last step."""
+"""Ends of a rank's part in a job, other than by its last step."""
 
 from __future__ import annotations
 

@@ -174,7 +174,8 @@ class Compare(msgspec.Struct, frozen=True):
 
 
 class TransactResult(msgspec.Struct, frozen=True, kw_only=True):
-    """Whether all conditions held, and the store's revision after the transaction."""
+    """The result of a transaction: True if all conditions held, and the store's revision after the
+    transaction."""
 
     succeeded: bool
     revision: int

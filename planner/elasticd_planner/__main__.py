@@ -22,7 +22,7 @@ from elasticd_planner.value import refuse
 
 
 class _Head(msgspec.Struct):
-    """What is read of a problem before the rest."""
+    """The part of a problem that is read before the rest."""
 
     type: str = ""
     version: int = 1

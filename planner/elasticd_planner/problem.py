@@ -22,8 +22,8 @@ Objective = Literal["step", "steady"]
 
 
 class SearchSpace(Value, frozen=True, kw_only=True):
-    """What the search may choose besides the layout, and what of the layout is fixed. Stored as "freedom", with
-    the fixed sizes as "tp" and "dp"."""
+    """The choices of the search besides the layout, and the fixed parts of the layout. Stored as "freedom",
+    with the fixed sizes as "tp" and "dp"."""
 
     micro_batches: tuple[int, ...] = ()  # sizes of a micro-batch in samples; empty: the problem's alone
     states: tuple[StatePolicy, ...] = (StatePolicy(),)  # in the order of preference

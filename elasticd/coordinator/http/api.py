@@ -39,7 +39,7 @@ MOST_STOP_SECONDS = 86_400.0
 
 
 class DrainRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Whether a node's devices are to be left."""
+    """The wish to have a node's devices left, or used again."""
 
     on: bool
 
@@ -265,12 +265,12 @@ class ApiRoutes:
 
     @get("/livez")
     async def live(self) -> Live:
-        """Whether it runs."""
+        """Answers while the process runs."""
         return Live()
 
     @get("/readyz", refuses=(503,))
     async def ready(self) -> Ready:
-        """Whether it leads and serves."""
+        """Answers if it leads and serves."""
         if why := self._served.ready():
             raise ApiError("unavailable", why)
         return Ready()

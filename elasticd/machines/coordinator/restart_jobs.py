@@ -294,7 +294,7 @@ def _bounded(told: TorchrunState) -> TorchrunState:
 
 
 class Verdict(Value, frozen=True, kw_only=True):
-    """Whether a torchrun is to be excluded, and why."""
+    """The decision to exclude a torchrun or not, with the reason."""
 
     torchrun: str  # its name in the rendezvous
     exclude: bool  # it is to go

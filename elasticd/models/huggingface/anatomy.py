@@ -1,4 +1,4 @@
-"""What a causal language model of transformers is made of: its layers, and what runs before and after them.
+"""The parts of a causal language model of transformers: its layers, and what runs before and after them.
 
 It is found by watching one forward pass of a small copy (`proof`), not by names: which modules are called
 before the first layer, which after the last, and how each layer is called.
@@ -42,7 +42,7 @@ def text_of(config: Any) -> Any:
 
 
 def arguments(model: nn.Module) -> dict[str, Any]:
-    """What forward is called with beside the tokens: no cache, and an output with names."""
+    """The arguments of forward beside the tokens: no cache, and an output with names."""
     known = inspect.signature(type(model).forward).parameters
     if "input_ids" not in known:
         raise ModelError(f"the forward of {type(model).__name__} takes no input_ids: {REMEDY}")

@@ -185,7 +185,7 @@ class HfBatches:
                 )
 
     def _for_layers(self, batch: Mapping[str, Any], ids: Tensor) -> dict[str, Tensor]:
-        """What the layers need beside the activation."""
+        """The arguments of the layers beside the activation."""
         mask, positions = batch.get("attention_mask"), batch.get("position_ids")
         needed: dict[str, Tensor] = {}
         if mask is not None:

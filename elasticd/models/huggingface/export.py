@@ -172,7 +172,7 @@ class HfExporter:
         return shards, index if split.is_sharded else {}
 
     def _saved(self, dtypes: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
-        """What transformers saves of the model, without storage: each tied parameter once."""
+        """The tensors that transformers saves of the model, without storage: each tied parameter once."""
         from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
         found: dict[str, Tensor] = {}

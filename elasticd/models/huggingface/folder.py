@@ -282,7 +282,7 @@ class FolderWeights:
         return found
 
     def _whole(self, target: str, source: _Source) -> Tensor:
-        """What a conversion makes, of which the last is kept: others of its targets follow."""
+        """The result of a conversion, of which the last is kept: others of its targets follow."""
         if self._converted is None or self._converted[0] is not source:
             self._converted = None
             tensors = [self._tensor(key) for key in source.keys]

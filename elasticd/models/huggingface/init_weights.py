@@ -62,7 +62,8 @@ def own_init(model: Any, theirs: Callable[[str], str]) -> Init:
 
 
 def _around(model: Any, path: str, owner: nn.Module) -> None:
-    """What the module around it makes of a module's values: GPT-2 scales what goes to the residual."""
+    """Applies the changes that the module around it makes to a module's values: GPT-2 scales what goes to the
+    residual."""
     outer, _, name = path.rpartition(".")
     if not outer or isinstance(model.get_submodule(outer), nn.ModuleList):
         return

@@ -1,4 +1,4 @@
-"""Whether the sections of a model compute what the model computes, tried on a small copy of it.
+"""Proof that the sections of a model compute the same as the model, on a small copy of it.
 
 The copy has the model's class and its configuration with few layers and small widths (`tiny_config`), and
 weights so large that caps act. Its own forward and backward pass are compared with those of its sections: once
@@ -57,7 +57,7 @@ GAINS = (3.0, 1.0, 0.2)
 
 @dataclass(frozen=True, kw_only=True)
 class Proof:
-    """What was found of a model. exact: logits and gradients are equal to the bit."""
+    """The findings about a model. exact: logits and gradients are equal to the bit."""
 
     model: str
     anatomy: Anatomy
@@ -151,8 +151,8 @@ def _with_changed_numbers(kind: Any, base: Any) -> tuple[bool, list[str]]:
 
 
 def changed_alone(kind: Any, base: Any, name: str, value: Any) -> bool | None:
-    """Whether a model with this one number changed is equal to the bit; None: there is no such model. Raises
-    ModelError where it is not its sections."""
+    """Returns True if a model with this one number changed is equal to the bit; None: there is no such model.
+    Raises ModelError where it is not its sections."""
     try:
         copy = copy_of(kind, tiny_config.with_numbers(base, {name: value}))
     except Exception:
@@ -347,8 +347,8 @@ def why_unpackable(copy: SmallModel, anatomy: Anatomy) -> str:
 
 
 def shifts_labels(copy: SmallModel) -> bool | None:
-    """Whether the copy's own loss is the cross entropy of each token's next label, or (False) of its own; None:
-    it is another, or it has none."""
+    """Returns True if the copy's own loss is the cross entropy of each token's next label, or (False) of its
+    own; None: it is another, or it has none."""
     return shifted_by(copy.model, {"input_ids": copy.ids}, copy.logits)
 
 

@@ -467,7 +467,7 @@ def husk(layer: nn.Module, returns: int) -> nn.Module:
 
 
 def with_forward(layer: Any, forward: Any) -> nn.Module:
-    """What stands at a layer's place: it has the layer's settings and modules, and this forward."""
+    """The module in a layer's place: it has the layer's settings and modules, and this forward."""
     made = bare(layer)
     made.__dict__.pop("__deepcopy__", None)
     made._modules = layer._modules

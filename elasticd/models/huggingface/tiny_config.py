@@ -59,7 +59,7 @@ _LEFT = {
 
 
 def values_of(config: Any) -> dict[str, Any]:
-    """What a configuration was made with, or has been given since."""
+    """The values that a configuration was made with, or has been given since."""
     fields = {field.name for field in dataclasses.fields(config)} if dataclasses.is_dataclass(config) else set()
     named = {name: value for name, value in vars(config).items() if name in fields or not name.startswith("_")}
     return {name: value for name, value in named.items() if name not in _LEFT}
@@ -240,7 +240,7 @@ def _agree(changes: dict[str, Any], values: Mapping[str, Any], kept: list[int]) 
 
 
 def _head(values: Mapping[str, Any]) -> int:
-    """How wide a head is."""
+    """The width of a head."""
     given = values.get("head_dim")
     width, heads = _first(values, _WIDTH), _first(values, _HEADS)
     return given if isinstance(given, int) else width // heads if heads else HEAD

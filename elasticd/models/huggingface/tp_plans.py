@@ -1,4 +1,4 @@
-"""How the layers of models of transformers are cut in a TP group: their tensor-parallel plans as rules.
+"""The cuts of layers of transformers in a TP group: their tensor-parallel plans as rules.
 
 A plan says a word of each module. The modules of a layer form groups, its attention, its feed-forward, its
 experts and those that all tokens share: what is cut in a group goes in whole and comes out whole. A group that

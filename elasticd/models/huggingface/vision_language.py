@@ -453,7 +453,7 @@ def _listed(value: Any) -> Any:
 
 
 def constants(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """What is no tensor, and has none, among arguments; those that are None are left out."""
+    """The arguments that are no tensors and hold none; those that are None are left out."""
     known = {path.partition("/")[0] for path, _ in flat(arguments)}
     return {name: value for name, value in arguments.items() if name not in known and value is not None}
 

@@ -1,4 +1,4 @@
-"""Whether the two modules of a vision-language model compute what the model computes, tried on a small copy.
+"""Proof that the two modules of a vision-language model compute the same as the model, on a small copy.
 
 Samples with two images, without one, with one and with three go through the model itself, and through the
 sections of its modules, each cut off from the others in the autograd graph as on other devices. Logits and
@@ -71,7 +71,7 @@ class ImageSample:
     by_sample: bool = False  #: see `Seam`
 
     def whole(self) -> dict[str, Tensor]:
-        """What the whole model's forward is called with."""
+        """The arguments of the complete model's forward."""
         pixels = [each["pixel_values"] for each in self.images]
         if not pixels:
             return {"input_ids": self.ids, **self.beside}
@@ -85,7 +85,7 @@ class ImageSample:
 
 @dataclass(frozen=True, kw_only=True)
 class VisionLanguageProof:
-    """What was found of a vision-language model."""
+    """The findings about a vision-language model."""
 
     anatomy: Anatomy
     seam: Seam
@@ -236,7 +236,8 @@ def _counts_from_zero(model: Any, sample: ImageSample) -> bool:
 def _in_blocks(
     kind: Any, config: Any, model: Any, found: tuple[list[ImageSample], Seam, Anatomy]
 ) -> tuple[Seam, str]:
-    """Where a copy is cut, its encoder in blocks where that gives the same; and why it is one block."""
+    """The seam of a copy, with its encoder in blocks where that gives the same, and the reason why it is one
+    block."""
     samples, seam, anatomy = found
     try:
         if seam.encoder is None:
@@ -463,7 +464,7 @@ def compared_modules(
 
 
 def _gradient_apart(found: Tensor | None, own: Tensor | None, largest: float) -> float:
-    """How far a gradient is off, in units of its largest element; or of a thousandth of the largest of all
+    """The error of a gradient, in units of its largest element; or of a thousandth of the largest of all
     gradients, where it is less: that of a bias of keys is zero but for rounding."""
     if found is None or own is None:
         return 0.0 if found is own else float("inf")

@@ -73,7 +73,8 @@ _GROUP_OF = {
 
 
 def _as_then(old: Mapping[str, Any]) -> dict[str, Any]:
-    """What release 0.1 took: 0 for no `checkpoint_keep_every`, and anything where there was no folder."""
+    """The arguments as release 0.1 took them: 0 for no `checkpoint_keep_every`, and anything where there was no
+    folder."""
     kept = dict(old)
     if kept.get("checkpoint_keep_every") == 0:
         kept["checkpoint_keep_every"] = None

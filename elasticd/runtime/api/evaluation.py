@@ -88,7 +88,7 @@ class HeldOut:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationOptions:
-    """What a job can be evaluated on: the argument `evaluation` of `elasticd.Job`.
+    """The data and measures for evaluating a job: the argument `evaluation` of `elasticd.Job`.
 
     Raises:
         ValueError: a set is empty.
@@ -164,7 +164,7 @@ class _Sums:
 
 
 def _now(number: Tensor | float) -> Tensor | float:
-    """What a measure gave, as it is now: it may give the same tensor again, changed."""
+    """The value of a measure, as it is now: it may give the same tensor again, changed."""
     if isinstance(number, Tensor) and number.device.type != "cpu":
         return number.detach().double().reshape(()).clone()
     return float(number)

@@ -380,7 +380,7 @@ def job_spec(
 
 
 def packed_sequences(recipe: Recipe, held_out: Mapping[str, HeldOut]) -> PackedSequences | None:
-    """What is known of a step's sequences before the job starts, if it packs them: for its first plan.
+    """The known lengths of a step's sequences before the job starts, if it packs them: for its first plan.
 
     Held-out sets are packed under the same plan, so that it must hold their longest one, too.
     """

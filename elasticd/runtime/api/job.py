@@ -331,7 +331,8 @@ class Job(RankInfo):
 
     @property
     def torch_device(self) -> torch.device:
-        """What this worker computes on, as "cuda:0" or "cpu". (`device` is its name in the cluster.)"""
+        """The device that this worker computes on, as "cuda:0" or "cpu". (`device` is its name in the
+        cluster.)"""
         return self._recipe.accelerator.device
 
     @property

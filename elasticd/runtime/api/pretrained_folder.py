@@ -17,7 +17,7 @@ from elasticd.runtime.model.pretrained import Pretrained
 
 
 class Folder(msgspec.Struct, frozen=True, kw_only=True):
-    """What is asked of `save_pretrained`."""
+    """The arguments of `save_pretrained`."""
 
     path: str  # of the folder
     base: str | None  # of the folder whose tokenizer is copied

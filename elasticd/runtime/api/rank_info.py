@@ -132,7 +132,7 @@ class RankInfo:
         }
 
     def place(self, module: str) -> Place | None:
-        """Where this device stands in a module of the model; None: in none of its pipelines.
+        """The place of this device in a module of the model; None: in none of its pipelines.
 
         Raises:
             Invalid: the plan has no such module.
@@ -157,5 +157,5 @@ class RankInfo:
 
     @property
     def _loss_plan(self) -> Plan | None:
-        """That of the module that computes the loss."""
+        """The plan of the module that computes the loss."""
         return self._engine.loss_plan if self._engine else None

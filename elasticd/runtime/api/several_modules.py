@@ -1,4 +1,4 @@
-"""What a job of a model of several modules cannot be asked for yet, each refused before the job starts."""
+"""Features that a job of a model of several modules does not have yet, each refused before the job starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What a layout's step says of the rules: which parameter went wrong, by which rule, what would be right."""
+"""The verdict of a layout's step on the rules: which parameter went wrong, by which rule, what would be
+right."""
 
 from __future__ import annotations
 
@@ -110,8 +111,9 @@ def _gradients(model: Model, alone: Trial, other: Trial, near: float) -> Iterato
 
 
 def _scales(model: Model, one: Member) -> dict[str, float]:
-    """What each gradient is measured by: its largest element; where that is zero but for rounding, as of a bias
-    of keys, its section's other gradients, of which rounding is the larger a part the coarser the type is."""
+    """The scale that each gradient is measured by: its largest element; where that is zero but for rounding, as
+    of a bias of keys, its section's other gradients, of which rounding is the larger a part the coarser the
+    type is."""
     rounding = max(1e-3, 8 * torch.finfo(model.dtype).eps)
     largest = {name: float(held.reduced.abs().max()) for name, (held,) in one.gradients.items()}
     sections: dict[str, float] = {}

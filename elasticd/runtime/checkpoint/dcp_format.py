@@ -71,7 +71,7 @@ def _save(stream: ChecksumWriter, file: str, value: Any) -> Record:
 
 
 def _data(head: bytearray) -> int:
-    """Where the bytes of the only storage begin in a `torch.save` archive: after its entry's header."""
+    """The offset of the bytes of the only storage in a `torch.save` archive: after its entry's header."""
     at = head.find(_LOCAL_HEADER)
     while at >= 0:
         name, extra = struct.unpack_from("<HH", head, at + 26)
@@ -82,9 +82,9 @@ def _data(head: bytearray) -> int:
 
 
 def paths_of(role: str, names: Sequence[str], plane: str) -> list[Path]:
-    """Where plain torch finds a plane: `model` is a module's state dict, in which a tied parameter has several
-    `names`; `optimizer` is what `torch.distributed.checkpoint.state_dict.get_optimizer_state_dict` gives, in
-    which it has the first of them."""
+    """The paths at which plain torch finds a plane: `model` is a module's state dict, in which a tied parameter
+    has several `names`; `optimizer` is what `torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`
+    gives, in which it has the first of them."""
     if role == "state":
         return [("optimizer", "state", names[0], plane)]
     return [("model", name) for name in names]

@@ -48,7 +48,7 @@ class NoCheckpoint(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class Types:
-    """What a job holds its state in: values as its layouts say, master weights (None: there are none)."""
+    """The types of a job's state: values as its layouts say, master weights (None: there are none)."""
 
     layouts: Holdings
     master: torch.dtype | None
@@ -194,7 +194,7 @@ def _tried(
 
 
 class _Source(NamedTuple):
-    """Where a plane of a job's state is read from, and the type that it is to be of."""
+    """The source that a plane of a job's state is read from, and the type that it is to be of."""
 
     name: str
     item: Item

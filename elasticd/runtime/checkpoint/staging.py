@@ -42,7 +42,7 @@ def shares(layouts: Holdings, left_out: Container[str] = ()) -> dict[str, dict[I
 
 
 def pieces(state: LocalState, boxes: dict[Item, tuple[Box, ...]]) -> list[Piece]:
-    """What is there of a share; state that no step made yet has no planes."""
+    """The pieces of a share that exist; state that no step made yet has no planes."""
     found = []
     for item, mine in boxes.items():
         tensor = state.tensors.get(item)
@@ -78,7 +78,7 @@ def padded(size: int) -> int:
 
 
 def places(tensors: Iterable[Tensor]) -> list[int]:
-    """Where each of some tensors begins in a buffer, and where the last one's place ends."""
+    """The offset at which each of some tensors begins in a buffer, and where the last one's place ends."""
     return [*accumulate((padded(tensor.nbytes) for tensor in tensors), initial=0)]
 
 

@@ -1,4 +1,4 @@
-"""What the ranks bring to disk for one checkpoint, in an order that leaves no half of it that looks whole.
+"""The files that the ranks write for one checkpoint, in an order that leaves no half of it that looks whole.
 
 Every rank: its data, synced; its part (what lies where), synced. Then the first rank: the small values,
 `.metadata`, the manifest, all synced. The manifest is the last file that is written.
@@ -72,12 +72,12 @@ class Task:
 
     @property
     def name(self) -> str:
-        """What the folder is called once the checkpoint is whole."""
+        """The name of the folder once the checkpoint is whole."""
         return self.path.name.removesuffix(UNFINISHED)
 
 
 def origin_of(spec: JobSpec, plan: JobPlan, step: int, longest: int = 0) -> Origin:
-    """What a checkpoint's manifest says of the training that it is of: see `Origin`."""
+    """The training's entry in a checkpoint's manifest: see `Origin`."""
     return Origin(
         job=spec.job,
         model=spec.model.name,
@@ -95,7 +95,7 @@ def origin_of(spec: JobSpec, plan: JobPlan, step: int, longest: int = 0) -> Orig
 
 
 def path_of(folder: Path, plan: JobPlan, step: int) -> Path:
-    """Where a checkpoint is written, the same on every rank."""
+    """The folder in which a checkpoint is written, the same on every rank."""
     return folder / (name_of(step, plan.number, plan.binding.get(plan.members[0], "unbound")) + UNFINISHED)
 
 
@@ -160,7 +160,7 @@ def _in_parts(task: Task) -> Iterator[Piece]:
 
 
 def write_whole(disk: Disk, task: Task, serial: int, check: Callable[[], None]) -> None:
-    """What the first rank adds, once all parts are there. Raises `Damaged` or ValueError where they do not
+    """Writes the first rank's files, once all parts are there. Raises `Damaged` or ValueError where they do not
     make a whole."""
     names = [_part_file(rank) for rank in range(len(task.members))]
     manifest = msgspec.structs.replace(

@@ -133,7 +133,7 @@ Connect = Callable[[PlanGroups, tuple[Channel, ...], Group, Accelerator], Commun
 
 @dataclass(frozen=True, kw_only=True)
 class Peers:
-    """What one member of a plan has to do with the others."""
+    """The communicators of one member of a plan with the others."""
 
     everyone: Group  #: all members, for the words of the host
     communicators: Communicators  #: for tensors of the model
@@ -203,7 +203,7 @@ class GlooCommunicators:
 
 
 class _Round(NamedTuple):
-    """What was launched: the receipts and from whom, and the numbers of what was sent."""
+    """The operations that were launched: the receipts and from whom, and the numbers of what was sent."""
 
     receipts: list[tuple[Any, int]]
     sent: list[int]
@@ -271,8 +271,8 @@ BY_DEVICE: dict[str, Connect] = {"cuda": nccl.nccl_communicators} if nccl.availa
 
 
 def agreed(everyone: Group, accelerator: Accelerator) -> Connect:
-    """What makes the communicators of all members: that of their type of device, if they are of one type and
-    each has its device for itself, as NCCL wants it; else gloo. All members call it together."""
+    """The function that makes the communicators of all members: that of their type of device, if they are of
+    one type and each has its device for itself, as NCCL wants it; else gloo. All members call it together."""
     mine = accelerator.device.type if not accelerator.shared else ""
     word = zlib.crc32(mine.encode()) if mine in BY_DEVICE else 0
     words = everyone.all_gather(torch.tensor([word]))

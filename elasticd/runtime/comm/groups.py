@@ -128,7 +128,7 @@ class _Begun(NamedTuple):
     there: Tensor | None = None
 
     def land(self) -> None:
-        """What came to the host goes on to the device."""
+        """Copies payloads that came to the host on to the device."""
         if self.there is not None:
             self.there.copy_(self.here)
 
@@ -404,7 +404,8 @@ class DataPlane(Protocol):
     """Communicators of a plan on an accelerator, which end with its groups."""
 
     def taken(self) -> tuple[Callable[[list[Any]], None], list[Any]]:
-        """What ends communicators, all in one call, and those to end; none if this was called before."""
+        """Returns a function that ends communicators, all in one call, and those to end; none if this was
+        called before."""
 
     def ended(self) -> None:
         """Called once that call has returned."""

@@ -117,7 +117,7 @@ def settle_environment(environ: dict[str, str] | None = None, *, began: bool | N
 def check(
     found: tuple[int, ...], channels: int, environ: Mapping[str, str], lacking: Sequence[str] = ()
 ) -> None:
-    """Whether NCCL can carry out a plan.
+    """Checks that NCCL can carry out a plan.
 
     Args:
         found: the version of NCCL.

@@ -1,4 +1,5 @@
-"""What a worker said of switches and faults, as far as it still holds: another agent is told it again.
+"""The messages of a worker about switches and faults, as far as they still hold: another agent is told it
+again.
 
 The order matters as much as the words: an old one that is heard last is taken for news.
 """

@@ -29,8 +29,8 @@ def end_with(parent: int) -> None:
 
 
 def without_restarts(environment: Mapping[str, str]) -> str:
-    """What to say once for each torchrun that starts no worker again, and ends all of its node's when one dies;
-    nothing where `elasticd run` started one for this device alone, for it was told how often."""
+    """The warning, once for each torchrun that starts no worker again, and ends all of its node's when one
+    dies; nothing where `elasticd run` started one for this device alone, for it was told how often."""
     off = environment.get("TORCHELASTIC_MAX_RESTARTS") == "0"
     if not off or environment.get(SLOT_VARIABLE) or environment.get("LOCAL_RANK", "0") != "0":
         return ""

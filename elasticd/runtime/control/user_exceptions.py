@@ -1,4 +1,4 @@
-"""What the script's own code raised, as the leader is told of it, and as it is caught where nobody else does.
+"""Exceptions of the script's own code: reported to the leader, and caught where nobody else does.
 
 An exception in a step, or in a callback, passes through the job's own generator. One that the body of the
 script's loop raises does not: it is heard of when it is about to end the process (`sys.excepthook`). Before

@@ -417,7 +417,7 @@ class Loader:
         self.failure, self.stood_in = self.failure or failure, True
 
     def _stand_in(self, make: Callable[[int], Any], among: Iterable[int] = range(_STAND_INS)) -> Any:
-        """What `make` gives of the first sample of the dataset that it can use, among a few.
+        """The result of `make` for the first sample of the dataset that it can use, among a few.
 
         Raises:
             NothingRead: it can use none.

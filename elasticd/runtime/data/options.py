@@ -11,7 +11,7 @@ from elasticd.runtime.data.packing import Packing
 
 @dataclass(frozen=True, kw_only=True)
 class DataOptions:
-    """How samples become batches: the argument `data` of `elasticd.Job`.
+    """The options by which samples become batches: the argument `data` of `elasticd.Job`.
 
     Raises:
         ValueError: `readers` is negative, there is both `collate` and `packing`, or `global_tokens` without

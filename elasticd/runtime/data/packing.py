@@ -34,7 +34,7 @@ _MOST_ASKED = 1 << 16
 
 @dataclass(frozen=True, kw_only=True)
 class Packing:
-    """How the sequences of a step share rows: the argument `packing` of `elasticd.DataOptions`.
+    """The options by which sequences of a step share rows: the argument `packing` of `elasticd.DataOptions`.
 
     Sequences follow each other in a row [1, tokens] without padding. Modules ask `elasticd.attention` and
     `elasticd.positions` for what depends on where a sequence begins; models of `from_hf` do so by themselves.
@@ -93,7 +93,7 @@ def deal(
 
 
 def _longer_rows(packing: Packing, plan: Plan) -> str:
-    """What to do where a plan's lanes do not hold a sequence."""
+    """The remedy where a plan's lanes do not hold a sequence."""
     held = [lane.capacity for pipeline in plan.pipelines for lane in pipeline.packed]
     if packing.tokens is not None and packing.tokens <= max(held, default=packing.tokens):
         remedies = ["raise Packing(tokens=...)"]

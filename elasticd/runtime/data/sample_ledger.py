@@ -22,7 +22,7 @@ class LedgerError(RuntimeError):
 
 
 def entries(micro_batch: MicroBatch | Sequence[SampleItem], *, packed: bool) -> tuple[int, ...]:
-    """What the ledger has of a micro-batch: the ids of its samples; of a packed row of each piece the id and
+    """The ledger's entries of a micro-batch: the ids of its samples; of a packed row of each piece the id and
     the range of its pairs of tokens; of items of each the id of its sample and its index there."""
     pieces: list[SequencePiece] = []
     for piece in micro_batch:

@@ -26,7 +26,7 @@ Recompute = bool | Literal["plan"] | Callable[[int], bool]
 
 
 def asked(recompute: Recompute, layers: int) -> tuple[bool | Literal["always"], tuple[int, ...]]:
-    """What `recompute` means for the planner and for a model of `layers` blocks.
+    """The meaning of `recompute` for the planner and for a model of `layers` blocks.
 
     Returns:
         Whether stages may recompute, or always do; and the blocks that the user names.

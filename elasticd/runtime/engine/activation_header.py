@@ -36,7 +36,7 @@ _RECORD = 1 + DIMS + _NAME
 
 
 class TensorHeader(NamedTuple):
-    """What a stage knows of a tensor before it is here."""
+    """The description of a tensor that a stage has before the tensor arrives."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -44,7 +44,7 @@ class TensorHeader(NamedTuple):
 
 
 class Header(NamedTuple):
-    """What a stage knows of an activation before it is here."""
+    """The description of an activation that a stage has before the activation arrives."""
 
     parts: TensorHeader | dict[str, TensorHeader]  #: of a single tensor, or by name
     ids: tuple[int, ...]  #: of its samples

@@ -65,8 +65,8 @@ class BatchesAhead:
         return self._compared == step and self._feed.ahead
 
     def next(self, step: int) -> BatchPlan | None:
-        """That of the step after this one. None: its samples are not known yet, or one goes into no row, which
-        the next step says."""
+        """The batch of the step after this one. None: its samples are not known yet, or one goes into no row,
+        which the next step says."""
         if not self._feed.ahead:
             return None
         if step + 1 not in self._made:

@@ -75,7 +75,7 @@ _OPERATIONS = 2_000
 
 @dataclass(frozen=True)
 class BlockCall:
-    """What a block is called with, as far as graphs differ by it."""
+    """The arguments of a block, as far as graphs differ by them."""
 
     training: bool  #: not in an evaluation
     grad: bool  #: whether there is an autograd graph

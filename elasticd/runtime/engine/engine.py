@@ -433,12 +433,13 @@ class Engine:
         self._arrived()
 
     def _arrived(self) -> None:
-        """What was delivered after the last update is here."""
+        """Marks the parameters as ready: the values that were sent after the last update have arrived."""
         if self._delivered is not None:
             self.stale, self._delivered = False, None
 
     def _look(self) -> None:
-        """Whether that is known by now. An abort may end what was under way, so its mark is looked at later."""
+        """Marks the parameters as ready if their values have arrived. An abort may end messages under way, so its
+        mark is looked at later."""
         if self._delivered is None or self.plan_groups.dead:
             return
         if self._delivered.query() and not self.plan_groups.dead:

@@ -39,7 +39,7 @@ _COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16
 
 @dataclass(frozen=True, kw_only=True)
 class LossScale:
-    """How the loss is scaled in float16, by the rules of `torch.amp.GradScaler`.
+    """The scale of the loss in float16, by the rules of `torch.amp.GradScaler`.
 
     The sum of the losses over the targets is multiplied by the scale.
 

@@ -93,7 +93,7 @@ class _Neighbour:
         )
 
     def _arrived(self, index: int) -> None:
-        """What was sent of a micro-batch need not be kept any more."""
+        """Marks the tensors that were sent of a micro-batch as arrived, so that they are no longer kept."""
         for pair, number in self._sent.pop(index, ()):
             pair.arrived([number])
 

@@ -99,10 +99,11 @@ class ParallelismOptions:
 
     @property
     def may_slice(self) -> bool | Literal["always"]:
-        """What `sequence_parallel` means for the planner: whether TP groups may have slices, or always do."""
+        """The meaning of `sequence_parallel` for the planner: whether TP groups may have slices, or always
+        do."""
         return "always" if self.sequence_parallel is True else self.sequence_parallel == "plan"
 
     @cached_property
     def state(self) -> StatePolicy:
-        """How master weights and optimizer state are laid out."""
+        """The layout of master weights and optimizer state."""
         return StatePolicy(zero=self.zero, replicas=1 if self.zero and self.replicas is None else self.replicas)

@@ -79,7 +79,7 @@ log = logging.getLogger(__name__)
 
 
 def _context(model: Model, plan: Plan, peers: Peers) -> ContextParallel | None:
-    """What this device exchanges with the other lanes of its stage; None: no sequence is cut over lanes."""
+    """The exchange of this device with the other lanes of its stage; None: no sequence is cut over lanes."""
     place, me = plan.places[peers.me], peers.me
     stage = plan.pipelines[place.pipeline].stages[place.stage]
     channel = Channel("context", stage.devices)
@@ -482,7 +482,7 @@ class StageRunner:
         return [Pass(*each) for each in passes_of_rows(order, mine)]
 
     def _acts(self, count: int) -> tuple[Act, ...]:
-        """What this stage does in a step, in its order."""
+        """The acts of this stage in a step, in its order."""
         mine, rows = self._own
         key = self._schedule, tuple(mine), rows
         if self._ordered[0] != key:  # most steps are like the one before
@@ -783,7 +783,7 @@ class StageRunner:
         return x if self._slices is None else self._slices.cut(single(x))
 
     def _joined(self, x: Bundle) -> Bundle:
-        """What goes to another stage, of which `x` is this device's part."""
+        """The activation for another stage, of which `x` is this device's part."""
         return x if self._slices is None else self._slices.join(single(x).detach())
 
     def _like(self, x: Bundle, state: MicroBatchState) -> Bundle:

@@ -154,7 +154,7 @@ def _moved(tensor: LocalTensor, here: Mapping[int, Tensor]) -> LocalTensor:
 
 
 def _view(plane: Tensor, memory: Tensor) -> Tensor:
-    """What a tensor of the device is in the copy of its storage."""
+    """The view that stands for a tensor of the device in the copy of its storage."""
     whole = memory.view(plane.dtype)
     return whole.as_strided(plane.shape, plane.stride(), whole.storage_offset() + plane.storage_offset())
 

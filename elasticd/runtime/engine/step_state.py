@@ -1,4 +1,4 @@
-"""What the passes of a step on one device have come to, between its acts."""
+"""The state of a step's passes on one device, between its acts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from elasticd.runtime.parallel.expert_pairs import Pairs
 
 @dataclass
 class MicroBatchState:
-    """What the backward pass of a micro-batch through a chunk needs of its forward pass."""
+    """The values of a micro-batch's forward pass through a chunk that its backward pass needs."""
 
     ids: Sequence[int]  #: what the ledger has of it, as it came with the activation
     tokens: int = 0

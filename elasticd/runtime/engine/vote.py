@@ -25,7 +25,7 @@ _FIELDS = "<qqq??qdddQqbQd?d"
 
 
 class Draining(IntEnum):
-    """Whether a process is to leave the job; if all are, they make a last checkpoint."""
+    """The wish that a process leaves the job; if all are, they make a last checkpoint."""
 
     NO = 0
     UNSAVED = 1  #: it leaves, and has no last checkpoint yet
@@ -33,7 +33,7 @@ class Draining(IntEnum):
 
 
 class RankRecord(NamedTuple):
-    """What one rank brings to the vote."""
+    """The record that one rank brings to the vote."""
 
     step: int  #: index of the step
     prepared: int  #: number of the plan that this rank has prepared; 0: none
@@ -72,7 +72,7 @@ class TpGroup(NamedTuple):
 
 
 class StepOutcome(Value, frozen=True, kw_only=True):
-    """What the vote decided, the same on every rank."""
+    """The outcome of the vote, the same on every rank."""
 
     vote: Vote  # the part of the outcome from which another rank can make the same update
     loss: float  # mean per target, also where it is not finite; NaN: the batch has no target

@@ -49,7 +49,7 @@ def entering(bundle: Bundle) -> Bundle:
 
 
 def gradients(entered: Bundle) -> Gradients:
-    """What the backward pass of a section left at the leaves that it entered with."""
+    """The gradients that the backward pass of a section left at the leaves that it entered with."""
     if isinstance(entered, Tensor):
         return entered.grad
     return {name: x.grad for name, x in entered.items()}

@@ -31,7 +31,7 @@ class LocalParameter(NamedTuple):
     tensor: nn.Parameter  #: these boxes, one behind the other along that dimension
 
     def slices(self, box: Box) -> tuple[slice, ...]:
-        """Where a box, which lies in one of `boxes`, lies in the tensor."""
+        """The slices of the tensor at which a box lies that is in one of `boxes`."""
         if len(self.boxes) == 1:
             return box.slices(self.boxes[0])
         first, second = self.boxes[:2]

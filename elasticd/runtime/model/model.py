@@ -343,7 +343,7 @@ class Model:
         return any(map(self._sums, sections))
 
     def _sums(self, section: str) -> int:
-        """How many all-reduces a section makes in a forward pass."""
+        """The number of all-reduces that a section makes in a forward pass."""
         owners = self._owners[section].values()
         return sum(any(isinstance(rule, Row | Experts) for rule in rules.values()) for rules in owners)
 

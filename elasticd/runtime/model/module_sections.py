@@ -249,7 +249,7 @@ def _in_section(name: str, chain: Sequence[str], watched: _Watched, layers: nn.M
 
 @dataclass(kw_only=True)
 class _Watched:
-    """What a forward pass of a module did."""
+    """The record of a module's forward pass."""
 
     output: Any = None  #: what it returned
     hidden: Tensor | None = None  #: what the last block returned

@@ -409,12 +409,12 @@ def _refuse_changed(section: str, entered: Any, versions: int | list[int]) -> No
 
 
 def _again(entered: Any) -> Any:
-    """What a second pass would be called with; None: it cannot be copied."""
+    """The arguments for a second pass; None: it cannot be copied."""
     return dict(entered) if type(entered) is dict else entered if isinstance(entered, Tensor) else None
 
 
 def _versions(entered: Any) -> int | list[int]:
-    """How often each tensor was changed in place."""
+    """The number of times that each tensor was changed in place."""
     if isinstance(entered, Tensor):
         return 0 if entered.is_inference() else entered._version
     return [tensor._version for tensor in _tensors_of((entered,)) if not tensor.is_inference()]
@@ -656,7 +656,7 @@ def _dropped_on(kind: str) -> _Dropped:
 
 @dataclass(frozen=True, kw_only=True)
 class DropoutCut:
-    """Where the input of a dropout is cut in a TP group."""
+    """The cut of a dropout's input in a TP group."""
 
     dim: int  # the dimension of the input
     first: int  # the first of this member's units

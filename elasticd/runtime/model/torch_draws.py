@@ -38,5 +38,5 @@ def _drops(func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> bool:
 
 
 def _address(generator: torch.Generator) -> object:
-    """Where the generator is: an operation is called with another Python object of the same one."""
+    """The address of the generator: an operation is called with another Python object of the same one."""
     return getattr(generator, "_cdata", None)

@@ -170,7 +170,7 @@ class _Cut:
 
     @property
     def alone(self) -> bool:
-        """What it takes and gives is full, so that it stands in no group."""
+        """True if its inputs and outputs are full, so that it stands in no group."""
         if isinstance(self.rule, Column):
             return self.rule.gather
         return self.rule.split or isinstance(self.module, nn.Embedding)
@@ -353,7 +353,7 @@ class _Reading:
         }
 
     def _leaves(self, path: str, rule: Rule) -> str:
-        """What of a module a rule is of: its parameters, or the module itself if it is a dropout."""
+        """The part of a module that a rule is for: its parameters, or the module itself if it is a dropout."""
         if isinstance(self._modules[path], nn.MultiheadAttention) and isinstance(rule, Column):
             return "in_proj_*"
         return "" if isinstance(self._modules[path], nn.Dropout) else "*"
@@ -462,7 +462,7 @@ class _Heads:
         return self._given or bool(self._first(_HEADS) or self._first(_HEAD_SIZES))
 
     def count(self, width: int) -> int:
-        """How many heads so many features are; 0: no attribute says."""
+        """The number of heads in so many features; 0: no attribute says."""
         size = self._first(_HEAD_SIZES)
         return self._first(_HEADS) or (width // size if size and width % size == 0 else 0)
 

@@ -111,14 +111,14 @@ class RuleError(ScriptRefusal):
 
 @dataclass(frozen=True)
 class CutAt:
-    """Where a rule cuts a parameter."""
+    """The place at which a rule cuts a parameter."""
 
     dim: int  #: the dimension of the parameter
     parts: int = 1  #: equal parts that this dimension is fused of
 
 
 def cut_at(rule: Rule | None, owner: nn.Module, leaf: str, dims: int) -> CutAt | None:
-    """Where a rule cuts a parameter; None: every member holds it completely.
+    """The place at which a rule cuts a parameter; None: every member holds it completely.
 
     Args:
         rule: of the parameter.
@@ -167,7 +167,7 @@ def takes_rows(owner: nn.Module) -> bool:
 
 
 def _fused_projections(attention: nn.MultiheadAttention) -> int:
-    """How many projections each parameter of torch's attention has: those of queries, keys and values.
+    """The number of projections in each parameter of torch's attention: those of queries, keys and values.
 
     Raises:
         RuleError: the attention has more parameters than these.

@@ -55,7 +55,7 @@ class OfHeads(NamedTuple):
 
 
 class HeadsLayer:
-    """How sequences are computed by heads in layers of one shape, on one device."""
+    """The computation of sequences by heads in layers of one shape, on one device."""
 
     def __init__(
         self,
@@ -110,7 +110,7 @@ class HeadsLayer:
                     yield ContextPart(number, segment.start, segment.stop, first, last)
 
     def here(self, part: ContextPart, *, keys: bool) -> Iterator[tuple[_Heads, slice, slice]]:
-        """Where a part is in tensors of the row: heads, rows, and their tokens among those of the part."""
+        """The places of a part in tensors of the row: heads, rows, and their tokens among those of the part."""
         heads: _Heads = slice(part.first - self._me.heads[0], part.last - self._me.heads[0])
         if keys:
             heads = kv_heads_here(self._me, self._each, part, repeated=self._repeated)

@@ -340,7 +340,7 @@ class CudaFlashAttention:
     def _shape(
         self, q: Tensor, k: Tensor, visible: Visible
     ) -> tuple[list[Tensor], list[int], bool, dict[str, int]]:
-        """Where the sequence of queries and that of keys begin and end, their tokens, and the mask."""
+        """The beginnings and ends of the sequences of queries and of keys, their tokens, and the mask."""
         counts = [q.shape[1], k.shape[1]]
         borders = [_borders(count, q.device) for count in counts]
         causal = not visible.all(*counts)
@@ -352,7 +352,7 @@ class CudaFlashAttention:
 
 @lru_cache(maxsize=4096)
 def _borders(count: int, device: torch.device) -> Tensor:
-    """Where one sequence begins and ends, on a device: kept, because each is a copy there."""
+    """The beginning and end of one sequence, on a device: kept, because each is a copy there."""
     return torch.tensor([0, count], dtype=torch.int32, device=device)
 
 

@@ -107,7 +107,7 @@ class ContextParallel:
         return RowExchange(self, tuple(lanes))
 
     def members(self, q: Tensor, k: Tensor) -> ContextMembers:
-        """Who has which heads, in layers in which this device has as many as these queries and keys.
+        """The members by their heads, in layers in which this device has as many as these queries and keys.
 
         Raises:
             ModelError: no kind of units says which of them this device has.
@@ -180,7 +180,7 @@ def _replicated(k: Tensor) -> bool:
 
 
 class RowExchange:
-    """What one device exchanges for the attention of a row, in all layers of its stage, both ways."""
+    """The exchange of one device for the attention of a row, in all layers of its stage, both ways."""
 
     def __init__(self, of: ContextParallel, lanes: tuple[MicroBatch, ...]) -> None:
         self._of, self._lanes = of, lanes
@@ -258,7 +258,7 @@ class RowExchange:
 
 
 class _Given(NamedTuple):
-    """What an attention gives, and keeps for its backward pass."""
+    """The result of an attention, with the values that it keeps for its backward pass."""
 
     whole: Tensor  #: the output of the row [heads, tokens, value size]
     #: Tokens whose keys are exchanged: queries, keys and values, their output and its log-sum-exp.
@@ -292,7 +292,7 @@ _Rounds = tuple[ContextRound, ...]
 
 
 class _Layer:
-    """How the attention of layers of one shape is computed in a row: heads, masks, and what is exchanged."""
+    """The computation of attention in a row, for layers of one shape: heads, masks, and what is exchanged."""
 
     def __init__(
         self,
@@ -354,7 +354,7 @@ class _Layer:
 
     @cached_property
     def order(self) -> list[tuple[_Act, _Rounds]]:
-        """What a backward pass does, the same on all devices but for rounds that one has no part in."""
+        """The acts of a backward pass, the same on all devices but for rounds that one has no part in."""
         at: list[tuple[tuple[float, ...], _Act, _Rounds]] = []
         for each in self.rounds:
             first = 2 * each[0].number
@@ -391,8 +391,8 @@ class _Layer:
         return [(self._heads[0] + head) // self._each - part.first for head in range(heads.start, heads.stop)]
 
     def here(self, part: ContextPart) -> Iterator[tuple[slice, list[int] | slice, slice]]:
-        """Where keys of this device that it sends are: rows and heads here, and their tokens among those sent.
-        Keys that it passes on are not here."""
+        """The places of the keys that this device sends: rows and heads here, and their tokens among those
+        sent. Keys that it passes on are not here."""
         heads = kv_heads_here(self._me, self._each, part, repeated=self._repeated)
         for number, segment in self._segments:
             start, stop = max(segment.start, part.start), min(segment.stop, part.stop)

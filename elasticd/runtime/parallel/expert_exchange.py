@@ -350,7 +350,7 @@ def _added(rows: int, row: Tensor, parts: Tensor) -> Tensor:
 
 
 def _indices(mask: Tensor, count: int) -> Tensor:
-    """Where a mask is True, in order, of which the host knows the number: it does not wait."""
+    """The indices at which a mask is True, in order, of which the host knows the number: it does not wait."""
     return mask.to(torch.uint8).argsort(descending=True, stable=True)[:count]
 
 

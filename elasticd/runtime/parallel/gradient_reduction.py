@@ -295,7 +295,7 @@ class GradientReducer:
             parameter.grad = None
 
     def _term(self, piece: Piece) -> Tensor:
-        """What this device adds to a piece."""
+        """The term that this device adds to a piece."""
         parameter = self._parameters[piece.name].tensor
         if parameter.grad is not None and self._device in piece.counting:
             return self._gradient(piece.name, piece.box)

@@ -28,12 +28,12 @@ class Segment(NamedTuple):
 
     @property
     def rows(self) -> slice:
-        """Where it is in the packed row."""
+        """Its place in the packed row."""
         return slice(self.first, self.first + self.stop - self.start)
 
 
 class KeyExchange(Protocol):
-    """What this device exchanges with other lanes, because sequences of a row are cut over them."""
+    """The exchange of this device with other lanes, because sequences of a row are cut over them."""
 
     def attention(
         self,
@@ -84,7 +84,7 @@ class PackedRow:
 
 
 class _OfThread(threading.local):
-    """What a thread's passes are of: there from the first, so that compiled graphs hold in every thread."""
+    """The row of a thread's passes: there from the first, so that compiled graphs hold in every thread."""
 
     def __init__(self) -> None:
         self.row: PackedRow | None = None

@@ -81,7 +81,7 @@ class Redistribution:
 
 
 class Way(Protocol):
-    """What a member does in the forward pass, and in the backward pass."""
+    """The operations of a member in the forward pass and in the backward pass."""
 
     @property
     def forward(self) -> Callable[[Tensor], Tensor]:
@@ -181,7 +181,7 @@ class _InGraph(torch.autograd.Function):
 
 
 class _Program:
-    """What one member does to get from one layout to another.
+    """The operations by which one member gets from one layout to another.
 
     `nothing`: that is nothing at all. `length`: of the dimension then; -1: as before.
     """
@@ -249,7 +249,7 @@ class _Program:
         return x.narrow(self._dim, box.start[0] - self._from.start[0], box.size)
 
     def _joined(self, cells: Sequence[Cell], x: Tensor) -> Tensor:
-        """What this member has of some cells, in memory of its own."""
+        """The part of some cells that this member has, in memory of its own."""
         if len(cells) == 1 and cells[0].box == self._from:
             return x.contiguous().clone()
         return torch.cat([self._part(x, cell.box) for cell in cells], self._dim)

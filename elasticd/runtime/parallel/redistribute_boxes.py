@@ -107,8 +107,8 @@ def _check_agreement(
 
 
 class _Shared:
-    """What all redistributions of one member over one group share: groups of some of the members, and messages
-    that may still be under way."""
+    """The state that all redistributions of one member over one group share: groups of some of the members, and
+    messages that may still be under way."""
 
     def __init__(self, group: Group) -> None:
         self.ways: dict[object, _Way] = {}
@@ -169,7 +169,7 @@ class _Way:
 
 
 class _Program:
-    """What one member does to get from one layout to another."""
+    """The operations by which one member gets from one layout to another."""
 
     def __init__(self, group: Group, source: TensorLayout, target: TensorLayout, shared: _Shared) -> None:
         self._me, self._shared = group.me, shared

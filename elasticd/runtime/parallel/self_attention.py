@@ -78,7 +78,8 @@ def _forward(
 
 
 def _mask(between: Tensor | None, padding: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """What is added to the scores [samples, heads, tokens, tokens], of masks whose True leaves out."""
+    """The tensor that is added to the scores [samples, heads, tokens, tokens], of masks whose True leaves
+    out."""
 
     def added(mask: Tensor) -> Tensor:
         if mask.dtype != torch.bool:

@@ -66,7 +66,7 @@ def packable(
     collate: Callable[[Sequence[Any]], Any] | None = None,
     untried: Callable[[str], None] = _warn,
 ) -> list[str]:
-    """What keeps the sequences of a model from being packed.
+    """The obstacles that keep the sequences of a model from being packed.
 
     Args:
         model: of the job.
@@ -120,7 +120,7 @@ class _Untried(Exception):
 
 @dataclass(frozen=True)
 class RowAndSequences:
-    """What a section is called with, or gives."""
+    """The arguments of a section, or its result."""
 
     lengths: tuple[int, ...]  #: [tokens] of the sequences
     together: Any  #: all in one row
@@ -413,7 +413,7 @@ def _by_token(whole: Tensor, parts: Sequence[Tensor], lengths: Sequence[int]) ->
 
 
 def _dims(count: int) -> Iterator[int]:
-    """Where tokens may be: first the dimension where they usually are."""
+    """The dimensions that may be those of tokens: first the dimension where they usually are."""
     yield from sorted(range(count), key=lambda dim: dim != 1)
 
 

@@ -61,7 +61,7 @@ class SequenceSlices:
 
     @property
     def width(self) -> int:
-        """How many tokens this member has."""
+        """The number of tokens that this member has."""
         return self._widths()[self._group.rank]
 
     def _widths(self) -> list[int]:
@@ -289,8 +289,8 @@ class Entrance:
         return _Entered(x, found, kept, found.untyped_storage().data_ptr(), found._version)
 
     def _pack(self, tensor: Tensor) -> Tensor | _View:
-        """What is kept of a tensor that is saved. Gathered ones are alive as long as their memory is known
-        here, so that no other tensor has that memory."""
+        """Returns the value that is kept for a tensor that is saved. Gathered ones are alive as long as their
+        memory is known here, so that no other tensor has that memory."""
         for entered in self._known:
             if entered.kept is not None and entered.has(tensor):
                 return _View(entered.kept, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
@@ -302,7 +302,7 @@ def _unpack(kept: Tensor | _View) -> Tensor:
 
 
 def regions(model: Model, section: str, module: nn.Module) -> dict[str, str]:
-    """Where the inputs of a block's Column modules become all tokens.
+    """The modules at which the inputs of a block's Column modules become all tokens.
 
     That is the outermost module around a Column module in which every parameter has a rule, and at most one Row
     module gives slices again: the attention, say, whose code reads the number of tokens off its input.

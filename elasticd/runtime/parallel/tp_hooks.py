@@ -142,7 +142,7 @@ class _Hooks:
         owner.register_forward_pre_hook(self._entering, with_kwargs=True)
 
     def leave(self, path: str) -> Callable[[Tensor], Tensor]:
-        """What makes an output of the terms of a module, `path` in the section."""
+        """Returns the function that makes an output of the terms of a module, `path` in the section."""
         return self._leaves
 
     def column(self, path: str, owner: nn.Module, rule: Column) -> None:

@@ -227,7 +227,7 @@ class ZeroState:
         return parameter.grad[box.slices(around)]
 
     def _incoming(self, name: str, box: Box) -> Tensor:
-        """Where a gradient from another device goes."""
+        """The buffer for a gradient from another device."""
         _, around, parameter = self._part(name, box)
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)

@@ -39,7 +39,7 @@ class CannotMeasure(RuntimeError):
 
 
 class Errand(Value, frozen=True, kw_only=True):
-    """What one process of a group is to do: all-reduce `counts` elements of `dtype`, `repeats` times each."""
+    """The order for one process of a group: all-reduce `counts` elements of `dtype`, `repeats` times each."""
 
     folder: str
     rank: int

@@ -42,7 +42,7 @@ MakeBatch = Callable[[int, int], Batch]
 
 
 class CannotLoad(ValueError):
-    """What was named is not there or not what it should be: one message for the user."""
+    """The file or name is missing, or is not of the right kind: one message for the user."""
 
 
 def load(target: str) -> tuple[ModuleType, Model]:

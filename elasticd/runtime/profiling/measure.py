@@ -275,7 +275,7 @@ def _add_up(modules: Iterable[nn.Module], precision: Precision | None) -> None:
 
 
 def _entering(parts: Sequence[ProfiledPart], tokens: int, batch: Any, items: str) -> list[Any]:
-    """What each section is fed: the batch, and then what those before it make, with a block of each kind.
+    """The inputs of each section: the batch, and then what those before it make, with a block of each kind.
 
     Of named tensors it is known which need a gradient.
     """

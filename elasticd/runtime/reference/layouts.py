@@ -85,7 +85,7 @@ def sliced(spec: ModelSpec, samples: int) -> dict[str, Variation]:
 
 
 def others(spec: ModelSpec, samples: int) -> dict[str, Variation]:
-    """What else a job may do with a model whose rules are right: compared with `alone`."""
+    """The variations of a job that a model with right rules allows: compared with `alone`."""
     layers = len(spec.layers)
     found = {"recomputation in all blocks": Variation(plan=alone(spec, samples).plan, recompute=True)}
     if layers > 1:
@@ -96,7 +96,7 @@ def others(spec: ModelSpec, samples: int) -> dict[str, Variation]:
 
 
 def dealt(spec: ModelSpec, samples: int) -> dict[str, Variation]:
-    """What deals the samples to several micro-batches or replicas: compared with `by_sample`."""
+    """The variations that deal the samples to several micro-batches or replicas: compared with `by_sample`."""
     layers, found = len(spec.layers), dict[str, Variation]()
     if samples < 2:
         return found
@@ -115,7 +115,7 @@ def dealt(spec: ModelSpec, samples: int) -> dict[str, Variation]:
 
 
 def widest(spec: ModelSpec) -> int:
-    """How wide a TP group can be: as many as the coarsest units that cut are; 1 where blocks are whole."""
+    """The largest width of a TP group: as many as the coarsest units that cut are; 1 where blocks are whole."""
     blocks = {p.cut.units for kind in spec.kinds for p in kind if p.cut is not None}
     edges = {p.cut.units for p in (*spec.embed, *spec.head) if p.cut is not None}
     leads = [spec.units_of(spec.units_of(kind).follows or kind).count for kind in blocks | edges]

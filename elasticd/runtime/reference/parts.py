@@ -32,7 +32,8 @@ T = TypeVar("T")
 
 
 def timed(accelerator: Accelerator, work: Callable[[], T]) -> tuple[T, float]:
-    """What `work` gives, and the seconds that the device took for it; it has done all else before and after."""
+    """Returns the result of `work`, and the seconds that the device took for it; it has done all else before
+    and after."""
     start, end = (accelerator.event(timing=True) for _ in range(2))
     accelerator.wait()
     start.record()

@@ -128,7 +128,7 @@ def _stand_in(tokens: int, *, own_loss: bool) -> dict[str, Tensor]:
 
 
 def _accelerators(work: int) -> tuple[Accelerator, ...]:
-    """Where sections are run that take so many multiplications, in the order of trying."""
+    """The devices to run sections on that take so many multiplications, in the order of trying."""
     meta = Accelerator("meta")
     if work > _MOST_WORK:
         return (meta,)

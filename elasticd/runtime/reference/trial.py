@@ -45,8 +45,8 @@ class GradientPart:
 
 @dataclass(frozen=True)
 class Moved:
-    """How far the optimizer moved a parameter, and how far two values of its type are apart there at least: a
-    parameter in bfloat16 is the rounded one of a master weight."""
+    """The distance by which the optimizer moved a parameter, and how far two values of its type are apart there
+    at least: a parameter in bfloat16 is the rounded one of a master weight."""
 
     box: Box
     by: Tensor
@@ -55,9 +55,9 @@ class Moved:
 
 @dataclass(kw_only=True)
 class Member:
-    """What one member saw in the step: its sections' outputs (each by the names of its tensors), the gradients
-    that its optimizer stepped by, how far that moved its parameters, sections that drew random numbers, the
-    modules that it was in at the end."""
+    """The observations of one member in the step: its sections' outputs (each by the names of its tensors), the
+    gradients that its optimizer stepped by, how far that moved its parameters, sections that drew random
+    numbers, the modules that it was in at the end."""
 
     outputs: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     gradients: dict[str, list[GradientPart]] = field(default_factory=dict)
@@ -161,7 +161,7 @@ def _cut(
     name: str,
     box: Box,
 ) -> Tensor:
-    """What the member computed of a box; nothing where it computes with another one."""
+    """The part of a box that the member computed; empty where it computes with another one."""
     held = parameters[name] if name in terms else None
     if held is None or not any(around.contains(box) for around in held.boxes):
         return torch.zeros(box.shape, device=engine.accelerator.device)

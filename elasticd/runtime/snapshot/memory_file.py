@@ -54,7 +54,8 @@ class SnapshotChunk(Value, frozen=True, kw_only=True):
 
 
 class Contents(StoredValue, frozen=True, kw_only=True, tag="snapshot-contents"):
-    """Whose state it is, and where its values lie. small: scalars of the share's items, groups and extras."""
+    """The owner of a state, and the places of its values. small: scalars of the share's items, groups and
+    extras."""
 
     job: str
     device: str

@@ -69,6 +69,6 @@ class Snapshots:
 
 
 def stood_in(tensors: JobTensors, old: JobPlan, recovery: Recovery) -> SnapshotLayouts:
-    """Where everything lies once all have read the snapshots that they are to."""
+    """The places of the state once all have read the snapshots that they are to."""
     layouts = holdings_of(tensors, old)
     return SnapshotLayouts(layouts, shares=shares(layouts), stands=recovery.snapshots)

@@ -186,7 +186,7 @@ def transition_members(old: JobPlan | None, plan: JobPlan, recovery: Recovery | 
 
 
 def source_of(tensors: JobTensors, old: JobPlan, recovery: Recovery | None) -> Holdings:
-    """What moves: the old plan's layouts, after a fault as far as they are left."""
+    """The state that moves: the old plan's layouts, after a fault as far as they are left."""
     if recovery is None:
         return holdings_of(tensors, old)
     if recovery.snapshots:

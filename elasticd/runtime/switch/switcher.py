@@ -187,7 +187,8 @@ class Switcher(Generic[Held]):
         return plan_groups
 
     def _state_report(self, fence: int) -> StateReport:
-        """What is held here at rest. A verified copy counts like an old one from now on."""
+        """The report of the state that is held here at rest. A verified copy counts like an old one from now
+        on."""
         number = self._state.side
         prepared, result = self._prepared.get(number), self._results.get(number)
         if result is not None and prepared is not None and prepared.engine is not None:

@@ -1,4 +1,4 @@
-"""How fast this device is while it has no work: a small matrix product, timed a few times."""
+"""The speed of this device while it has no work: a small matrix product, timed a few times."""
 
 from __future__ import annotations
 

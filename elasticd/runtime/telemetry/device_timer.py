@@ -1,4 +1,4 @@
-"""What sections took on a device that computes behind its host's back: by events, read once they are done.
+"""The seconds of sections on a device that computes behind its host's back: by events, read once they are done.
 
 An event is recorded into the device's queue where a section begins and ends, and where communication does
 within it. Nothing waits: at the end of a step only events are read that the device has passed by then. It has

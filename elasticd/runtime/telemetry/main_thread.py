@@ -20,7 +20,7 @@ _MOST_CHANGES = CHANGE << 30
 
 
 class MainThread:
-    """Where the main thread is, told by it alone; here for nobody to read."""
+    """The main thread's position. This base discards it."""
 
     place = SCRIPT
 

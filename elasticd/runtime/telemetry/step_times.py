@@ -30,7 +30,7 @@ CAPTURED, _KINDS = "captured", ("embed", "forward", "head", "backward")
 
 
 class SequenceHere(NamedTuple):
-    """What this device has of a sequence."""
+    """The part of a sequence on this device."""
 
     tokens: int  #: here, padding included
     length: int  #: of the whole sequence, padding included
@@ -87,7 +87,7 @@ class Telemetry:
             self._optimizer += self._spans.take().get("optimizer", 0.0)
 
     def mark(self) -> None:
-        """What is computed from here on is a part of what `passed` names."""
+        """Begins a part, whose name `passed` gives."""
         if self._spans is not None:
             self._spans.mark()
         else:

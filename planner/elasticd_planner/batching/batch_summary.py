@@ -1,4 +1,4 @@
-"""What a packed batch is like: how even its lanes are, and how much of it is cut."""
+"""Summary of a packed batch: the evenness of its lanes, and the parts of it that are cut."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ from elasticd_planner.value import refuse
 
 
 class ContextRound(NamedTuple):
-    """What a device exchanges with one partner. Rounds of one number are launched together."""
+    """The exchange of a device with one partner. Rounds of one number are launched together."""
 
     number: int  #: among the rounds of all devices
     peer: str
@@ -63,7 +63,7 @@ class ContextRound(NamedTuple):
 
 
 class ContextExchange(NamedTuple):
-    """What one device sends and receives in one row of its lane, for the attention of a layer."""
+    """The messages of one device in one row of its lane, for the attention of a layer."""
 
     #: By piece of the device's lane: the sequence that it is a part of, numbered within the row, with the same
     #: number on all devices.
@@ -101,7 +101,7 @@ def context_exchange(
     window: int | None = None,
     together: int = 0,
 ) -> ContextExchange:
-    """What a device sends and receives in a row.
+    """The exchange of a device in a row.
 
     Args:
         lanes: the row: the pieces of each lane.

@@ -13,7 +13,7 @@ from elasticd_planner.value import Value, refuse
 
 
 class SplitCost(Value, frozen=True, kw_only=True):
-    """What a division is made for, in units of one token's attention to one other."""
+    """The costs that a division is made for, in units of one token's attention to one other."""
 
     linear: int  # a token's matrix products
     fixed: int = 0  # a row, whatever is in it

@@ -1,4 +1,4 @@
-"""What lanes send each other in a step for the sequences that they share, as flows over links.
+"""The messages between lanes in a step, for the sequences that they share, as flows over links.
 
 As the runtime sends them, message by message (`context_exchange`, `heads_exchange`).
 """

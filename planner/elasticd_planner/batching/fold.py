@@ -29,7 +29,7 @@ def token_counts(length: Ints, start: Ints, stop: Ints) -> Ints:
 
 
 def cost(tokens: int, length: int, linear: int) -> int:
-    """What so many tokens of a sequence of `length` cost, in units of one token's attention to one other."""
+    """The cost of so many tokens of a sequence of `length`, in units of one token's attention to one other."""
     return tokens * (linear + length)
 
 
@@ -61,7 +61,7 @@ def shared(
 
 
 def borders(pairs: Ints, before: Ints) -> Ints:
-    """Where sequences of so many pairs are cut among the same members.
+    """The borders at which sequences of so many pairs are cut among the same members.
 
     Args:
         pairs: of each sequence [sequences], as many as members at least.

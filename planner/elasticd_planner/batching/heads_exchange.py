@@ -37,7 +37,7 @@ class HeadsSequence(NamedTuple):
 
 
 class HeadsMessages(NamedTuple):
-    """What a device exchanges with another one for these sequences. Outputs go back as queries came."""
+    """The exchange of a device with another one for these sequences. Outputs go back as queries came."""
 
     peer: str
     sends_queries: tuple[ContextPart, ...]
@@ -53,7 +53,7 @@ HeadsDivision = Mapping[int, tuple[int, int]]
 def heads_form(
     members: ContextMembers, held: Mapping[int, Spans], length: int, *, causal: bool, window: int | None
 ) -> HeadsDivision | None:
-    """How the heads of a sequence are divided, if that moves fewer bytes than keys do.
+    """The division of a sequence's heads, if that moves fewer bytes than keys do.
 
     Counted are forward and backward passes of one attention: keys go forth, once more, and their gradients
     back; in the other form queries, keys and values go forth and outputs back, and the gradients of all once.

@@ -52,7 +52,7 @@ _NOISY, _MOST_NOISE = 9, 563
 
 
 class LaneState(Value, frozen=True, kw_only=True):
-    """What is known of one lane."""
+    """The knowledge of one lane."""
 
     agreed: int  # its level
     levels: tuple[int, ...] = ()  # of its last steps
@@ -66,7 +66,7 @@ class LaneState(Value, frozen=True, kw_only=True):
 
 
 class SlowdownState(Value, frozen=True, kw_only=True):
-    """What is agreed of all lanes of a module, in their order."""
+    """The agreed state of all lanes of a module, in their order."""
 
     lanes: tuple[LaneState, ...]
 

@@ -52,7 +52,7 @@ class LaneTree:
 
     @cached_property
     def node_ends(self) -> list[int]:
-        """Where each node's lanes end."""
+        """The index at which each node's lanes end."""
         return [at for at in range(1, len(self)) if self._nodes[at] != self._nodes[at - 1]] + [len(self)]
 
     @cached_property

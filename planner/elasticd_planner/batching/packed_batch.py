@@ -40,7 +40,7 @@ class NoRoom(Invalid):
 
 
 class CutOptions(Value, frozen=True, kw_only=True):
-    """How sequences may be cut."""
+    """The options for cutting sequences."""
 
     least: int = 256  # [pairs] of a piece: shorter ones waste a kernel, so that only memory asks for them
     fixed: int = 0  # what a row takes whatever is in it, in units of one token's attention to one other

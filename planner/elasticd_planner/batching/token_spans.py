@@ -23,7 +23,7 @@ def overlaps(some: Spans, others: Spans) -> Spans:
 
 
 def size(spans: Spans) -> int:
-    """How many tokens there are in ranges that do not overlap."""
+    """The number of tokens in ranges that do not overlap."""
     return sum(stop - start for start, stop in spans)
 
 

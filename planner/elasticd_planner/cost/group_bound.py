@@ -39,8 +39,8 @@ Paces = tuple[tuple[float, int, int], ...]
 
 
 def by_slowest(rates: Sequence[float], widths: Sequence[int], block: Callable[[int, float], float]) -> Paces:
-    """Where a group costs `block(width, its slowest member's rate)`: groups of neighbours in the order of
-    rates are enough, since moving a faster device to a slower group helps nobody. Idle devices are the
+    """The bound where a group costs `block(width, its slowest member's rate)`: groups of neighbours in the
+    order of rates are enough, since moving a faster device to a slower group helps nobody. Idle devices are the
     slowest."""
     ordered = sorted(rates)
     stops = range(1, len(ordered) + 1)
@@ -49,8 +49,8 @@ def by_slowest(rates: Sequence[float], widths: Sequence[int], block: Callable[[i
 
 
 def by_speed(rates: Sequence[float], paces: Mapping[int, float]) -> Paces:
-    """Where 1 / c of a group of width w is at most `paces[w]` x the sum of its members' speeds 1 / rate: for a
-    choice of widths the fastest devices go to the widths of the best pace (rearrangement)."""
+    """The bound where 1 / c of a group of width w is at most `paces[w]` x the sum of its members' speeds 1 /
+    rate: for a choice of widths the fastest devices go to the widths of the best pace (rearrangement)."""
     total = list(accumulate(sorted((1 / rate for rate in rates), reverse=True), initial=0.0))
     widths = sorted(paces, key=lambda width: (-paces[width], width))
     runs = ((stop, width) for width in widths for stop in range(width, len(total)))
@@ -58,8 +58,8 @@ def by_speed(rates: Sequence[float], paces: Mapping[int, float]) -> Paces:
 
 
 def _reached(count: int, groups: Iterable[tuple[int, int, float]]) -> Paces:
-    """What groups of `count` devices in a row reach. groups: (device after the last, width, 1 / c) of each that
-    may be made, in turn."""
+    """The best that groups of `count` devices in a row reach. groups: (device after the last, width, 1 / c) of
+    each that may be made, in turn."""
     best = [[-math.inf] * (count + 1) for _ in range(count + 1)]
     best[0][0] = 0.0
     for stop, width, gain in groups:

@@ -1,4 +1,4 @@
-"""What a plan costs: step time by the 1F1B schedule with communication, memory by position, and the bound.
+"""The cost of a plan: step time by the 1F1B schedule with communication, memory by position, and the bound.
 
 A stage with n blocks takes, for one micro-batch, forward and backward,
 
@@ -40,14 +40,16 @@ class GroupCost:
 
 
 class CostModel(Protocol):
-    """What the search asks. Implementations are pure and depend on devices only by rate, memory and node."""
+    """The cost model that the search asks. Implementations are pure and depend on devices only by rate, memory
+    and node."""
 
     def for_stage(self, stage: Stage) -> CostModel:
         """The same cost for stages that make their activations again in the backward pass, and have sequence
         parallelism, as this one does."""
 
     def beside_shares(self, stage: Stage) -> tuple[object, ...]:
-        """What the cost of a stage's group depends on besides rates, shares, link and what it makes again."""
+        """The values that the cost of a stage's group depends on besides rates, shares, link and what it makes
+        again."""
 
     def under(self, plan: Plan) -> CostModel:
         """The same cost with what is the plan's: its state policy, how many pipelines and members it has."""
@@ -60,7 +62,7 @@ class CostModel(Protocol):
 
     @property
     def timing(self) -> Timing:
-        """How long a pipeline takes with given stages and boundaries."""
+        """The seconds of a pipeline with given stages and boundaries."""
 
     def timed(self, timing: Timing) -> CostModel:
         """The same cost with another timing."""

@@ -112,8 +112,8 @@ class SectionProfile(Value, frozen=True, kw_only=True):
         return np.array([found[width] for width in widths.tolist()])
 
     def slowdowns(self, widths: Ints, parts: Floats, sliced: Bools) -> Floats:
-        """How many times longer than `seconds` of its part a token takes, for members of groups of these
-        widths, with these parts, which have slices of the tokens or not."""
+        """The seconds of a token as a multiple of `seconds` of its part, for members of groups of these widths,
+        with these parts, which have slices of the tokens or not."""
         if not self.whole_seconds:
             return self.factors(widths)
         return self.factors(widths) + self.whole_seconds / self.seconds / np.where(sliced, 1.0, parts)
@@ -134,7 +134,7 @@ class ExpertProfile(Value, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class ModelProfile(Value, frozen=True, kw_only=True):
-    """What a model costs. Blocks count as alike: where their kinds differ, `block` is their mean in seconds
+    """The costs of a model. Blocks count as alike: where their kinds differ, `block` is their mean in seconds
     and the largest of them in bytes.
 
     share_units: the integer shares of a TP group sum to it, so that shares are what the members hold.

@@ -1,4 +1,4 @@
-"""What a packed plan costs: the rows that its lanes hold, and the step's seconds for unlike sequences.
+"""The cost of a packed plan: the rows that its lanes hold, and the step's seconds for unlike sequences.
 
 A token of mean work takes a stage as long as the profile says; a sequence of L tokens counts as
 
@@ -62,7 +62,7 @@ class _Lane:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Dealt:
-    """What a pipeline, or a lane, has of a step."""
+    """The part of a step that a pipeline, or a lane, has."""
 
     work: float  # in tokens of mean work
     tokens: float
@@ -124,7 +124,7 @@ class PackedCost:
     # -- time
 
     def slowdown(self, plan: Plan) -> tuple[tuple[int, ...], ...]:
-        """How many 64ths of the median lane's time each lane of each pipeline takes for the same work."""
+        """The slowdown of each lane of each pipeline, in 64ths of the median lane's time for the same work."""
         tokens = [[self._lane(lane).token for lane in pipeline.by_lane] for pipeline in plan.pipelines]
         ordered = sorted(token for own in tokens for token in own)
         middle = ordered[(len(ordered) - 1) // 2]
@@ -201,7 +201,7 @@ class PackedCost:
     def _by_pipeline(
         self, pipelines: Sequence[Sequence[_Lane]], capacity: Sequence[Sequence[int]]
     ) -> list[_Dealt]:
-        """What each pipeline gets of the sequences of a step."""
+        """The part of a step's sequences that each pipeline gets."""
         speeds = [sum(1 / lane.token for lane in own) for own in pipelines]
         tokens = self.packed.tokens
         whole = _Dealt(work=tokens, tokens=tokens, costly=self.packed.typical)

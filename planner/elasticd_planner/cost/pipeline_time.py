@@ -1,4 +1,4 @@
-"""How a pipeline's time follows from its stages: by the schedule itself, or by a formula.
+"""The time of a pipeline from its stages: by the schedule itself, or by a formula.
 
 With t_j the work of stage j on one micro-batch (forward f_j and backward), b_j the boundary after it, one way,
 p stages and m micro-batches, 1F1B takes at least, for every stage j (`at_least`),
@@ -70,7 +70,7 @@ class Times:
 
 
 class Timing(Protocol):
-    """How long pipelines take for a step."""
+    """The seconds of pipelines for a step."""
 
     @property
     def hidden(self) -> float:

@@ -99,7 +99,8 @@ class ProfileCost:
         )
 
     def beside_shares(self, stage: Stage) -> tuple[object, ...]:
-        """What the cost of a stage's group depends on besides rates, shares, link and what it makes again."""
+        """The values that the cost of a stage's group depends on besides rates, shares, link and what it makes
+        again."""
         if self.load is None or len(stage.devices) == 1:
             return ()
         return stage.chunks, stage.experts, stage.splits
@@ -156,7 +157,7 @@ class ProfileCost:
 
     @property
     def _again(self) -> float:
-        """How many times longer a block's computation takes, on average."""
+        """The factor by which a block's computation takes longer, on average."""
         return 1 + self._part * (self.profile.recompute_factor - 1)
 
     @property
@@ -267,7 +268,7 @@ class ProfileCost:
 
     @property
     def zero(self) -> Zero:
-        """What the state policy makes of memory and time."""
+        """The effect of the state policy on memory and time."""
         return Zero(policy=self.state, pipelines=self.pipelines, members=self.members)
 
     def carried(self, copies: int, devices: int) -> float:
@@ -287,8 +288,8 @@ class ProfileCost:
         return model.reduction_scale * (exposed + gathered) + update + model.overhead_seconds
 
     def _exposed(self, reduction: float, fewest: int, depth: int | None) -> float:
-        """What is left of a stage's reduction after its last backward pass, which takes b over n layers: the
-        first layer's gradients are there last, the others are on their way by then."""
+        """The rest of a stage's reduction after its last backward pass, which takes b over n layers: the first
+        layer's gradients are there last, the others are on their way by then."""
         model = self.profile
         if depth is None:
             return reduction / model.layers

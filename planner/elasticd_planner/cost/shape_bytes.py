@@ -117,8 +117,8 @@ def block_bytes(spec: ModelSpec, kind: Sequence[Parameter], dropouts: int = 0) -
 
 
 def block_traffic(spec: ModelSpec, kind: Sequence[Parameter], dropouts: int = 0) -> ShapeTraffic:
-    """What a device's memory moves for a token in a block of this kind, in an operation each that reads and
-    writes its elements once:
+    """The bytes that a device's memory moves for a token in a block of this kind, in an operation each that
+    reads and writes its elements once:
 
       norm      forward reads and writes; backward reads the gradient and the input, and writes; once more both
                 for the weight's gradient: 7

@@ -1,4 +1,5 @@
-"""What ZeRO makes of memory and of the time after the pipelines: who keeps optimizer state, and what moves.
+"""The effect of ZeRO on memory and on the time after the pipelines: the holders of optimizer state, and the
+traffic.
 
 With P pipelines every box of a parameter has P holders (one for each pipeline; a lane counts as one). Under
 zero 1 its optimizer state is on r of them, so that a member keeps r / P of what its parameters ask; copies that
@@ -39,7 +40,7 @@ class Zero:
 
     @property
     def part(self) -> float:
-        """What a holder keeps of the state that its parameters ask."""
+        """The fraction that a holder keeps of its parameters' state."""
         return min(1.0, self.replicas / self.pipelines)
 
     @property

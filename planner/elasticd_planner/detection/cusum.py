@@ -128,7 +128,7 @@ class CusumTest:
         return self.limit * (1 - 1e-9)
 
     def steps(self, evidence: CusumState, residuals: Sequence[float]) -> int:
-        """How many of the last steps the shift has lasted.
+        """The number of the last steps for which the shift has lasted.
 
         Usually these are the steps since the sum was zero. If the far-out steps differ clearly from those
         before them, only the far-out steps count: the others were noise before the shift.

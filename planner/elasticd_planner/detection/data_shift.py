@@ -71,7 +71,7 @@ class Signal(Value, frozen=True, kw_only=True):
 
 
 class ShiftState(Value, frozen=True, kw_only=True):
-    """What is known of a job's sequence lengths."""
+    """The knowledge of a job's sequence lengths."""
 
     step: int = -1  # the last step
     reference: Lengths | None = None  # what a shift is measured against; None until some steps were seen

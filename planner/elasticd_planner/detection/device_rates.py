@@ -1,4 +1,4 @@
-"""What detection knows of each device, as values; for many devices as the columns of one array.
+"""Detection's knowledge of each device, as values; for many devices as the columns of one array.
 
 Theory of operation. `Devices` is a mapping by name; a device's value is a `DeviceRate`. It keeps none of these
 values: it has a table of numbers with a column for each device, and by name what few devices have (single slow
@@ -37,7 +37,7 @@ RESIDUALS = 11
 
 
 class DeviceRate(Value, frozen=True, kw_only=True):
-    """What detection knows of one device."""
+    """Detection's knowledge of one device."""
 
     rate: float = NORMAL  # slowdown: 1.0 is normal, 2.0 takes twice as long
     residuals: tuple[float, ...] = ()  # logarithms of cost over the fleet's cost, of the last steps
@@ -182,12 +182,12 @@ class Devices(Mapping[str, DeviceRate]):
 
 
 def replaced(known: Mapping[str, DeviceRate], changes: Mapping[str, DeviceRate]) -> Mapping[str, DeviceRate]:
-    """What is known of devices, with other values for some."""
+    """Returns the table with some devices' rows replaced."""
     return known.replaced(changes) if isinstance(known, Devices) else {**known, **changes}
 
 
 def without(known: Mapping[str, DeviceRate], name: str) -> Mapping[str, DeviceRate]:
-    """What is known of the other devices."""
+    """Returns the table without some devices."""
     if isinstance(known, Devices):
         return known.without(name)
     return {other: each for other, each in known.items() if other != name}

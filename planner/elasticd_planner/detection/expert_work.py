@@ -15,7 +15,7 @@ from elasticd_planner.spec.step_measurements import COLUMNS, Step
 
 
 def expert_work(plan: Plan, load: ExpertLoad, rates: Rates) -> tuple[dict[str, float], float]:
-    """What a load makes of the devices of a plan of one module.
+    """The work of a load on the devices of a plan of one module.
 
     Args:
         plan: in force.

@@ -33,7 +33,7 @@ DOUBT = 0.5
 
 
 class Curve(Value, frozen=True, kw_only=True):
-    """How the cost of a token grows with its sequence's length: by the factor 1 + rise x length / middle."""
+    """The growth of a token's cost with its sequence's length: by the factor 1 + rise x length / middle."""
 
     rise: float = 0.0  # at the typical length
     middle: float = 0.0  # a typical length in tokens; 0: none was seen

@@ -49,7 +49,7 @@ class Transfer(Value, frozen=True, kw_only=True):
 
 
 class LinkState(Value, frozen=True, kw_only=True):
-    """What detection knows of all links."""
+    """Detection's knowledge of all links."""
 
     rates: RateState = msgspec.field(default_factory=RateState)  # by the links' names
     # The logarithms of seconds over expected seconds in each link's first steps.

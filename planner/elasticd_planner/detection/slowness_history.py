@@ -41,12 +41,12 @@ class Episode(Value, frozen=True, kw_only=True):
     rate: float  # its last slowdown
 
     def steps(self, now: int) -> int:
-        """How many steps it has lasted by step `now`."""
+        """The number of steps that it has lasted by step `now`."""
         return (self.stop if self.stop is not None else now + 1) - self.start
 
 
 class Slowness(Value, frozen=True, kw_only=True):
-    """What kind of straggler a device is, and why."""
+    """The kind of straggler that a device is, and the reason."""
 
     kind: SlownessKind
     reason: str
@@ -54,7 +54,7 @@ class Slowness(Value, frozen=True, kw_only=True):
 
 
 def classify(episodes: Sequence[Episode], spikes: Sequence[int], now: int, persistent_steps: int) -> Slowness:
-    """What kind of straggler a device is.
+    """Returns the kind of straggler that a device is.
 
     Args:
         episodes: the times in which it was slow.

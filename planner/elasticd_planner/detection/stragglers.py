@@ -92,7 +92,7 @@ class RateState(Value, frozen=True, kw_only=True):
         return math.exp(median(known.residuals[-self.window :]))
 
     def slowness(self, device: str, persistent_steps: int = DetectSettings().persistent_steps) -> Slowness:
-        """What kind of slowness a device has, for people; `persistent_steps` as in the settings."""
+        """The kind of slowness that a device has, for people; `persistent_steps` as in the settings."""
         known = self.devices.get(device, _UNKNOWN)
         return classify(known.episodes, known.spikes, self.step, persistent_steps)
 
@@ -208,7 +208,7 @@ def _are_many(state: RateState, count: int) -> bool:
 def _observe_few(
     state: RateState, step: Step, settings: DetectSettings, work: Work | None, *, warm: bool
 ) -> Observed | None:
-    """What follows from a step; None where nothing in it makes sense. In the warm-up no device is judged."""
+    """The consequences of a step; None where nothing in it makes sense. In the warm-up no device is judged."""
     costs, lengths = dict[str, float](), dict[str, float]()
     done = work(step).tolist() if work is not None else None
     for place, (name, (seconds, asked, tokens, squares)) in enumerate(
@@ -276,7 +276,7 @@ def _judged_many(
 
 
 def _in_columns(state: RateState, names: tuple[str, ...]) -> Devices:
-    """What is known of the devices, with the columns of these first."""
+    """The table of the devices, with the columns of these first."""
     known = state.devices if isinstance(state.devices, Devices) else Devices.of(state.devices)
     return known.led_by(names)
 

@@ -71,7 +71,8 @@ class BestPartitions:
         }
 
     def paces(self) -> Iterator[tuple[float, int, int]]:
-        """What a bound reads (`group_bound.Paces`): (the most, how many groups, devices left over)."""
+        """The values that a bound reads (`group_bound.Paces`): (the most, how many groups, devices left
+        over)."""
         for sizes, pace in self.reached.items():
             used = sum(n * width for n, width in zip(sizes, self.widths, strict=True))
             yield pace, sum(sizes), sum(self.counts) - used

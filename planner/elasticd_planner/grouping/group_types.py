@@ -31,9 +31,9 @@ class Column:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rules:
-    """What pipelines have in common. hop: seconds between two stages. timing: of the cost. deep: a pipeline has
-    at least as many micro-batches as stages. most: the micro-batches of the whole step; of one pipeline at most
-    `each`, since others take at least one. fewest: devices that a pipeline has at least."""
+    """The rules that pipelines have in common. hop: seconds between two stages. timing: of the cost. deep: a
+    pipeline has at least as many micro-batches as stages. most: the micro-batches of the whole step; of one
+    pipeline at most `each`, since others take at least one. fewest: devices that a pipeline has at least."""
 
     layers: int
     hop: float

@@ -31,7 +31,7 @@ KEPT = 40
 #: The largest part of a member, over an equal one, in groups that ask for less memory.
 LEAN = (1.0, 1.2)
 
-#: Kinds of nodes that a remembered divider may hold.
+#: Kinds of nodes that a remembered partitioner may hold.
 REMEMBERED = 400
 
 #: How much longer than the bound a plan may be thought to take when groups are dropped that add nothing.
@@ -97,7 +97,7 @@ class NodeKind:
 
     @property
     def form(self) -> Form:
-        """What its divisions depend on."""
+        """The values that its divisions depend on."""
         return self.classes, self.islands, self.near, self.link
 
     def reach(self, members: Iterable[int]) -> Link:
@@ -213,7 +213,7 @@ class NodePartitioner:
 
     @property
     def size(self) -> int:
-        """How many kinds of nodes it has divided."""
+        """The number of kinds of nodes that it has divided."""
         return len(self._divided) + len(self._listed)
 
     def divisions(self, kind: NodeKind, time: float, *, size: int | None = None) -> tuple[Division, ...]:
@@ -293,8 +293,9 @@ class NodePartitioner:
         )
 
     def choices(self, kind: NodeKind, *, size: int | None = None) -> Paces:
-        """What the bound reads of a kind: the most that k groups reach in sum 1 / block. Where all groupings
-        can be listed and shares are the best there are, it is what they reach; else what `paces` allows."""
+        """The values of a kind that the bound reads: the most that k groups reach in sum 1 / block. Where all
+        groupings can be listed and shares are the best there are, it is what they reach; else what `paces`
+        allows."""
         key = (kind.form, size if kind.normal else None)
         if key not in self._chosen:
             self._chosen[key] = self._choices(kind, size)
@@ -395,7 +396,7 @@ def _sorted(types: Sequence[GroupType], groups: Sequence[tuple[int, ...]]) -> Di
 
 
 def partitioner(cost: CostModel) -> NodePartitioner:
-    """A divider that remembers what it made for an equal cost, if costs can be compared quickly (hashed)."""
+    """A partitioner that remembers what it made for an equal cost, if costs can be compared quickly (hashed)."""
     try:
         made = _remembered(cast(Hashable, cost))
     except TypeError:

@@ -322,7 +322,7 @@ def _check_state(group: Sequence[str], state: State) -> None:
 
 
 def count_of(parts: Parts) -> int:
-    """How many parts there are."""
+    """The number of parts."""
     return parts if isinstance(parts, int) else len(parts)
 
 

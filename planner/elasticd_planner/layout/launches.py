@@ -66,7 +66,8 @@ def launches(
     bucket: int = BUCKET,
     tensors: tuple[int, int] = (1, 1),
 ) -> dict[str, tuple[Launch | Join, ...]]:
-    """What each member of a plan launches in one step, and where its computation waits for it, in its order.
+    """The launches of each member of a plan in one step, and the points where its computation waits for them,
+    in its order.
 
     The collectives of a section of one pass count as one, and so do the rounds in which lanes exchange the keys
     of a block: of all lanes that sequences of the row connect; and those of rows for experts that lanes share:
@@ -174,7 +175,8 @@ class _Rank:
                     self._reduce(done)
 
     def _messages(self, act: Act) -> Iterator[tuple[Channel, str]]:
-        """What an act sends or receives, or a pass has received: a message for each tensor and destination."""
+        """The messages that an act sends or receives, or a pass has received: a message for each tensor and
+        destination."""
         forth, sends = act.kind == "forward", act.what == "send"
         use: Use = "activation" if forth else "gradient"
         start, stop = self._stage.chunks[act.chunk]

@@ -33,8 +33,8 @@ Gradient = Literal["same", "add"]  # of a TP group: see `Parameter.replicas`
 
 
 class Item(NamedTuple):
-    """What is held and moves as one: a parameter's value, its master weight and optimizer state ("state"), or
-    a module's buffer. By the full name of the parameter or buffer."""
+    """The unit of placement and migration: a parameter's value, its master weight and optimizer state
+    ("state"), or a module's buffer. By the full name of the parameter or buffer."""
 
     name: str
     role: Role
@@ -143,31 +143,32 @@ class Layouts:
         return made
 
     def rule(self, name: str) -> Parameter:
-        """What the model says of a parameter or buffer."""
+        """The model's description of a parameter or buffer."""
         return self._family[name].rule
 
     def parameter(self, name: str) -> TensorLayout:
-        """Who computes with which box of a parameter or buffer."""
+        """The devices that compute with each box of a parameter or buffer."""
         return self._layout(name, self._family[name].parameter)
 
     def value(self, name: str) -> TensorLayout:
-        """Who holds which box of a parameter's value: who computes with it, and who keeps its state. Frozen
-        parameters and buffers have no state, and are kept where others have theirs."""
+        """The holders of each box of a parameter's value: the devices that compute with it, and those that keep
+        its state. Frozen parameters and buffers have no state, and are kept where others have theirs."""
         return self._layout(name, self._dealt_family(name).value)
 
     def state(self, name: str) -> TensorLayout:
-        """Who keeps which box of a trained parameter's master weight and optimizer state.
+        """The keepers of each box of a trained parameter's master weight and optimizer state.
 
         Without ZeRO that is the parameter's layout; else see `optimizer_sharding`. A device may keep several
         boxes, each of which lies in one box that it holds of the value."""
         return self._layout(name, self._dealt_family(name).state)
 
     def reduced(self, name: str) -> TensorLayout:
-        """Who has which box of a parameter's summed gradient: who computes with it and keeps its state."""
+        """The holders of each box of a parameter's summed gradient: the devices that compute with it and keep
+        its state."""
         return self._layout(name, self._dealt_family(name).reduced)
 
     def layout(self, item: Item) -> TensorLayout:
-        """Who holds which box of an item."""
+        """The holders of each box of an item."""
         return self.state(item.name) if item.role == "state" else self.value(item.name)
 
     def family(self, item: Item) -> Hashable:
@@ -184,7 +185,7 @@ class Layouts:
         return self._dealt_family(name).parts
 
     def holders(self, name: str) -> frozenset[str]:
-        """Who computes with a parameter or buffer, or keeps some of it."""
+        """The devices that compute with a parameter or buffer, or keep some of it."""
         return self._dealt_family(name).devices
 
     def boxes(self, item: Item, device: str) -> tuple[Box, ...]:
@@ -202,7 +203,7 @@ class Layouts:
         return family.boxes(item.role, device)
 
     def gradient(self, name: str) -> TensorLayout:
-        """Who holds which term of a parameter's gradient after the backward pass.
+        """The holders of each term of a parameter's gradient after the backward pass.
 
         Replicas of one TP group that hold the same gradient carry one term's name, others one of their own:
         copies on different stages (tied parameters), in different lanes and in different pipelines always add.
@@ -307,7 +308,7 @@ class _Use(NamedTuple):
     block: int | None
 
     def gradient(self, stage: Stage) -> Gradient:
-        """What the members of a stage have of its gradient. Each has seen tokens of its own where a block is
+        """The terms of its gradient on the members of a stage. Each has seen tokens of its own where a block is
         on slices of them."""
         return "add" if self.block is not None and stage.sliced else self.parameter.replicas
 
@@ -404,7 +405,7 @@ class _Family:
 
     @cached_property
     def _keeping(self) -> Mapping[tuple[str, bool], Sequence[Box]]:
-        """What a device keeps, by whether it computes with it; in the order of the state's layout."""
+        """The items that a device keeps, by whether it computes with it; in the order of the state's layout."""
         found: dict[tuple[str, bool], list[Box]] = defaultdict(list)
         for part in self.parts:
             for device in part.keepers:

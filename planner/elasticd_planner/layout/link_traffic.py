@@ -1,4 +1,4 @@
-"""What operations put on links: elements from device to device, bytes by level of links, seconds.
+"""The load of operations on links: elements from device to device, bytes by level of links, seconds.
 
 Collectives are rings in the order of the devices. A flow may say that its all-reduces are in two levels where
 they can be (`two_level_sums`).
@@ -94,7 +94,7 @@ def bytes_by_level(flows: Iterable[Flow], cluster: Cluster | None = None) -> dic
 
 
 def busiest_seconds(flows: Iterable[Flow], cluster: Cluster) -> float:
-    """What the busiest device takes: its operations one after the other, what it sends and what it receives
+    """The seconds of the busiest device: its operations one after the other, what it sends and what it receives
     beside each other. A ring is as quick as its slowest link. In two levels a node's devices share its link."""
     together: dict[str, float] = defaultdict(float)
     sent: dict[str, float] = defaultdict(float)

@@ -168,8 +168,8 @@ def _moved(step: Communication, cluster: Cluster) -> tuple[list[tuple[str, str, 
 
 
 class BucketStep(NamedTuple):
-    """What the devices of one group do with their copies of a bucket, all in this order: reduce-scatter,
-    all-reduce or all-gather. A device that is not among them does nothing."""
+    """The operation of one group on its copies of a bucket, all in this order: reduce-scatter, all-reduce or
+    all-gather. A device that is not among them does nothing."""
 
     operation: Operation
     devices: tuple[str, ...]
@@ -181,7 +181,8 @@ class BucketStep(NamedTuple):
 def phases(
     devices: Sequence[str], elements: int, cluster: Cluster, itemsize: int = 4
 ) -> tuple[BucketStep, ...]:
-    """How a bucket of so many elements, of which each of these devices has a term, becomes the sum on all.
+    """The steps by which a bucket of so many elements, of which each of these devices has a term, becomes the
+    sum on all.
 
     Every device carries out the steps that it is in, in this order. Then all have started all collectives that
     they share in one order, and all have the same sum to the bit. Without a lowering it is one all-reduce."""

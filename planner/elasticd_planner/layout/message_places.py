@@ -1,4 +1,4 @@
-"""Where messages between passes are in an order of all of them: between two passes of each device.
+"""The places of messages between passes in an order of all of them: between two passes of each device.
 
 A message goes when the devices of both ends are between two passes, after the pass that makes it and at most
 `EARLY` passes of its receiver before the one that needs it. The first such place is taken. Where there is none,

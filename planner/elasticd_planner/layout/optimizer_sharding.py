@@ -1,4 +1,5 @@
-"""Who keeps which state: each cell of a parameter dealt in parts to its holders, each part on several nodes.
+"""The keepers of optimizer state: each cell of a parameter dealt in parts to its holders, each part on several
+nodes.
 
 The rule of ZeRO with replicas (StatePolicy). A cell is what one set of devices holds of a parameter: it is
 cut at all borders of their boxes. It is split along one dimension, in whole rows, over its holders, in
@@ -131,7 +132,8 @@ class OptimizerSharder:
         return dim, divided(shape[dim], ring.weights)
 
     def _charged(self, ring: _Ring, turn: int, elements: int) -> tuple[str, ...]:
-        """Who keeps the part of the holder whose turn it is, in rank order: each has so many elements more."""
+        """The keepers of the part of the holder whose turn it is, in rank order: each has so many elements
+        more."""
         keepers = ring.keepers[turn]
         if len(keepers) < self._replicas:
             keepers = self._sorted(self._more(keepers, ring, turn))
@@ -177,7 +179,7 @@ class OptimizerSharder:
 
 
 def speeds(plan: Plan) -> dict[str, float]:
-    """How fast the members are, as the plan has it: the layers that each does in a step, by its share of them.
+    """The speeds of the members, as the plan has it: the layers that each does in a step, by its share of them.
     A carrier does none."""
     found = dict.fromkeys(plan.members, 0.0)
     for pipeline in plan.by_lane:

@@ -197,7 +197,7 @@ class _Run:
         self._look(stage)
 
     def _send(self, kind: str, index: int, place: int, to: int, number: int) -> None:
-        """What a pass has made goes to another place, for the pass of this number there."""
+        """Sends the result of a pass to another place, for the pass of this number there."""
         border, stage = min(place, to), to % self._stages
         boundary = kind, border % self._stages  # all chunks of two stages go over one
         made = self._time[place % self._stages]
@@ -214,7 +214,7 @@ class _Run:
         return 0 if chunk * self._stages + stage == first else self._came[stage].get(number)
 
     def _look(self, stage: int) -> None:
-        """Whether the next pass of a stage can run."""
+        """Queues the next pass of a stage if it can run."""
         number = self._done[stage]
         if number < len(self._passes[stage]) and (came := self._input(stage)) is not None:
             kind, index, chunk = self._passes[stage][number]

@@ -278,8 +278,8 @@ class _Steps:
         )
 
     def _send(self, demand: Demand, operation: Operation = "send") -> None:
-        """Who holds the value keeps it; each other gets it from a holder of its node, else from any; holders
-        take turns."""
+        """Each holder of the value keeps it; each other gets it from a holder of its node, else from any;
+        holders take turns."""
         box, (holders,), needers = demand
         sent: dict[str, list[str]] = defaultdict(list)
         near: dict[str, list[str]] = defaultdict(list)  # holders by node; those that sent go to the end

@@ -59,8 +59,8 @@ class SnapshotLayouts:
         return self._of[item][1]
 
     def family(self, item: Item) -> Hashable:
-        """What a member is dealt follows from what it was dealt before: parameters that are cut alike may well
-        lie differently."""
+        """The key of parameters that are dealt alike. A member's part follows from the parts before: parameters
+        that are cut alike may well lie differently."""
         return self._of[item][0]
 
     def boxes(self, item: Item, device: str) -> tuple[Box, ...]:

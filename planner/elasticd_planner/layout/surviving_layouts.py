@@ -1,4 +1,4 @@
-"""What is left of a plan's layouts after a fault: some devices are gone, of others the parameters are stale.
+"""The rest of a plan's layouts after a fault: some devices are gone, of others the parameters are stale.
 
 Under ZeRO a device has the new parameters where it keeps their state, and gets the rest from their keepers. It
 gets buffers that it keeps for others from those that compute with them. A fault in between leaves it with boxes

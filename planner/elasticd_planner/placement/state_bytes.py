@@ -1,4 +1,4 @@
-"""What a model's state weighs, section by section: what has to be known to count what moves between plans."""
+"""The bytes of a model's state, section by section, by which the traffic between plans is counted."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _section(held: SectionBytes, seconds: float = 0.0) -> SectionProfile:
 
 
 def weights_of(profile: ModelProfile) -> StateBytes:
-    """What a profile says that the state weighs."""
+    """The bytes of the state by a profile."""
 
     def section(of: SectionProfile) -> SectionBytes:
         return SectionBytes(cut=of.cut_bytes, grouped=of.grouped_bytes, whole=of.whole_bytes)

@@ -1,4 +1,4 @@
-"""How many bytes of state move between two plans, and which device takes which place so that these are few.
+"""The bytes of state that move between two plans, and the places of devices that make these few.
 
 The planner has a profile, not the model's layouts: bytes are counted by sections and share units. The
 migration counts exactly.
@@ -20,7 +20,7 @@ from elasticd_planner.spec.plan import ModulePlan, Pipeline, Plan, Span, Strateg
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Held:
-    """What a device holds: layers [start, stop), in an interleaved pipeline `later` ones too, share units
+    """The holdings of a device: layers [start, stop), in an interleaved pipeline `later` ones too, share units
     [low, high), embed and head."""
 
     start: int
@@ -38,11 +38,11 @@ class Held:
 
     @property
     def layers(self) -> int:
-        """How many layers it holds."""
+        """The number of layers that it holds."""
         return sum(stop - start for start, stop in self.spans)
 
     def common(self, start: int, stop: int, later: Sequence[Span] = ()) -> int:
-        """How many layers it has of [start, stop) and `later` ones."""
+        """The number of layers that it has of [start, stop) and `later` ones."""
         if not self.later and not later:
             return max(0, min(self.stop, stop) - max(self.start, start))
         spans = ((start, stop), *later)
@@ -61,7 +61,7 @@ def holders(plan: Plan | None, units: int) -> Holders:
 
 
 def held_by(pipelines: Sequence[Pipeline], units: int) -> Holders:
-    """What each device of some pipelines holds, shares counted in `units`."""
+    """The holdings of each device of some pipelines, shares counted in `units`."""
     held: Holders = {}
     for lane in (lane for pipeline in pipelines for lane in pipeline.by_lane):
         for stage in lane.stages:

@@ -57,7 +57,7 @@ class PolicySettings(Value, frozen=True, kw_only=True):
 
 
 class Decision(Value, frozen=True, kw_only=True):
-    """Whether the job switches to a new plan, and why."""
+    """The decision to switch to a new plan or not, with the reason."""
 
     replan: bool
     reason: str
@@ -67,7 +67,7 @@ class Decision(Value, frozen=True, kw_only=True):
 
 
 class Moved(Value, frozen=True, kw_only=True):
-    """What a switch cost."""
+    """The cost of a switch."""
 
     number: int  # of the plan
     bytes_lacking: int  # bytes of state that its members lacked, over all members

@@ -75,7 +75,7 @@ class Stability(Value, frozen=True, kw_only=True):
 
 
 class PayoffHorizon(Value, frozen=True, kw_only=True):
-    """How long a new plan may last, and how long its switch is put off."""
+    """The seconds that a new plan may last, and those for which its switch is put off."""
 
     steps: int  # in which its switch must pay
     wait: int = 0  # steps before the switch is made at all

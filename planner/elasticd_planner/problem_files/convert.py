@@ -127,7 +127,7 @@ def rates_of(problem: TableProblem) -> dict[str, float]:
 
 
 def search_space_of(given: TableProblem) -> SearchSpace:
-    """What the search may choose: whatever the file neither pins nor lacks the figures of."""
+    """The choices of the search: all that the file neither pins nor lacks the figures of."""
     pins, batch = given.pins, given.batch
     sizes = [n for n in range(1, batch.global_batch + 1) if batch.global_batch % n == 0]
     if batch.micro_batch is not None or given.model.times is None:
@@ -163,8 +163,8 @@ def _states(given: TableProblem) -> list[StatePolicy]:
 
 
 def state_bytes(given: TableProblem) -> StateBytes | None:
-    """What a problem says that its layers weigh: from `model.state`, else about, from a last stage's memory
-    (activations of one micro-batch are in it)."""
+    """The bytes of a problem's layers: from `model.state`, else about, from a last stage's memory (activations
+    of one micro-batch are in it)."""
     if given.model.state is not None:
         return weights_of(problem_of(given).profile)
     memory = given.model.memory

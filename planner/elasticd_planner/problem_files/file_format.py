@@ -206,12 +206,11 @@ class BatchEntry(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class PinsEntry(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What is not searched: TP size on nodes of normal devices, number of pipelines, ZeRO stage, replicas of
-    the optimizer state (with ZeRO), and whether blocks make their activations again. `interleave`: stages may
-    have up to so many chunks of layers, where that takes less time; without it they have one. `lanes`:
-    pipelines may have up to so many lanes; without it they have one. `sequence_parallel`: TP groups have
-    slices of the tokens between cut modules, all of them (true) or those that do not fit otherwise ("plan");
-    without it none has."""
+    """The fixed choices: TP size on nodes of normal devices, number of pipelines, ZeRO stage, replicas of the
+    optimizer state (with ZeRO), and whether blocks make their activations again. `interleave`: stages may have
+    up to so many chunks of layers, where that takes less time; without it they have one. `lanes`: pipelines may
+    have up to so many lanes; without it they have one. `sequence_parallel`: TP groups have slices of the tokens
+    between cut modules, all of them (true) or those that do not fit otherwise ("plan"); without it none has."""
 
     tp: int | None = None
     dp: int | None = None
@@ -285,7 +284,7 @@ class TableProblem(StoredValue, frozen=True, kw_only=True, forbid_unknown_fields
                 )
 
     def _check_units(self) -> None:
-        """What only problems in seconds have."""
+        """Checks the keys that only problems in seconds have."""
         nodes = self.cluster.nodes
         given = {
             "cluster.links": self.cluster.links is not None,

@@ -124,8 +124,8 @@ class SectionState(Value, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 class StateEntry(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What devices hold. `gradient` and `optimizer` (master weights in it) are bytes per byte of parameter;
-    every device needs `fixed_mib` besides, `reserve_mib` is left free."""
+    """The state that devices hold. `gradient` and `optimizer` (master weights in it) are bytes per byte of
+    parameter; every device needs `fixed_mib` besides, `reserve_mib` is left free."""
 
     block: SectionState = SectionState()
     embed: SectionState = SectionState()
@@ -282,7 +282,8 @@ def entry_of(profile: ModelProfile) -> dict[str, Any]:
 
 
 def _collective(profile: ModelProfile, width: int) -> CollectiveTimes:
-    """Where nothing is known by token, all of it grows with the tokens, as `ModelProfile.sized` has it."""
+    """The times of collectives: where nothing is known by token, all of it grows with the tokens, as
+    `ModelProfile.sized` has it."""
     seconds = profile.collective_seconds.get(width, 0.0)
     each = profile.collective_token_seconds.get(width)
     if each is None:

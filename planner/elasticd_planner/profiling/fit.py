@@ -283,7 +283,7 @@ def _section(
 
 
 def _recompute_factor(profile: ModelProfile, measured: _Measured) -> float:
-    """How many times longer a block takes that makes its activations again: where any did, as measured."""
+    """The factor by which a block takes longer that makes its activations again: where any did, as measured."""
     again, block = measured.column("again_seconds"), measured.column("block_seconds")
     found = (again > 0) & (block > 0) & measured.seats.recompute[measured.group]
     if found.any():

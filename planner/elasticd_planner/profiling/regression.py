@@ -161,7 +161,7 @@ def line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 
 def _held_out(timings: Sequence[SectionSample]) -> Errors | None:
-    """What is predicted of each token count by all the others."""
+    """The prediction of each token count by all the others."""
     counts = sorted({timing.tokens for timing in timings})
     if len(counts) < HELD_OUT_FROM:
         return None

@@ -149,7 +149,7 @@ class Samples(Value, frozen=True, kw_only=True):
 
 
 def kind_name(model: ModelSpec, kind: int) -> str:
-    """What timings call a kind of block."""
+    """The name of a kind of block in timings."""
     return "block" if len(model.kinds) == 1 else f"block.{kind}"
 
 

@@ -15,7 +15,7 @@ from elasticd_planner.cost.group_bound import Paces, least
 from elasticd_planner.cost.memory import fewest_devices, least_need
 from elasticd_planner.cost.table_cost import TableCost
 from elasticd_planner.grouping.group_types import Columns, Limits, Rules
-from elasticd_planner.grouping.node_partitions import Division, divider, kinds
+from elasticd_planner.grouping.node_partitions import Division, partitioner, kinds
 from elasticd_planner.numeric import EQUAL
 from elasticd_planner.search.bounds.integer_layers import Nodes, least_whole, nodes_of
 from elasticd_planner.search.bounds.table_bound import TableBound
@@ -82,7 +82,7 @@ class LargeSearch:
             each=task.micro_batches,
         )
         self.devices = sum(kind.devices * len(kind.nodes) for kind in self.kinds)
-        self.divider = divider(task.cost)
+        self.partitioner = partitioner(task.cost)
         self.limits: Limits = {}
         self.candidates = 0
         self._best: Found | None = None
@@ -118,7 +118,7 @@ class LargeSearch:
         of this size, if one is given."""
         if size not in self._known:
             self._known[size] = [
-                (self.divider.choices(kind, size=size), len(kind.nodes)) for kind in self.kinds
+                (self.partitioner.choices(kind, size=size), len(kind.nodes)) for kind in self.kinds
             ]
         return self._known[size]
 
@@ -156,7 +156,7 @@ class LargeSearch:
         alone = not self.task.cost.timing.fill and not isinstance(self.task.cost, TableCost)
         if self.devices > (WHOLE_STEADY if alone else SMALL):
             return None
-        return nodes_of(self.task, self.kinds, self.divider)
+        return nodes_of(self.task, self.kinds, self.partitioner)
 
     def _proved(self, pipelines: int) -> float:
         """The same for any sizes, and with whole layers where that is cheap."""
@@ -395,7 +395,7 @@ class LargeSearch:
         nodes = sum(len(kind.nodes) for kind in self.kinds)
         pools, part = (1, max(1, pipelines // nodes)) if pipelines > nodes else (2 * nodes // pipelines, 2)
         low = self.bound(pipelines, size)
-        divisions = self.divider.divisions(kind, low / task.layers, size=size)
+        divisions = self.partitioner.divisions(kind, low / task.layers, size=size)
         if not divisions:
             return math.inf
         columns = Columns(task.cost, self.rules, pools * len(divisions[0].types), self.limits)
@@ -437,11 +437,11 @@ class LargeSearch:
         for kind in self.kinds:
             listed: Sequence[Division]
             if plain and size is not None:
-                listed = (self.divider.plain(kind, size),)
+                listed = (self.partitioner.plain(kind, size),)
             elif small:
-                listed = self.divider.every(kind, size=size)
+                listed = self.partitioner.every(kind, size=size)
             else:
-                listed = self.divider.divisions(kind, time, size=size)
+                listed = self.partitioner.divisions(kind, time, size=size)
             divisions.append(listed or (Division(types=(), members=()),))
         best: Found | None = None
         leeway = LEEWAY if small and task.cost.timing.hidden else 1.0

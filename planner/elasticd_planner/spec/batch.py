@@ -43,7 +43,7 @@ class SequencePiece(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """How many tokens it has."""
+        """The number of its tokens."""
         return sum(stop - start for start, stop in self.spans)
 
     @property
@@ -75,7 +75,7 @@ _Kind = TypeVar("_Kind")
 
 
 class BatchRow(Value, frozen=True, kw_only=True, gc=False):
-    """What the lanes of a pipeline do in their micro-batches of one index."""
+    """The work of a pipeline's lanes in their micro-batches of one index."""
 
     lanes: tuple[MicroBatch, ...]  # by lane; empty: the lane has fewer micro-batches than others
 
@@ -234,7 +234,7 @@ class TokenBatchSampler:
 
 
 class BatchLengths(Value, frozen=True, kw_only=True):
-    """What the samples of a step cost: tokens of each, in the order of the samples, and what a token's matrix
+    """The costs of a step's samples: tokens of each, in the order of the samples, and what a token's matrix
     products cost in units of its attention to one other (`sample_packing.linear_of`)."""
 
     tokens: tuple[int, ...]
@@ -307,7 +307,7 @@ def _evenly(plan: Plan, samples: Sequence[int], lengths: BatchLengths) -> _Rows:
 
 
 def _slots(plan: Plan) -> list[int]:
-    """How many micro-batches each lane takes."""
+    """The number of micro-batches that each lane takes."""
     return [count for pipeline in plan.pipelines for count in pipeline.micro_batches_by_lane]
 
 

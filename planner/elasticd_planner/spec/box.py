@@ -84,7 +84,7 @@ class Box(Value, frozen=True, kw_only=True, order=True, gc=False):
         )
 
     def slices(self, within: Box) -> tuple[slice, ...]:
-        """Where this box lies in an array that holds the box `within`."""
+        """The slices at which this box lies in an array that holds the box `within`."""
         return tuple(
             slice(a - origin, b - origin)
             for a, b, origin in zip(self.start, self.stop, within.start, strict=True)

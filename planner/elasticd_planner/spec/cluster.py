@@ -51,7 +51,7 @@ class Device(Value, frozen=True, kw_only=True):
 
 
 class Link(Value, frozen=True, kw_only=True):
-    """What one hop costs: bandwidth in bytes per second, latency in seconds."""
+    """The cost of one hop: bandwidth in bytes per second, latency in seconds."""
 
     bandwidth: float = 1e9
     latency: float = 2e-4
@@ -261,7 +261,7 @@ def check_levels(levels: Sequence[Level]) -> None:
 
 
 def rate_of(rates: Rates, device: str) -> float:
-    """How many times slower than normal a device is: `NORMAL` where `rates` does not name it."""
+    """The slowdown of a device: `NORMAL` where `rates` does not name it."""
     return rates.get(device, NORMAL)
 
 

@@ -167,7 +167,7 @@ def item_batch(
 
 
 class _Lanes:
-    """What each lane of a module of items has been dealt."""
+    """The items that each lane of a module has been dealt."""
 
     def __init__(self, module: ModulePlan, slowdown: Sequence[int]) -> None:
         listed = [

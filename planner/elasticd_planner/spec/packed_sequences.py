@@ -1,4 +1,4 @@
-"""What a job packs: how many sequences a step has, of which lengths, and what a row of them may be."""
+"""The sequences that a job packs: their number in a step, their lengths, and the limits of a row of them."""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ class Stage(Value, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """How many devices each lane has."""
+        """The number of devices of each lane."""
         return self.lanes or (len(self.devices),)
 
     @property
@@ -154,7 +154,7 @@ class Stage(Value, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def layers(self) -> int:
-        """How many blocks it has, in all chunks."""
+        """The number of its blocks, in all chunks."""
         return sum(stop - start for start, stop in self.chunks)
 
     def experts_of(self, block: int) -> HeldExperts:
@@ -219,7 +219,7 @@ def _splits_on(splits: SplitExperts, held: HeldExperts, first: int, stop: int) -
 
 
 class PackedLane(Value, frozen=True, kw_only=True, omit_defaults=True):
-    """What a lane takes of the packed rows of a step."""
+    """The part of a step's packed rows that a lane takes."""
 
     capacity: int  # [tokens] of a row that its memory holds
     # [64ths] of a normal lane's time that it takes for the same work, by which it gets its first shares.
@@ -319,7 +319,7 @@ class Pipeline(Value, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def micro_batches_by_lane(self) -> tuple[int, ...]:
-        """How many micro-batches of a step each lane has."""
+        """The number of a step's micro-batches that each lane has."""
         return self.rows or (self.micro_batches,)
 
     @property
@@ -336,7 +336,8 @@ class Pipeline(Value, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def chunks(self) -> int:
-        """How often a micro-batch passes through the stages: 1 but in an interleaved pipeline."""
+        """The number of times that a micro-batch passes through the stages: 1 but in an interleaved
+        pipeline."""
         return len(self.stages[0].chunks)
 
     @property
@@ -346,7 +347,7 @@ class Pipeline(Value, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def layers(self) -> int:
-        """How many blocks the model has: every pipeline has all of them."""
+        """The number of blocks of the model: every pipeline has all of them."""
         return self.spans[-1][1]
 
 
@@ -518,7 +519,7 @@ class StatePolicy(Value, frozen=True, kw_only=True):
 
 
 class Prediction(Value, frozen=True, kw_only=True):
-    """What the planner expects of a plan: seconds a step, a lower bound of it over all plans of the problem,
+    """The planner's prediction of a plan: seconds a step, a lower bound of it over all plans of the problem,
     and the bytes of the fullest device by device name."""
 
     step_seconds: float
@@ -527,12 +528,12 @@ class Prediction(Value, frozen=True, kw_only=True):
 
     @property
     def gap(self) -> float:
-        """How far from optimal the plan can be at most, as a fraction."""
+        """The plan's largest possible distance from the optimum, as a fraction."""
         return self.step_seconds / self.bound_seconds - 1 if self.bound_seconds else 0.0
 
 
 class Place(NamedTuple):
-    """Where a device stands in the pipelines of a module."""
+    """The place of a device in the pipelines of a module."""
 
     pipeline: int
     stage: int

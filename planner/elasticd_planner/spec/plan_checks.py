@@ -1,4 +1,4 @@
-"""Whether a plan that a user gives is one of a model and a batch. What is not is refused by name."""
+"""Checks that a plan that a user gives fits a model and a batch. A plan that does not is refused by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a plan is, in one sentence for people."""
+"""A plan in one sentence, for people."""
 
 from __future__ import annotations
 

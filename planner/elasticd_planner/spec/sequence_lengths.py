@@ -21,8 +21,9 @@ PER_DOUBLING = 4
 
 
 class Lengths(Value, frozen=True, kw_only=True):
-    """What sequences are like: `mean` tokens; `effective`, the length of the sequence that a token is in, on
-    average over tokens (the sum of squared lengths over the sum of lengths); and the `longest`."""
+    """The distribution of sequences' lengths: `mean` tokens; `effective`, the length of the sequence that a
+    token is in, on average over tokens (the sum of squared lengths over the sum of lengths); and the
+    `longest`."""
 
     mean: float
     effective: float
@@ -43,12 +44,12 @@ def bucket(length: int) -> int:
 
 
 def histogram(lengths: Iterable[int]) -> dict[int, int]:
-    """How many sequences are in each bucket."""
+    """The number of sequences in each bucket."""
     return dict(sorted(Counter(map(bucket, lengths)).items()))
 
 
 def packed(measurement: Measurement) -> bytes:
-    """What a device reports of a step's sequences, the same bytes for the same sequences: the numbers of
+    """The report of a device about a step's sequences, the same bytes for the same sequences: the numbers of
     `_SEQUENCES`, then the histogram. Nothing where they were not measured."""
     if not measurement.squares > 0:
         return b""

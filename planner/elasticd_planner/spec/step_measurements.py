@@ -60,7 +60,7 @@ def module_row(measurement: ModuleMeasurement) -> Row:
 
 
 class Step(Value, frozen=True, kw_only=True):
-    """What members measured of one step under one plan. numbers: those of `columns`, device by device, as
+    """The measurements of one step under one plan. numbers: those of `columns`, device by device, as
     little-endian floats. lengths: of its sequences (None: not measured). Of a plan of several modules it is the
     step of the module with the loss, and `modules` has those of the others, of their devices."""
 
@@ -104,7 +104,7 @@ class Step(Value, frozen=True, kw_only=True):
     def timed(
         cls, plan: int, step: int, devices: tuple[str, ...], seconds: Sequence[float], work: Sequence[float]
     ) -> Step:
-        """Where nothing else was measured than how long each device computed, and how much."""
+        """A step of which only the seconds and the work of each device were measured."""
         nothing = [0.0] * len(devices)
         numbers = np.array((seconds, work, nothing, nothing), "<f8").T.tobytes()
         return cls(plan=plan, step=step, devices=devices, numbers=numbers, columns=STARTS)
@@ -128,7 +128,7 @@ class Step(Value, frozen=True, kw_only=True):
 
     @property
     def rows(self) -> list[tuple[float, float, float, float]]:
-        """What detection reads, device by device: the numbers of `STARTS`."""
+        """The values that detection reads, device by device: the numbers of `STARTS`."""
         if self.columns[: len(STARTS)] != STARTS:  # of another release
             return [tuple(row) for row in self.table[:, : len(STARTS)].tolist()]
         size = 8 * len(self.columns)
@@ -140,7 +140,7 @@ BUCKETS = 79
 
 
 class Reported(Value, frozen=True, kw_only=True):
-    """What some members reported of a step, by bucket and device.
+    """The reports of some members about a step, by bucket and device.
 
     In buckets, since a report makes another of these values, and is not to copy what thousands of others said.
     Each report is packed at once, so that the last one finds little left to do.

@@ -1,4 +1,4 @@
-"""Whether the copies that live are a whole state: box arithmetic over a plan's layouts."""
+"""Completeness of the state that lives: box arithmetic over a plan's layouts."""
 
 from __future__ import annotations
 

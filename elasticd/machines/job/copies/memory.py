@@ -1,4 +1,4 @@
-"""Whether a switch fits the devices' memory: beside the old copy of the state, with that aside, or in place.
+"""The memory of a switch on the devices: beside the old copy of the state, with that aside, or in place.
 
 The planner counts with parts of a profile, evenly spread; where replicas must be on different nodes, one device
 may have to keep more than its part. And a switch holds two copies for a while, of all boxes that change: where
@@ -32,7 +32,7 @@ HOST_PART = 0.75
 
 
 class Room(Value, frozen=True, kw_only=True):
-    """Whether the devices hold a plan's state."""
+    """The devices' room for a plan's state."""
 
     lacks: str = ""  # the device that cannot hold its part of the plan, in words
     cramped: str = ""  # the device that can, but not beside what it holds now, in words
