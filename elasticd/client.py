@@ -285,11 +285,11 @@ def _quoted(name: str) -> str:
 def _said(answer: httpx2.Response) -> str:
     """Why the coordinator said no, in its own words."""
     try:
-        said = answer.json()
+        problem = answer.json()
     except ValueError:
-        said = None
-    if isinstance(said, dict) and isinstance(said.get("error"), str):
-        return for_terminal(str(said["error"]))
+        problem = None
+    if isinstance(problem, dict) and isinstance(problem.get("error"), str):
+        return for_terminal(str(problem["error"]))
     return f"{answer.url} answered {answer.status_code}: is that an elasticd coordinator?"
 
 

@@ -42,8 +42,8 @@ class LineQueue:
 
     def take(self) -> bytes:
         """All that waits, as one piece."""
-        found = b"".join(self.lines)
+        taken = b"".join(self.lines)
         self.lines.clear()
         self.size = 0
         self.woken.clear()
-        return found
+        return taken

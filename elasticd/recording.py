@@ -139,13 +139,13 @@ def told(note: CoordinatorNote, at: float, time: float) -> bytes:
 
 def notes(effects: Iterable[Effect]) -> list[CoordinatorNote]:
     """The notes that effects bring, those that wait for a write among them."""
-    found: list[CoordinatorNote] = []
+    notes_of_effects: list[CoordinatorNote] = []
     for effect in effects:
         if isinstance(effect, CoordinatorNote):
-            found.append(effect)
+            notes_of_effects.append(effect)
         elif isinstance(effect, Write):
-            found += effect.notes
-    return found
+            notes_of_effects += effect.notes
+    return notes_of_effects
 
 
 def read(text: Iterable[bytes], source: str) -> list[Line]:
@@ -173,8 +173,8 @@ def read(text: Iterable[bytes], source: str) -> list[Line]:
 
 
 def _line(what: str, at: float, time: float, body: Any, kind: str = "") -> bytes:
-    made = {"type": tag_of(Line), "version": VERSION, "what": what, "at": at, "time": time, "kind": kind}
-    return msgspec.json.encode(made | {"body": body}) + b"\n"
+    line = {"type": tag_of(Line), "version": VERSION, "what": what, "at": at, "time": time, "kind": kind}
+    return msgspec.json.encode(line | {"body": body}) + b"\n"
 
 
 def _finite(value: Any) -> Any:

@@ -171,14 +171,14 @@ class Link:
 
     def _complain(self, url: str, error: Exception) -> None:
         """Of what a user must cure, once."""
-        said = f"the leader at {url} cannot be linked to: {error}"
+        complaint = f"the leader at {url} cannot be linked to: {error}"
         if isinstance(error, InvalidStatus) and error.response.body:
-            said = f"{said}: {error.response.body.decode(errors='replace')}"
+            complaint = f"{complaint}: {error.response.body.decode(errors='replace')}"
         elif isinstance(error, ssl.SSLError):
-            said = f"{said}; check [security] ca here, and cert and client_ca at the coordinator"
-        level = logging.DEBUG if said == self._said else logging.WARNING
-        self._said = said
-        _log.log(level, "%s", said)
+            complaint = f"{complaint}; check [security] ca here, and cert and client_ca at the coordinator"
+        level = logging.DEBUG if complaint == self._said else logging.WARNING
+        self._said = complaint
+        _log.log(level, "%s", complaint)
 
     async def _serve(self, connection: ClientConnection, outgoing: asyncio.Queue[FromAgent]) -> None:
         """Until the connection ends or the leader moves."""

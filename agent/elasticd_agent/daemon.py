@@ -191,8 +191,8 @@ class Agent:
 
     def _schema_refusal(self) -> str:
         """Why this agent cannot work with what the store holds, or nothing. Raises StoreError."""
-        found = self._store.get(self._keys.schema)
-        refusal = schema_refusal(found.value) if found is not None else ""
+        record = self._store.get(self._keys.schema)
+        refusal = schema_refusal(record.value) if record is not None else ""
         return f"the key {self._keys.schema}: {refusal}" if refusal else ""
 
     async def _claim(self) -> bool:
@@ -398,11 +398,11 @@ class Agent:
             if halt.looks:
                 pidfd = self._workers.pidfd(halt.client)
                 text = await stack_dump.stack(pid, pidfd, self._main_threads.stacks_of(halt.client))
-            found = told_of(halt, text)
+            halted = told_of(halt, text)
             if halt.looks:
-                _log.warning("%s stands still in %s for %.1f s", halt.client, found.place, halt.seconds)
+                _log.warning("%s stands still in %s for %.1f s", halt.client, halted.place, halt.seconds)
             if self._main_threads.still(halt):  # else it moved meanwhile, and that is not to be told before
-                self._emit(Stood(client=halt.client, halted=found))
+                self._emit(Stood(client=halt.client, halted=halted))
         except Exception as error:
             outlived("a look at a worker that stands still", error)
 

@@ -29,7 +29,7 @@ def outlived(what: str, error: Exception) -> str:
     Returns:
         The error in one line, for whoever has to be told.
     """
-    said = f"{type(error).__name__}: {shown(str(error))}"
+    text = f"{type(error).__name__}: {shown(str(error))}"
     place = (what, type(error).__name__, *_raised_at(error))
     with _lock:
         new = place not in _places and len(_places) < _MOST_PLACES
@@ -38,8 +38,8 @@ def outlived(what: str, error: Exception) -> str:
     if new:
         _log.error("elasticd failed on %s, and goes on; please report it", what, exc_info=error)
     else:
-        _again.warn(f"elasticd failed on {what} again ({said})")
-    return said
+        _again.warn(f"elasticd failed on {what} again ({text})")
+    return text
 
 
 def _raised_at(error: Exception) -> tuple[str, int]:

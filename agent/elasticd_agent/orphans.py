@@ -214,12 +214,12 @@ def _end(left: Callable[[set[str]], bool]) -> list[int]:
 
 def _starters(socket: str) -> set[str]:
     """The marks of the torchruns on this socket that some process descends from."""
-    found = set()
+    starters = set()
     for _, environment in _environments():
         if f"{SOCKET_VARIABLE}={socket}" in environment:
             prefix = f"{process_mark.VARIABLE}="
-            found |= {entry.removeprefix(prefix) for entry in environment if entry.startswith(prefix)}
-    return found
+            starters |= {entry.removeprefix(prefix) for entry in environment if entry.startswith(prefix)}
+    return starters
 
 
 def _environments() -> Iterator[tuple[int, set[str]]]:

@@ -97,18 +97,18 @@ class _Job:
 
     def torchruns(self) -> dict[str, Torchrun]:
         """All torchruns by name. One whose record this release cannot decode counts as one that is here."""
-        found, out = {}, {}
+        present, out = {}, {}
         for key, item in self.items.items():
             kind, _, name = key.removeprefix(self.prefix).partition("/")
             if kind == "torchruns":
-                found[name] = _record(item, Torchrun) or Torchrun(node="", store="")
+                present[name] = _record(item, Torchrun) or Torchrun(node="", store="")
             elif kind == "out":
                 record = _record(item, OutRecord)
                 out[name] = record.reason if record is not None else "its record says so"
-        for name in out.keys() & found.keys():
-            if found[name].status == "here":
-                found[name] = msgspec.structs.replace(found[name], status="out", reason=out[name])
-        return found
+        for name in out.keys() & present.keys():
+            if present[name].status == "here":
+                present[name] = msgspec.structs.replace(present[name], status="out", reason=out[name])
+        return present
 
 
 class RestartRendezvous:
@@ -387,8 +387,8 @@ class RestartRendezvous:
         """Compare and set, and what the store holds then. A state names its writer: none writes another's."""
         compare = Compare.modified(key, body.token)
         result = settle(self._store, (compare,), (Put(key, body.value),), patience=5.0)
-        found = self._store.get(key)
-        return found, result.succeeded and found is not None and found.value == body.value
+        current = self._store.get(key)
+        return current, result.succeeded and current is not None and current.value == body.value
 
     def _answer(self, client: str, job: _Job, number: int, *, done: bool) -> None:
         state = job.state

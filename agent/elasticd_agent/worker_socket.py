@@ -134,12 +134,12 @@ def _pidfd_of(pid: int, before: float) -> int | None:
 
 def _groups(sock: socket.socket) -> list[int]:
     """The other end's further groups; none where this kernel does not tell."""
-    found = array.array("I")
+    groups = array.array("I")
     try:
-        found.frombytes(sock.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, _MOST_GROUPS))
+        groups.frombytes(sock.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, _MOST_GROUPS))
     except OSError:
         return []
-    return list(found)
+    return list(groups)
 
 
 def _number(group: str) -> int:

@@ -138,7 +138,7 @@ class Fault(Value, frozen=True, kw_only=True):
         """The fault, for people."""
         where = self.where
         way = f" ({self.how})" if self.how else ""
-        said = {
+        sentences = {
             "slow": f"{where} runs {self.factor:g}x slower",
             "recover": f"{where} recovers",
             "kill": f"{where} dies",
@@ -157,7 +157,7 @@ class Fault(Value, frozen=True, kw_only=True):
             "shift": f"samples of {f'{self.items:g} items' if self.items else f'{self.tokens} tokens'}",
             "takeover": "the leader dies",
         }[self.kind]
-        return f"{said}, for {self.lasts:g} s" if self.lasts and self.kind in ENDINGS else said
+        return f"{sentences}, for {self.lasts:g} s" if self.lasts and self.kind in ENDINGS else sentences
 
     @property
     def way(self) -> str:

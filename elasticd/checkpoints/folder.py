@@ -52,8 +52,8 @@ def scan(folder: Path) -> tuple[Found, ...]:
     """
     if not folder.is_dir():
         return ()
-    found = [look(path) for path in folder.iterdir() if _NAME.fullmatch(path.name)]
-    return tuple(sorted(found, key=_age, reverse=True))
+    folders = [look(path) for path in folder.iterdir() if _NAME.fullmatch(path.name)]
+    return tuple(sorted(folders, key=_age, reverse=True))
 
 
 def _age(found: Found) -> tuple[float, int, int]:

@@ -35,14 +35,14 @@ class FolderUse:
         Raises:
             ValueError: another one has the folder in use, and nothing was changed.
         """
-        mine = folder / f"{_PREFIX}{user.replace(' ', '-', 1)}{_SUFFIX}"
+        marker = folder / f"{_PREFIX}{user.replace(' ', '-', 1)}{_SUFFIX}"
         self._file: IO[str] | None = None
         try:
-            self._file = _held(mine)
+            self._file = _held(marker)
         except OSError as error:
             log.warning("%s: another job that saves to it would not be noticed: %s", folder, error.strerror)
         for other in sorted(folder.glob(f"{_PREFIX}*{_SUFFIX}")):
-            if other != mine and _is_held(other):
+            if other != marker and _is_held(other):
                 self.end()
                 name = other.name.removeprefix(_PREFIX).removesuffix(_SUFFIX).replace("-", " ", 1)
                 raise ValueError(

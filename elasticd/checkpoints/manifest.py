@@ -203,14 +203,14 @@ def merge(origin: Origin, serial: int, parts: Sequence[Part]) -> Manifest:
         for name, entry in entries.items():
             _check_whole(name, entry)
     schemas = [Schema(groups=part.groups, extras=part.extras) for part in parts]
-    told = agreed(schemas, [part.device for part in parts])
+    agreed_schemas = agreed(schemas, [part.device for part in parts])
     return Manifest(
         origin=origin,
         serial=serial,
         tensors=tensors,
         files=tuple(file for part in parts for file in part.files),
-        groups=told.groups,
-        extras=told.extras,
+        groups=agreed_schemas.groups,
+        extras=agreed_schemas.extras,
     )
 
 

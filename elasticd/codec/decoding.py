@@ -80,11 +80,11 @@ def decoder_of(kind: type[T], *, strict: bool = True) -> msgspec.json.Decoder[T]
     the same moment end the process (0.22: a segmentation fault). So decoders are made one at a time, and kept.
     """
     key = kind, strict
-    found = _made.get(key)
-    if found is None:
+    decoder = _made.get(key)
+    if decoder is None:
         with _making:
-            found = _made[key] = msgspec.json.Decoder(kind, strict=strict)
-    return found
+            decoder = _made[key] = msgspec.json.Decoder(kind, strict=strict)
+    return decoder
 
 
 def decoded(decode: Callable[[bytes], T], data: bytes) -> T:

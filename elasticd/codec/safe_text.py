@@ -40,19 +40,19 @@ def for_terminal(text: str) -> str:
 def json_for_terminal(data: bytes) -> bytes:
     """JSON, of which each text becomes as by `for_terminal` when it is decoded."""
 
-    def written(found: re.Match[str]) -> str:
-        character = chr(int(found[1], 16)) if found[1] else found[0]
+    def written(match: re.Match[str]) -> str:
+        character = chr(int(match[1], 16)) if match[1] else match[0]
         if character in ("\\b", "\\f", "\\r"):
             character = {"b": "\b", "f": "\f", "r": "\r"}[character[1]]
         if len(character) == 1 and _IN_TEXT.fullmatch(character):
             return f"\\{_escape(character)}"
-        return found[0]
+        return match[0]
 
     return _IN_JSON.sub(written, data.decode(errors="replace")).encode()
 
 
-def _written(found: re.Match[str]) -> str:
-    return _escape(found[0])
+def _written(match: re.Match[str]) -> str:
+    return _escape(match[0])
 
 
 def _escape(character: str) -> str:

@@ -88,9 +88,9 @@ def private_text(path: str, key: str) -> str:
             mode = os.fstat(file.fileno()).st_mode
             text = file.read(1 << 20)
     except (OSError, UnicodeDecodeError) as error:
-        said = error.strerror if isinstance(error, OSError) else "it is not text in UTF-8"
+        reason = error.strerror if isinstance(error, OSError) else "it is not text in UTF-8"
         raise ConfigError(
-            f"{key} {path} cannot be read ({said}): name a file that this user may read"
+            f"{key} {path} cannot be read ({reason}): name a file that this user may read"
         ) from None
     if mode & stat.S_IRWXO:
         raise ConfigError(f"{key} {path} is open to everybody: chmod o= {path}")

@@ -360,8 +360,8 @@ def text_of(path: str | Path, what: str) -> str:
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        said = error.strerror if isinstance(error, OSError) else "it is not text in UTF-8"
-        raise ConfigError(f"cannot read {what}: {said}; name a readable TOML file") from error
+        reason = error.strerror if isinstance(error, OSError) else "it is not text in UTF-8"
+        raise ConfigError(f"cannot read {what}: {reason}; name a readable TOML file") from error
 
 
 def toml(text: str, source: str) -> dict[str, Any]:
@@ -397,12 +397,12 @@ def reloaded(config: Config, reread: Callable[[], Config] | None, sections: Iter
     if reread is None:
         return config
     try:
-        found = reread()
+        fresh = reread()
     except ConfigError as error:
         _log.error("the configuration stays as it is: %s", error)
         return config
-    changed = [name for name in _SECTIONS if getattr(found, name) != getattr(config, name)]
-    here = {name: getattr(found, name) for name in sections}
+    changed = [name for name in _SECTIONS if getattr(fresh, name) != getattr(config, name)]
+    here = {name: getattr(fresh, name) for name in sections}
     later = [f"[{name}]" for name in changed if name not in here]
     _log.info("read anew: %s", ", ".join(f"[{name}]" for name in changed if name in here) or "nothing new")
     if later:
@@ -439,17 +439,17 @@ def with_keys(base: S | type[S], body: Mapping[str, Any], where: str, *, strict:
                 raise ConfigError(f"{where} {given_key} and {key} are one key: give {key} alone")
         if key not in fields:
             # What somebody took for the place of a token or a password is not said aloud.
-            given = "" if isinstance(base, SecuritySection | EtcdSection) else f" (= {value!r})"
-            raise ConfigError(f"{where} has no key {key!r}{given}{_suggest(key, fields)}")
-        said = f"{where} {key} = {value!r}"
+            default = "" if isinstance(base, SecuritySection | EtcdSection) else f" (= {value!r})"
+            raise ConfigError(f"{where} has no key {key!r}{default}{_suggest(key, fields)}")
+        assignment = f"{where} {key} = {value!r}"
         if fields[key].type == tuple[LevelSection, ...]:
-            values[key] = _levels(value, said, where)
+            values[key] = _levels(value, assignment, where)
         elif fields[key].type is not LinkSection:
-            values[key] = _convert(value, fields[key].type, said, key, strict)
+            values[key] = _convert(value, fields[key].type, assignment, key, strict)
         elif isinstance(value, Mapping):
             values[key] = with_keys(getattr(base, key), value, f"{where.removesuffix(']')}.{key}]")
         else:
-            raise ConfigError(f"{said}: write a table, as {{ bandwidth = '25 GB/s', latency = 2e-5 }}")
+            raise ConfigError(f"{assignment}: write a table, as {{ bandwidth = '25 GB/s', latency = 2e-5 }}")
     new = isinstance(base, type)
     missing = [field.name for field in fields.values() if new and field.required and field.name not in values]
     if missing:
@@ -495,9 +495,9 @@ def _convert(value: Any, kind: Any, where: str, key: str, strict: bool) -> Any:
         return msgspec.convert(value, kind, strict=strict)
     except msgspec.ValidationError as error:
         # msgspec says: Expected `int | null`, got `str`. TOML has no null.
-        said = str(error).replace(" | null", "").replace("`", "")
-        right = next((_RIGHT[word] for word in _RIGHT if said.startswith(f"Expected {word},")), "")
-        raise ConfigError(f"{where}: {said[0].lower()}{said[1:]}{right}") from error
+        reason = str(error).replace(" | null", "").replace("`", "")
+        right = next((_RIGHT[word] for word in _RIGHT if reason.startswith(f"Expected {word},")), "")
+        raise ConfigError(f"{where}: {reason[0].lower()}{reason[1:]}{right}") from error
     except ValueError as error:
         raise ConfigError(f"{where}: {error}") from error
 

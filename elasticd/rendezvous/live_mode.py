@@ -338,8 +338,8 @@ class RankStore(Store):
             self._agent.call("set", PREFIX + key, data)
         except (RuntimeError, OSError) as error:
             if self._joined.nodes > 1:
-                said = f"the other nodes do not hear how many workers this one has ({error})"
-                print(f"elasticd: {said}", file=sys.stderr, flush=True)
+                warning = f"the other nodes do not hear how many workers this one has ({error})"
+                print(f"elasticd: {warning}", file=sys.stderr, flush=True)
 
     def get(self, key: str) -> bytes:
         """The value. It waits for another node's `ROLE_INFO` for `_INFO_SECONDS` at most, and then takes that

@@ -94,9 +94,9 @@ class TorchrunAgent(LocalElasticAgent):
 
     def _failure_of(self, failure: ProcessFailure) -> WorkerFailure:
         assert isinstance(self._logs_specs, WorkerOutput)
-        said = failure.error_file_data
+        data = failure.error_file_data
         refusal, stop = (
-            ("", "") if not isinstance(said, dict) else (said.get(key, "") for key in (REFUSAL, STOP))
+            ("", "") if not isinstance(data, dict) else (data.get(key, "") for key in (REFUSAL, STOP))
         )
         words = self._logs_specs.last_words(failure.local_rank)
         return failure_of(words, failure.exitcode, refusal=str(refusal), stop=str(stop))

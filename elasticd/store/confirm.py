@@ -41,9 +41,9 @@ def settle(
             result = store.transact(compares, then)
             if result.succeeded:
                 return result
-            made = _landed(store, then)
-            revision = result.revision if made is None else made or result.revision
-            return TransactResult(succeeded=made is not None, revision=revision)
+            outcome = _landed(store, then)
+            revision = result.revision if outcome is None else outcome or result.revision
+            return TransactResult(succeeded=outcome is not None, revision=revision)
         except OutcomeUnknown:
             if time.monotonic() >= deadline:
                 raise
@@ -54,11 +54,11 @@ def left(store: Store, op: Op) -> tuple[KeyValue, ...] | None:
     otherwise."""
     if isinstance(op, DeletePrefix):
         return None if store.snapshot(op.prefix).items else ()
-    found = store.get(op.key)
+    item = store.get(op.key)
     if isinstance(op, Delete):
-        return () if found is None else None
-    put = found is not None and (found.value, found.lease) == (op.value, op.lease)
-    return (found,) if found is not None and put else None
+        return () if item is None else None
+    put = item is not None and (item.value, item.lease) == (op.value, op.lease)
+    return (item,) if item is not None and put else None
 
 
 def _landed(store: Store, then: Sequence[Op]) -> int | None:
@@ -66,8 +66,8 @@ def _landed(store: Store, then: Sequence[Op]) -> int | None:
     None where some key is otherwise."""
     revisions: set[int] = set()
     for op in then:
-        found = left(store, op)
-        if found is None:
+        leftover = left(store, op)
+        if leftover is None:
             return None
-        revisions |= {item.mod_revision for item in found}
+        revisions |= {item.mod_revision for item in leftover}
     return revisions.pop() if len(revisions) == 1 else None if revisions else 0

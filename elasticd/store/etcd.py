@@ -270,12 +270,12 @@ class EtcdStore(Store):
         raise self._failure
 
     def _summary(self, failures: list[StoreError]) -> StoreError:
-        said = "; ".join(dict.fromkeys(str(failure) for failure in failures))
+        summary = "; ".join(dict.fromkeys(str(failure) for failure in failures))
         refusals = [failure for failure in failures if isinstance(failure, StoreRefused)]
         # One member that refuses while the others are silent is an outage, once we have been let in.
         if refusals and (not self._opened_once or len(refusals) == len(failures)):
-            return type(refusals[0])(said)
-        return StoreUnavailable(said)
+            return type(refusals[0])(summary)
+        return StoreUnavailable(summary)
 
     def _read(self, ask: Callable[[EtcdSession], T]) -> T:
         session = self.open_session()
@@ -317,7 +317,7 @@ class _Tail:
         threading.Thread(target=self._run, name=f"watch {self._prefix}", daemon=True).start()
 
     def _run(self) -> None:
-        pause, said = Backoff(*_BACKOFF), False
+        pause, warned = Backoff(*_BACKOFF), False
         while not self.watch.cancelled:
             begun, place = time.monotonic(), self._next_revision
             refused = False
@@ -326,17 +326,17 @@ class _Tail:
                 continue
             except StoreError as error:
                 refused = isinstance(error, StoreRefused)
-                level = logging.ERROR if refused and not said else logging.DEBUG
+                level = logging.ERROR if refused and not warned else logging.DEBUG
                 _log.log(level, "watch of %s: %s; that is tried again", self._prefix, error)
             except Exception:  # a defect; without this thread the watch's reader would hear nothing any more
                 refused = True
-                level = logging.DEBUG if said else logging.ERROR
+                level = logging.DEBUG if warned else logging.ERROR
                 text = "elasticd failed on the watch of %s; that is tried again"
                 _log.log(level, text, self._prefix, exc_info=True)
             if self._next_revision != place or time.monotonic() - begun > _BACKOFF[1]:
                 pause.reset()
-                said = False
-            said = said or refused
+                warned = False
+            warned = warned or refused
             self.watch.wait_cancelled(pause.next())
 
     def _follow(self) -> None:

@@ -30,10 +30,10 @@ _log = logging.getLogger(__name__)
 
 def objection(release: str) -> str:
     """The objection against a release of etcd, with the remedy; nothing for others, and for no release."""
-    found = re.match(r"v?(\d{1,9})\.(\d{1,9})\.(\d{1,9})", release)
-    if found is None:
+    version = re.match(r"v?(\d{1,9})\.(\d{1,9})\.(\d{1,9})", release)
+    if version is None:
         return ""
-    number = tuple(int(part) for part in found.groups())
+    number = tuple(int(part) for part in version.groups())
     known = [what for since, until, what in _KNOWN if since <= number <= until]
     if not known:
         return ""
@@ -43,9 +43,9 @@ def objection(release: str) -> str:
 def warn(release: Callable[[], str]) -> None:
     """Logs what is known against the etcd of a daemon, if anything is. release: as `EtcdStore.release`."""
     try:
-        said = objection(release())
+        warning = objection(release())
     except StoreError as error:
         _log.debug("etcd did not say its release: %s", error)
         return
-    if said:
-        _log.warning("%s", said)
+    if warning:
+        _log.warning("%s", warning)

@@ -134,8 +134,8 @@ def _outwait(store: Store, item: KeyValue, stopped: threading.Event) -> None:
     try:
         while not stopped.is_set() and watch.get(timeout=LOOK_SECONDS) is None:
             # Asked as well: an etcd that froze keeps its watches open, and says nothing.
-            found = store.get(item.key)
-            if found is None or found.mod_revision != item.mod_revision:
+            current = store.get(item.key)
+            if current is None or current.mod_revision != item.mod_revision:
                 return
     finally:
         watch.cancel()
@@ -173,5 +173,5 @@ def taken(store: Store, key: str, value: bytes, lease: int) -> int | None:
         # The lease is ours alone, so the key tells; and if the request lands later than this, the
         # next attempt finds the key and recognises it just so.
         pass
-    found = store.get(key)
-    return found.create_revision if found is not None and found.lease == lease else None
+    item = store.get(key)
+    return item.create_revision if item is not None and item.lease == lease else None

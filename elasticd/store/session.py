@@ -364,12 +364,12 @@ def translate(error: grpc.RpcError, endpoint: str) -> StoreError:
         return StoreRefused(details)
     if "required revision has been compacted" in details:
         return RevisionCompacted(f"etcd at {endpoint} has compacted a revision")
-    said = details.splitlines()[0] if details else code.name
+    answer = details.splitlines()[0] if details else code.name
     if code == grpc.StatusCode.DEADLINE_EXCEEDED:
-        said = "no answer in time"
-    elif "onnection refused" in said:
-        said = "nothing listens there (connection refused)"
-    return StoreUnavailable(f"etcd at {endpoint} does not answer: {said}")
+        answer = "no answer in time"
+    elif "onnection refused" in answer:
+        answer = "nothing listens there (connection refused)"
+    return StoreUnavailable(f"etcd at {endpoint} does not answer: {answer}")
 
 
 class RevisionCompacted(StoreUnavailable):

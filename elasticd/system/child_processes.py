@@ -135,8 +135,8 @@ class Processes:
             for child in needs:
                 self.alive(child)
             if time.monotonic() > deadline:
-                said = "".join(f"\n{child.name}: {child.said()}" for child in needs)
-                raise ProcessError(f"{what} did not happen within {seconds:g} s{said}")
+                outputs = "".join(f"\n{child.name}: {child.said()}" for child in needs)
+                raise ProcessError(f"{what} did not happen within {seconds:g} s{outputs}")
             self.pause()
 
     def alive(self, child: Child) -> None:
@@ -175,8 +175,8 @@ class Processes:
 
 
 def _descendants() -> list[psutil.Process]:
-    found: list[psutil.Process] = psutil.Process().children(recursive=True)
-    return found
+    descendants: list[psutil.Process] = psutil.Process().children(recursive=True)
+    return descendants
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

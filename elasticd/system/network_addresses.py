@@ -49,8 +49,8 @@ def own_names(host: str) -> frozenset[str]:
 def local_address(host: str) -> str | None:
     """This machine's address on the route to `host`; None where there is no route, or no such name."""
     with suppress(OSError, UnicodeError):
-        found = socket.getaddrinfo(host, _ANY_PORT, type=socket.SOCK_DGRAM)
-        for family, kind, protocol, _, there in sorted(found, key=lambda one: one[0] != socket.AF_INET):
+        addresses = socket.getaddrinfo(host, _ANY_PORT, type=socket.SOCK_DGRAM)
+        for family, kind, protocol, _, there in sorted(addresses, key=lambda one: one[0] != socket.AF_INET):
             with suppress(OSError), socket.socket(family, kind, protocol) as asked:
                 asked.connect(there)
                 return str(asked.getsockname()[0])
@@ -60,9 +60,9 @@ def local_address(host: str) -> str | None:
 def outward(hosts: Iterable[str], route: Callable[[str], str | None] = local_address) -> str | None:
     """This machine's address on the first route to one of `hosts` that leaves the machine; None without any."""
     for host in hosts:
-        found = route(host)
-        if found is not None and not is_loopback(found):
-            return found
+        address = route(host)
+        if address is not None and not is_loopback(address):
+            return address
     return None
 
 
@@ -78,14 +78,14 @@ def chosen(
     """
     if leader is not None and is_loopback(leader):
         return LOOPBACK, f"the leader at {leader}, which no other machine reaches"
-    if leader is not None and (found := outward([leader], route)) is not None:
-        return found, f"the route to the leader at {leader}"
+    if leader is not None and (address := outward([leader], route)) is not None:
+        return address, f"the route to the leader at {leader}"
     for host in stores:
-        if (found := outward([host], route)) is not None:
-            return found, f"the route to etcd at {host}"
+        if (address := outward([host], route)) is not None:
+            return address, f"the route to etcd at {host}"
     # The leader is on this machine, by a name that means loopback here: others have another route to it.
-    if leader is not None and (found := outward(_ELSEWHERE, route)) is not None:
-        return found, "the default route"
+    if leader is not None and (address := outward(_ELSEWHERE, route)) is not None:
+        return address, "the default route"
     return LOOPBACK, "no route that leaves this machine"
 
 

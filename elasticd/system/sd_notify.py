@@ -21,9 +21,9 @@ class SdNotifier:
         path = environment.get("NOTIFY_SOCKET", "")
         # '@' stands for a socket in the abstract namespace, whose name begins with a zero byte.
         self._address = "\0" + path[1:] if path.startswith("@") else path
-        mine = environment.get("WATCHDOG_PID", "") in ("", str(os.getpid() if pid is None else pid))
+        addressed = environment.get("WATCHDOG_PID", "") in ("", str(os.getpid() if pid is None else pid))
         microseconds = environment.get("WATCHDOG_USEC", "")
-        self._watchdog = int(microseconds) / 1e6 if mine and microseconds.isdigit() else None
+        self._watchdog = int(microseconds) / 1e6 if addressed and microseconds.isdigit() else None
 
     def ready(self, status: str) -> None:
         """The daemon serves; also the end of `reloading`. `status` is a line for `systemctl status`."""

@@ -36,10 +36,10 @@ def _descriptors(pidfd: int) -> list[int]:
     """The sockets of a process."""
     with open(f"/proc/self/fdinfo/{pidfd}") as file:
         pid = next((line.split()[1] for line in file if line.startswith("Pid:")), "")
-    found = []
+    descriptors = []
     with suppress(OSError):
         for entry in os.listdir(f"/proc/{pid}/fd"):
             with suppress(OSError):
                 if os.readlink(f"/proc/{pid}/fd/{entry}").startswith("socket:"):
-                    found.append(int(entry))
-    return found
+                    descriptors.append(int(entry))
+    return descriptors

@@ -43,10 +43,10 @@ class CannotTell(RuntimeError):
     """Torch cannot be imported; its last words are in the message."""
 
 
-def visible(said: str) -> tuple[str, ...]:
+def visible(variable: str) -> tuple[str, ...]:
     """The GPUs of a list of visible ones. CUDA ignores an entry that is no GPU, and all behind it: so `-1` or
     an empty text hides every GPU."""
-    names = (name.strip() for name in said.split(","))
+    names = (name.strip() for name in variable.split(","))
     return tuple(takewhile(lambda name: name.isdigit() or name.startswith(("GPU-", "MIG-")), names))
 
 

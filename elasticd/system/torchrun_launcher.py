@@ -305,8 +305,8 @@ def _check_there(what: Launch, following: Following) -> None:
 
 def visible(ours: Mapping[str, str]) -> tuple[str, ...] | None:
     """The GPUs that this process may use; None where nothing limits them."""
-    said = ours.get(GPUS_VARIABLE)
-    return None if said is None else torch_build.visible(said)
+    variable = ours.get(GPUS_VARIABLE)
+    return None if variable is None else torch_build.visible(variable)
 
 
 def slots(what: Launch) -> tuple[int, ...]:
@@ -322,26 +322,26 @@ def slots(what: Launch) -> tuple[int, ...]:
 
 def environment(what: Launch, index: int, ours: Mapping[str, str]) -> dict[str, str]:
     """Of the torchrun of this node's worker `index`, which hands it to its worker."""
-    found = {**ours, SLOT_VARIABLE: str(slots(what)[index])}
-    found.pop(SLOTS_VARIABLE, None)
+    variables = {**ours, SLOT_VARIABLE: str(slots(what)[index])}
+    variables.pop(SLOTS_VARIABLE, None)
     if what.gpus:
         # The agent's order is NVML's. CUDA's own default puts the fastest GPU first.
         queues = {torch_build.CONNECTIONS_VARIABLE: str(torch_build.CONNECTIONS)}
-        found = {_ORDER_VARIABLE: "PCI_BUS_ID", **queues, **found, GPUS_VARIABLE: what.gpus[index]}
+        variables = {_ORDER_VARIABLE: "PCI_BUS_ID", **queues, **variables, GPUS_VARIABLE: what.gpus[index]}
     if what.devices > 1:
-        found = {THREADS_VARIABLE: "1", **found}
-    return found
+        variables = {THREADS_VARIABLE: "1", **variables}
+    return variables
 
 
 def restart_environment(what: Launch, ours: Mapping[str, str]) -> dict[str, str]:
     """Of the one torchrun of this node in restart mode."""
-    found = {name: value for name, value in ours.items() if name != SLOT_VARIABLE}
-    found[SLOTS_VARIABLE] = ",".join(map(str, slots(what)))
+    variables = {name: value for name, value in ours.items() if name != SLOT_VARIABLE}
+    variables[SLOTS_VARIABLE] = ",".join(map(str, slots(what)))
     if what.gpus:
-        found = {_ORDER_VARIABLE: "PCI_BUS_ID", **found, GPUS_VARIABLE: ",".join(what.gpus)}
+        variables = {_ORDER_VARIABLE: "PCI_BUS_ID", **variables, GPUS_VARIABLE: ",".join(what.gpus)}
     if what.devices > 1:
-        found = {THREADS_VARIABLE: "1", **found}
-    return found
+        variables = {THREADS_VARIABLE: "1", **variables}
+    return variables
 
 
 def _wait(torchruns: list[_Torchrun], told: list[int]) -> _Ended:

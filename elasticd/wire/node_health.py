@@ -62,35 +62,35 @@ def causes(health: Health | None, name: str) -> tuple[str, ...]:
     """The possible causes of slow devices on this node, in words; empty where none is known."""
     if health is None:
         return ()
-    found = list(_of_device(health.device(name)))
+    sentences = list(_of_device(health.device(name)))
     if health.stolen is not None and health.stolen >= STOLEN:
-        found.append(f"others on its host take {health.stolen:.0%} of the processors' time")
+        sentences.append(f"others on its host take {health.stolen:.0%} of the processors' time")
     waits = {"cpu": "processors", "memory": "memory", "io": "disks"}
-    found += [
+    sentences += [
         f"work on its node waits for {waits.get(what, what)} {part:.0%} of the time"
         for what, part in sorted(health.pressure.items())
         if part >= PRESSED
     ]
-    return tuple(found)
+    return tuple(sentences)
 
 
 def _of_device(device: DeviceHealth | None) -> tuple[str, ...]:
     if device is None:
         return ()
-    found = []
+    symptoms = []
     if device.throttled:
         clock, most = device.clock, device.most_clock
         known = clock is not None and most is not None
         held = f" at {clock / 1e6:.0f} of {most / 1e6:.0f} MHz" if known else ""  # type: ignore[operator]
-        found.append(f"its clocks are held down{held}: {', '.join(device.throttled)}")
+        symptoms.append(f"its clocks are held down{held}: {', '.join(device.throttled)}")
     if device.temperature is not None and device.temperature >= HOT:
-        found.append(f"it is at {device.temperature:.0f} °C")
+        symptoms.append(f"it is at {device.temperature:.0f} °C")
     if device.uncorrected:
-        found.append(f"{device.uncorrected} ECC errors that could not be corrected")
+        symptoms.append(f"{device.uncorrected} ECC errors that could not be corrected")
     if device.remapping:
-        found.append(f"rows of its memory: {device.remapping}")
+        symptoms.append(f"rows of its memory: {device.remapping}")
     if device.xids:
-        found.append(f"the driver reported XID {', '.join(map(str, device.xids))}")
+        symptoms.append(f"the driver reported XID {', '.join(map(str, device.xids))}")
     if device.nvlink_errors:
-        found.append(f"{device.nvlink_errors} errors on its NVLinks")
-    return tuple(found)
+        symptoms.append(f"{device.nvlink_errors} errors on its NVLinks")
+    return tuple(symptoms)

@@ -215,7 +215,7 @@ def accept(sock: socket.socket, most: int = LARGEST_MESSAGE_BYTES) -> tuple[byte
         # The other end closed with messages of ours unread. The kernel says so once, before its last words.
         data, ancillary, flags = _packet(sock)
     fds = _descriptors(ancillary)
-    given: int | None = None
+    descriptor: int | None = None
     try:
         too_long = len(data) > LARGEST_PACKET_BYTES + (_SIZE.size if fds else 0)
         if too_long or flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC) or len(fds) > 2:
@@ -225,14 +225,14 @@ def accept(sock: socket.socket, most: int = LARGEST_MESSAGE_BYTES) -> tuple[byte
             return data or None, None
         size = _SIZE.unpack(data[: _SIZE.size])[0] if len(data) >= _SIZE.size else -1
         if size == 0 and len(data) > _SIZE.size and len(fds) == 1:
-            given = fds[0]
-            return data[_SIZE.size :], given
+            descriptor = fds[0]
+            return data[_SIZE.size :], descriptor
         message = _read_memfd(fds[0], data, most)
-        given = fds[1] if len(fds) == 2 else None
-        return message, given
+        descriptor = fds[1] if len(fds) == 2 else None
+        return message, descriptor
     finally:
         for fd in fds:
-            if fd != given:
+            if fd != descriptor:
                 os.close(fd)
 
 
@@ -304,10 +304,10 @@ def _squatted(path: str) -> str:
     if os.path.dirname(path) != folder:
         return ""
     try:
-        found = os.lstat(folder)
+        status = os.lstat(folder)
     except OSError:
         return ""
-    if found.st_uid == os.getuid() and stat.S_ISDIR(found.st_mode):
+    if status.st_uid == os.getuid() and stat.S_ISDIR(status.st_mode):
         return ""
     return f"{folder} is not this user's folder: another one made it"
 

@@ -50,8 +50,8 @@ class WorkerDevice(Value, frozen=True, kw_only=True):
     transport: str = "gloo"  # the library that carries tensors to other workers
 
     def __post_init__(self) -> None:
-        for said in (self.name, self.model, self.identity, self.transport):
-            if len(said) > MOST_NAME or not said.isprintable():
+        for text in (self.name, self.model, self.identity, self.transport):
+            if len(text) > MOST_NAME or not text.isprintable():
                 refuse(f"a worker's device has words of at most {MOST_NAME} printable characters")
 
     @property

@@ -15,7 +15,7 @@ def writers(layouts: Iterable[TensorLayout], order: Sequence[str]) -> dict[str, 
     result by itself. Raises KeyError for a holder that `order` lacks.
     """
     rank = {device: index for index, device in enumerate(order)}
-    given = dict.fromkeys(order, 0)
+    elements = dict.fromkeys(order, 0)
     result: dict[str, dict[str, tuple[Box, ...]]] = {device: {} for device in order}
     known: dict[int, list[tuple[Box, set[str]]]] = {}  # parameters of one family share their holdings
     every = list(layouts)  # kept, so that identities are
@@ -25,8 +25,8 @@ def writers(layouts: Iterable[TensorLayout], order: Sequence[str]) -> dict[str, 
                 (cell, {holding.device for holding in held}) for cell, held in cells(layout.holdings)
             ]
         for cell, holders in known[id(layout.holdings)]:
-            device = min(holders, key=lambda holder: (given[holder], rank[holder]))
-            given[device] += cell.size
-            mine = result[device]
-            mine[layout.name] = (*mine.get(layout.name, ()), cell)
+            device = min(holders, key=lambda holder: (elements[holder], rank[holder]))
+            elements[device] += cell.size
+            parts = result[device]
+            parts[layout.name] = (*parts.get(layout.name, ()), cell)
     return result

@@ -181,7 +181,7 @@ class Exchange:
         for incoming in posted:
             source = self._transport.members[incoming.source]
             arrived: list[tuple[Piece, torch.Tensor, bool]] = []
-            found: list[int] = []
+            sums_here: list[int] = []
             for handle, message, buffer, in_place in incoming.messages:
                 handle.wait()
                 self.received += message.bytes
@@ -189,11 +189,11 @@ class Exchange:
                 parts = [buffer] if in_place else list(_cut(message, buffer))
                 arrived += [(piece, part, in_place) for piece, part in zip(message.pieces, parts, strict=True)]
                 if self._transport.device.type == "cpu":
-                    found += checksums(parts)  # while the next is on its way
-            found = found or checksums([part for _, part, _ in arrived])
+                    sums_here += checksums(parts)  # while the next is on its way
+            sums_here = sums_here or checksums([part for _, part, _ in arrived])
             sums = self._opened(incoming, source)
-            for (piece, part, in_place), mine, expected in zip(arrived, found, sums, strict=True):
-                if mine == expected:
+            for (piece, part, in_place), computed, expected in zip(arrived, sums_here, sums, strict=True):
+                if computed == expected:
                     self._accept(piece, part, in_place)
                 else:
                     self.damage.append(
@@ -231,12 +231,12 @@ class Exchange:
 
     def _signature(self, messages: Sequence[Message]) -> int:
         """63 bits that stand for names, boxes and dtypes of the pieces, in order."""
-        told = [
+        signatures = [
             (*piece.item, piece.plane, piece.box.start, piece.box.stop, self._dtypes[piece.item, piece.plane])
             for message in messages
             for piece in message.pieces
         ]
-        digest = hashlib.blake2b(repr(told).encode(), digest_size=8).digest()
+        digest = hashlib.blake2b(repr(signatures).encode(), digest_size=8).digest()
         return int.from_bytes(digest, "little") >> 1
 
     def _release(self, *, before: int) -> None:
@@ -273,10 +273,10 @@ class _Staging:
             self._halves = [torch.empty(self._size, dtype=torch.uint8, device=self._device) for _ in range(2)]
         if index != self._index:
             self._index, self._start = index, 0
-        found = self._halves[index % 2][self._start : self._start + size]
+        buffer = self._halves[index % 2][self._start : self._start + size]
         self._start += -(-size // ALIGNED) * ALIGNED
         self._most[index % 2] = max(self._most[index % 2], self._start)
-        return found
+        return buffer
 
 
 def _most(rounds: Sequence[Round], end: str, me: str) -> int:

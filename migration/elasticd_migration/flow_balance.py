@@ -110,10 +110,10 @@ class _Flow:
             for _ in range(SWEEPS):
                 device = _scaled(device, self.out(self.spread(device, node)), target)
                 node = _scaled(node, self.over(self.spread(device, node)), target)
-            found = self.spread(device, node)
-            busy = self.busiest(found)
+            flows = self.spread(device, node)
+            busy = self.busiest(flows)
             if busy < most:
-                most, best = busy, found
+                most, best = busy, flows
             bound = max(bound, self.bound(1 / device), self.bound(1 / (device * node[self.home])))
             # A target below the least possible never comes to rest: it rises, slowly while that may be it.
             target = max(target * 1.005 if swept % 4 == 3 else target, bound)
@@ -127,18 +127,18 @@ class _Flow:
         total = _sums(self.owner, weight, len(self.sizes))
         return np.asarray(weight * (self.sizes / total)[self.owner])
 
-    def out(self, given: Floats) -> Floats:
+    def out(self, sent: Floats) -> Floats:
         """Bytes out of each device."""
-        return _sums(self.device, given, self.devices)
+        return _sums(self.device, sent, self.devices)
 
-    def over(self, given: Floats) -> Floats:
+    def over(self, sent: Floats) -> Floats:
         """Bytes out of each node; nothing over the one that stands for inside."""
-        found = _sums(self.node, given, self.nodes + 1)
-        found[self.nodes] = 0.0
-        return found
+        loads = _sums(self.node, sent, self.nodes + 1)
+        loads[self.nodes] = 0.0
+        return loads
 
-    def busiest(self, given: Floats) -> float:
-        return float(max(self.out(given).max(), self.over(given).max()))
+    def busiest(self, sent: Floats) -> float:
+        return float(max(self.out(sent).max(), self.over(sent).max()))
 
     def bound(self, pressure: Floats) -> float:
         """The best lower bound by the devices above some pressure."""
@@ -181,7 +181,7 @@ def _least(demand: float, counts: Ints, inside: Floats) -> float:
         full = counts * least > least + inside
         kept = float(_sums(full.astype(np.int64), inside, 2)[1])
         count = float(counts[~full].sum() + full.sum())
-        found = (demand - kept) / max(count, 1.0)
-        if found <= least * (1 + 1e-12):
+        level = (demand - kept) / max(count, 1.0)
+        if level <= least * (1 + 1e-12):
             return least
-        least = found
+        least = level

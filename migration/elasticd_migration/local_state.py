@@ -149,23 +149,23 @@ def own(
     `state`, which are adopted, or as the values are.
     """
     place = next((value.device for parts in values.values() for _, value in parts), None)
-    found: list[Owned] = []
+    owned: list[Owned] = []
     for name in layouts.trained:
         for box in layouts.boxes(Item(name, "state"), device):
             around, value = next((held, v) for held, v in values[name] if held.contains(box))
             if master is not None:
                 weight = _master(state, name, box, value.detach()[box.slices(around)], master)
-                found.append(Owned(name, box, torch.nn.Parameter(weight)))
+                owned.append(Owned(name, box, torch.nn.Parameter(weight)))
                 continue
             if around != box or not isinstance(value, torch.nn.Parameter):
                 value = torch.nn.Parameter(value.detach()[box.slices(around)])
-            found.append(Owned(name, box, value))
-        if not found or found[-1].name != name:
+            owned.append(Owned(name, box, value))
+        if not owned or owned[-1].name != name:
             layout = layouts.state(name)
             none = (0,) * max(1, len(layout.shape))
             empty = torch.empty(none, dtype=master or torch_dtype(layout.dtype), device=place)
-            found.append(Owned(name, Box.whole(none), torch.nn.Parameter(empty)))
-    return found
+            owned.append(Owned(name, Box.whole(none), torch.nn.Parameter(empty)))
+    return owned
 
 
 def _master(
@@ -290,13 +290,13 @@ def _take_settings(state: LocalState, owned: Sequence[Owned], optimizer: torch.o
     settings = {name: group.settings for group in state.groups for name in group.names}
     for index, group in enumerate(optimizer.param_groups):
         held = [names[id(parameter)] for parameter in group["params"] if id(parameter) in names]
-        found = {settings[name] for name in held if name in settings}
-        if len(found) > 1:
+        values = {settings[name] for name in held if name in settings}
+        if len(values) > 1:
             raise ValueError(
                 f"parameter group {index}: the parameters {held[:3]} were in groups with different settings; "
                 "let the optimizer's function group parameters by name alone"
             )
-        for text in found:
+        for text in values:
             carried = from_text(text, group["params"][0].device if group["params"] else None)
             group.update(
                 {key: value for key, value in carried.items() if key not in KERNEL_SETTINGS or key not in group}
@@ -341,13 +341,13 @@ def _is_plane(key: str, value: torch.Tensor, box: Box) -> bool:
 
 def _groups(owned: Sequence[Owned], optimizer: torch.optim.Optimizer | None) -> tuple[Group, ...]:
     names = {id(part.parameter): part.name for part in owned}
-    found = []
+    groups = []
     for index, group in enumerate(optimizer.param_groups if optimizer is not None else ()):
         held = dict.fromkeys(names[id(p)] for p in group["params"] if id(p) in names)
         settings = {key: value for key, value in sorted(group.items()) if key not in _MEMBERS}
         text = to_text(settings, f"parameter group {index}")
-        found.append(Group(settings=text, names=tuple(held)))
-    return tuple(found)
+        groups.append(Group(settings=text, names=tuple(held)))
+    return tuple(groups)
 
 
 def _fitting(item: Item, box: Box, held: torch.Tensor, state: LocalState) -> torch.Tensor:
@@ -407,11 +407,11 @@ def _read(values: Iterable[Number]) -> dict[int, bytes]:
     for value in values:
         if isinstance(value, torch.Tensor):
             alike.setdefault((value.dtype, value.device), []).append(value)
-    found: dict[int, bytes] = {}
+    values_read: dict[int, bytes] = {}
     for kept in alike.values():
         rows = torch.stack([value.detach().reshape(1) for value in kept]).cpu().view(torch.uint8)
-        found |= {id(value): bytes(row) for value, row in zip(kept, rows.tolist(), strict=True)}
-    return found
+        values_read |= {id(value): bytes(row) for value, row in zip(kept, rows.tolist(), strict=True)}
+    return values_read
 
 
 def _describe(tensor: LocalTensor, read: Mapping[int, bytes]) -> TensorSchema:

@@ -87,8 +87,8 @@ class PreparedMove:
     rounds: tuple[Round, ...]
 
 
-def agree(transport: Transport, mine: Schema) -> Schema:
-    """One schema for all ranks. A rank that cannot take part says why in `mine.refused`, and all raise it.
+def agree(transport: Transport, schema: Schema) -> Schema:
+    """One schema for all ranks. A rank that cannot take part says why in `schema.refused`, and all raise it.
 
     Few bytes are gathered. A schema falls into sections; all gather the digests of theirs, then each section
     goes over the wire once, in as many parts as ranks have it, each part from one of them. A part is packed
@@ -96,13 +96,13 @@ def agree(transport: Transport, mine: Schema) -> Schema:
     digests: one gathering is sooner over than two.
     Raises `Disagreement`, on every rank or on none.
     """
-    texts = {_digest(text): text for text in (section.to_json() for section in _sections(mine))}
+    texts = {_digest(text): text for text in (section.to_json() for section in _sections(schema))}
     short = sum(map(len, texts.values())) <= _SHORT
-    told = [
+    agreed = [
         _Section(digest, len(text), zlib.compress(text, _LEVEL) if short else b"")
         for digest, text in texts.items()
     ]
-    heard = [_sections_of.decode(row) for row in transport.all_gather(msgspec.msgpack.encode(told))]
+    heard = [_sections_of.decode(row) for row in transport.all_gather(msgspec.msgpack.encode(agreed))]
     having: dict[bytes, list[int]] = {}
     known: dict[bytes, _Section] = {}
     for rank, row in enumerate(heard):

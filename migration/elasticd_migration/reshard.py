@@ -196,9 +196,9 @@ def _changed(
                 held = tuple(holding for holding in before.holdings if holding.device not in gone)
                 before = msgspec.structs.replace(before, holdings=held)
             known[key] = None if before.holdings == after.holdings else (before, after)
-        found = known[key]
-        if found is not None:
-            yield item, key, *found
+        difference = known[key]
+        if difference is not None:
+            yield item, key, *difference
 
 
 #: Destination, source, and the box that goes.
@@ -274,10 +274,10 @@ def _parts(box: Box, shares: Sequence[Share]) -> Iterator[tuple[str, Box]]:
     shape = box.shape
     dim = next((d for d, extent in enumerate(shape) if extent >= 4 * len(shares)), None)
     dim = max(range(len(shape)), key=lambda d: (shape[d], -d)) if dim is None else dim
-    given, start = 0, box.start[dim]
+    offset, start = 0, box.start[dim]
     for share in shares:
-        given += share.size
-        stop = box.start[dim] + (2 * shape[dim] * given + total) // (2 * total)
+        offset += share.size
+        stop = box.start[dim] + (2 * shape[dim] * offset + total) // (2 * total)
         if start < stop:
             yield share.source, box.cropped(dim, start, stop)
         start = stop

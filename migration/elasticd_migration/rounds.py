@@ -107,14 +107,16 @@ def schedule(
     if limit < 1:
         raise ValueError(f"limit of a round must be at least one byte, not {limit}")
     packer = RoundPacker(limit)
-    mine: dict[int, dict[Pair, list[Piece]]] = defaultdict(lambda: defaultdict(list))
+    pieces_by_pair: dict[int, dict[Pair, list[Piece]]] = defaultdict(lambda: defaultdict(list))
     for group in _groups(transfers, planes, limit, me):
         parts = packer.place(*group.pair, group.size, group.slack)
         if group.transfers:
             for index, pieces in group.pieces(parts, planes):
-                mine[index][group.pair] += pieces
+                pieces_by_pair[index][group.pair] += pieces
     return tuple(
-        Round(messages=tuple(m for pair, pieces in mine[index].items() for m in _messages(pair, pieces)))
+        Round(
+            messages=tuple(m for pair, pieces in pieces_by_pair[index].items() for m in _messages(pair, pieces))
+        )
         for index in range(packer.rounds)
     )
 
@@ -139,12 +141,12 @@ class _Group:
         begin, start, border = 0, 0, 0
         for index, size in parts:
             border += size
-            found: list[Piece] = []
+            pieces_of_transfers: list[Piece] = []
             while True:
                 inside = (border - begin) // weight // block * block
                 stop = count if border >= begin + count * weight else max(start, inside)
                 if start < stop:
-                    found += _pieces(transfer, count, start, stop, planes)
+                    pieces_of_transfers += _pieces(transfer, count, start, stop, planes)
                 start = stop
                 if stop < count:
                     break
@@ -153,7 +155,7 @@ class _Group:
                 if following is None:
                     break
                 transfer, count, weight, block = following
-            yield index, found
+            yield index, pieces_of_transfers
 
 
 def _groups(
@@ -248,15 +250,15 @@ class RoundPacker:
                 parts.append((first + k, size))
                 break
             rooms -= slack
-            found = (enough & (rooms >= min(size, max(1, self._least // 2)))).nonzero()[0]
-            if len(found):
-                taken = rooms[found].cumsum()
-                count = min(int(taken.searchsorted(size)) + 1, len(found))
-                found, takes = found[:count], rooms[found[:count]]
+            places = (enough & (rooms >= min(size, max(1, self._least // 2)))).nonzero()[0]
+            if len(places):
+                taken = rooms[places].cumsum()
+                count = min(int(taken.searchsorted(size)) + 1, len(places))
+                places, takes = places[:count], rooms[places[:count]]
                 takes[-1] -= max(0, int(taken[count - 1]) - size)
-                ours[found] -= takes + slack
-                theirs[found] -= takes + slack
-                parts += zip((first + found).tolist(), takes.tolist(), strict=True)
+                ours[places] -= takes + slack
+                theirs[places] -= takes + slack
+                parts += zip((first + places).tolist(), takes.tolist(), strict=True)
                 size -= min(size, int(taken[count - 1]))
             first += WINDOW
         if parts:

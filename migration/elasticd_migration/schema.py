@@ -162,11 +162,11 @@ def _merged(schemas: Sequence[Schema], members: Sequence[str]) -> tuple[Group, .
     known = [(member, schema.groups) for member, schema in zip(members, schemas, strict=True) if schema.groups]
     for member, groups in known:
         if groups != known[0][1]:
-            mine, theirs = next(
+            ours, theirs = next(
                 (a, b) for a, b in zip_longest(groups, known[0][1], fillvalue=Group(settings="")) if a != b
             )
             raise Disagreement(
-                f"parameter groups: {member} has {mine.settings} for {mine.names[:3]}, {known[0][0]} "
+                f"parameter groups: {member} has {ours.settings} for {ours.names[:3]}, {known[0][0]} "
                 f"{theirs.settings} for {theirs.names[:3]}; make groups by name, change settings on all alike"
             )
     return known[0][1] if known else ()

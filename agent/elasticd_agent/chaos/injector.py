@@ -91,8 +91,8 @@ class FaultInjector:
         if harm.how == "heal-data":
             self._data.heal(harm.peer)
             return
-        found = [self._pidfd(device) for device in self._devices]
-        self._data.cut(harm.peer, [pidfd for pidfd in found if pidfd is not None])
+        pidfds = [self._pidfd(device) for device in self._devices]
+        self._data.cut(harm.peer, [pidfd for pidfd in pidfds if pidfd is not None])
         if harm.seconds:
             loop = asyncio.get_running_loop()
             self._heals[harm.peer] = loop.call_later(harm.seconds, self._data.heal, harm.peer)

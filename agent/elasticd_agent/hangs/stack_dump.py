@@ -61,14 +61,14 @@ async def _spied(pid: int) -> str:
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.DEVNULL,
         )
-        said, _ = await asyncio.wait_for(process.communicate(), _SPY_SECONDS)
+        output, _ = await asyncio.wait_for(process.communicate(), _SPY_SECONDS)
     except (OSError, TimeoutError):
         return ""
     finally:
         if process is not None and process.returncode is None:
             with suppress(ProcessLookupError):
                 process.kill()
-    return said.decode(errors="replace")[:MOST] if process.returncode == 0 else ""
+    return output.decode(errors="replace")[:MOST] if process.returncode == 0 else ""
 
 
 async def _written(pidfd: int, fd: int, number: int) -> str:

@@ -23,19 +23,19 @@ class ProbeError(Exception):
 def devices(agent: AgentSection, emulate: EmulateSection) -> tuple[Device, ...]:
     """The node's devices with their memory in bytes. Raises ProbeError."""
     try:
-        found = [] if emulate.enabled else DriverCalls().call(nvidia_memory, DRIVER_SECONDS)
+        memories = [] if emulate.enabled else DriverCalls().call(nvidia_memory, DRIVER_SECONDS)
     except DriverHangs:
         raise ProbeError(
             f"NVIDIA's driver has not said in {DRIVER_SECONDS:g} s what devices there are (nor would it tell "
             "nvidia-smi): reset the devices, or start the machine again"
         ) from None
-    if found and agent.devices is not None and agent.devices > len(found):
+    if memories and agent.devices is not None and agent.devices > len(memories):
         raise ProbeError(
-            f"[agent] devices = {agent.devices}, but this machine has {len(found)} NVIDIA devices: "
+            f"[agent] devices = {agent.devices}, but this machine has {len(memories)} NVIDIA devices: "
             "lower it, or turn [emulate] on"
         )
-    memory = [agent.memory or size for size in found[: agent.devices]]
-    if not found:
+    memory = [agent.memory or size for size in memories[: agent.devices]]
+    if not memories:
         count = agent.devices or min(os.cpu_count() or 1, MOST_CPU_DEVICES)
         emulated = emulate.memory if emulate.enabled else None
         memory = [emulated or agent.memory or psutil.virtual_memory().total // count] * count

@@ -221,7 +221,7 @@ class NvidiaReader:
     def read(self) -> tuple[DeviceHealth, ...]:
         """All devices now; none while the driver hangs, which the log says once."""
         try:
-            found = self._calls.call(self._read, PATIENCE_SECONDS)
+            readings = self._calls.call(self._read, PATIENCE_SECONDS)
         except DriverHangs:
             if not self._hangs:
                 _log.warning("NVIDIA's driver does not answer: how the devices are is not known until it does")
@@ -230,7 +230,7 @@ class NvidiaReader:
         if self._hangs:
             _log.warning("NVIDIA's driver answers again")
         self._hangs = False
-        return found
+        return readings
 
     def close(self) -> None:
         """Closes NVML, unless the driver hangs."""

@@ -59,8 +59,8 @@ def _rates(
 def _counted(counters: Callable[[], Any], into: str, out: str) -> tuple[int, int] | None:
     """Bytes of all disks, or of all interfaces, so far, by the names that psutil has for both ways."""
     with suppress(OSError, RuntimeError, NotImplementedError):
-        found = counters()
-        return (getattr(found, into), getattr(found, out)) if found is not None else None
+        counts = counters()
+        return (getattr(counts, into), getattr(counts, out)) if counts is not None else None
     return None
 
 
@@ -84,10 +84,10 @@ def _allowed(folder: Path, own: Path) -> Iterator[int]:
 
 def _pressures(folder: Path) -> dict[str, float]:
     """Part of the last ten seconds in which some work waited, by what for."""
-    found = {}
+    pressures = {}
     for what in ("cpu", "memory", "io"):
         with suppress(OSError, ValueError, StopIteration):
             line = next(line for line in (folder / what).read_text().splitlines() if line.startswith("some "))
             fields = dict(part.split("=") for part in line.split()[1:])
-            found[what] = float(fields["avg10"]) / 100
-    return found
+            pressures[what] = float(fields["avg10"]) / 100
+    return pressures

@@ -270,5 +270,5 @@ class SnapshotPort:
 def yielding() -> None:
     """The calling thread, and it alone, is nicer from here on (Linux counts niceness by thread)."""
     with contextlib.suppress(OSError):  # where that is not allowed it is as nice as the others
-        mine = threading.get_native_id()
-        os.setpriority(os.PRIO_PROCESS, mine, min(19, os.getpriority(os.PRIO_PROCESS, mine) + _NICER))
+        thread = threading.get_native_id()
+        os.setpriority(os.PRIO_PROCESS, thread, min(19, os.getpriority(os.PRIO_PROCESS, thread) + _NICER))

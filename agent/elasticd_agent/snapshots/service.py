@@ -176,13 +176,13 @@ class SnapshotService:
     def _fetch(self, name: str, body: Fetch) -> None:
         held = body.held
         client = self._state().clients.get(name)
-        found = self._snapshots.find(held) if client is not None and client.job == held.job else None
-        if found is None:
+        snapshot = self._snapshots.find(held) if client is not None and client.job == held.job else None
+        if snapshot is None:
             what = f"{held.device} at step {held.step} of plan {held.plan}"
             error = f"no snapshot of {what} is kept on node {self._node}"
             self._send(name, Fetched(held=held, error=error), None)
         else:
-            self._send(name, Fetched(held=found.held), found.fd)
+            self._send(name, Fetched(held=snapshot.held), snapshot.fd)
 
     # -- the copy on another node -----------------------------------------------------------------------------
 

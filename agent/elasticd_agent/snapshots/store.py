@@ -212,10 +212,10 @@ class SnapshotStore:
         return any(key[:2] == like and entry.lent is not None for key, entry in self._entries.items())
 
     def _by_device(self) -> dict[tuple[str, str], list[_Entry]]:
-        found: dict[tuple[str, str], list[_Entry]] = {}
+        entries: dict[tuple[str, str], list[_Entry]] = {}
         for key in sorted(self._entries):
-            found.setdefault(key[:2], []).append(self._entries[key])
-        return found
+            entries.setdefault(key[:2], []).append(self._entries[key])
+        return entries
 
     def _outdated(self, job: str) -> list[Snapshot]:
         whole = self._whole.get(job)

@@ -438,8 +438,8 @@ class Engine:
             self.stale, self._delivered = False, None
 
     def _look(self) -> None:
-        """Marks the parameters as ready if their values have arrived. An abort may end messages under way, so its
-        mark is looked at later."""
+        """Marks the parameters as ready if their values have arrived. An abort may end messages under way, so
+        its mark is looked at later."""
         if self._delivered is None or self.plan_groups.dead:
             return
         if self._delivered.query() and not self.plan_groups.dead:

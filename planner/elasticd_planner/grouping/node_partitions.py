@@ -396,7 +396,7 @@ def _sorted(types: Sequence[GroupType], groups: Sequence[tuple[int, ...]]) -> Di
 
 
 def partitioner(cost: CostModel) -> NodePartitioner:
-    """A partitioner that remembers what it made for an equal cost, if costs can be compared quickly (hashed)."""
+    """A partitioner that remembers its results for an equal cost, if costs can be compared quickly (hashed)."""
     try:
         made = _remembered(cast(Hashable, cost))
     except TypeError:

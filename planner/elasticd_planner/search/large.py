@@ -15,7 +15,7 @@ from elasticd_planner.cost.group_bound import Paces, least
 from elasticd_planner.cost.memory import fewest_devices, least_need
 from elasticd_planner.cost.table_cost import TableCost
 from elasticd_planner.grouping.group_types import Columns, Limits, Rules
-from elasticd_planner.grouping.node_partitions import Division, partitioner, kinds
+from elasticd_planner.grouping.node_partitions import Division, kinds, partitioner
 from elasticd_planner.numeric import EQUAL
 from elasticd_planner.search.bounds.integer_layers import Nodes, least_whole, nodes_of
 from elasticd_planner.search.bounds.table_bound import TableBound
