@@ -128,7 +128,7 @@ class ApiClient:
             with self._client.stream("GET", "/v1/record") as answer:
                 if not answer.is_success:
                     answer.read()
-                    raise CannotReach(_said(answer))
+                    raise CannotReach(_refusal_text(answer))
                 yield from _lines(answer)
         except httpx2.HTTPError as error:
             raise CannotReach(
@@ -157,7 +157,7 @@ class ApiClient:
             with self._client.stream("GET", path, timeout=timeout) as answer:
                 if not answer.is_success:
                     answer.read()
-                    raise CannotReach(_said(answer))
+                    raise CannotReach(_refusal_text(answer))
                 self._feed = answer.extensions["network_stream"].get_extra_info("socket")
                 for line in _lines(answer):
                     if (news := _news.one(line)) is not None:
@@ -251,7 +251,7 @@ class ApiClient:
             ) from error
         if answer.is_success:
             return answer.content
-        raise CannotReach(_said(answer))
+        raise CannotReach(_refusal_text(answer))
 
 
 def _lines(answer: httpx2.Response) -> Iterator[bytes]:
@@ -282,7 +282,7 @@ def _quoted(name: str) -> str:
     return quote(name, safe="")
 
 
-def _said(answer: httpx2.Response) -> str:
+def _refusal_text(answer: httpx2.Response) -> str:
     """Why the coordinator said no, in its own words."""
     try:
         problem = answer.json()

@@ -208,11 +208,11 @@ class Link:
             if message is None:
                 continue
             try:
-                self._hear(message)
+                self._on_message(message)
             except Exception as error:
                 outlived(f"{type(message).__name__} of the leader", error)
 
-    def _hear(self, message: ToAgent) -> None:
+    def _on_message(self, message: ToAgent) -> None:
         if isinstance(message, Drain):
             self._emit(AgentDrained(on=message.on))
         elif isinstance(message, ToClient | AgentRejected):

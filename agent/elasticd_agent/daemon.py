@@ -238,7 +238,7 @@ class Agent:
                     snapshots=self._snapshot_service.hear,
                     pongs=self._answered,
                     rounds=rounds.take,
-                    whereabouts=self._hear_whereabouts,
+                    whereabouts=self._on_whereabouts,
                     launches=self._launches.hear,
                     gone=self._launches.gone,
                 )
@@ -406,7 +406,7 @@ class Agent:
         except Exception as error:
             outlived("a look at a worker that stands still", error)
 
-    def _hear_whereabouts(self, client: str, body: Whereabouts, fd: int | None) -> None:
+    def _on_whereabouts(self, client: str, body: Whereabouts, fd: int | None) -> None:
         if why := self._main_threads.hear(client, body, fd):
             _log.warning("where %s is cannot be known: %s", client, why)
 

@@ -237,7 +237,7 @@ class Registrar:
             self._look()
             for key in [*((self._written.keys() | self._refused.keys()) - wanted.keys()), *wanted]:
                 self._bring(key, wanted.get(key))
-            self._tell()
+            self._notify()
         except NodeTaken as taken:
             self._failed(str(taken))
             self._stop.set()
@@ -303,7 +303,7 @@ class Registrar:
         refused.value, refused.why = value, f"the key {shown(key)}: {error}"
         refused.again = time.monotonic() + refused.pause.next()
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         calls = []
         with self._lock:
             for key in list(self._told):

@@ -240,7 +240,7 @@ class RestartRendezvous:
             await asyncio.sleep(0.05)
             if self._is_here(job, present.name):
                 return False
-        self._tell_state(job, present, died=True)
+        self._send_state(job, present, died=True)
         record = Torchrun(node=self._node, store="", status="left" if present.left else "died")
         self._registrar.hold(self._key(job, present.name), msgspec.json.encode(record))
         if orphans.has_ended(pid):
@@ -302,7 +302,7 @@ class RestartRendezvous:
         if not self._holds(client, known, body):
             return
         before, known.present = known.present, body
-        self._tell_state(known.job, body)
+        self._send_state(known.job, body)
         if before is not None and (before.store, before.left) == (body.store, body.left):
             self._run(self._ask(client, known.job, ReadRound(id=body.id)))
             return
@@ -332,7 +332,7 @@ class RestartRendezvous:
         self._hold(client, known, slots)
         return True
 
-    def _tell_state(self, job: str, present: Present, *, died: bool = False) -> None:
+    def _send_state(self, job: str, present: Present, *, died: bool = False) -> None:
         """To the leader, which keeps nothing of it: it is said again and again."""
         status: Literal["here", "left", "died"] = "left" if present.left else "died" if died else "here"
         at_work = present.at_work or AtWork()
@@ -346,17 +346,17 @@ class RestartRendezvous:
     def observe(self, event: Event) -> None:
         """Takes an event of the agent's machine: a new leader is told at once which torchruns there are."""
         if isinstance(event, LinkUp):
-            self._tell_all()
+            self._send_all_states()
 
     async def _repeat(self) -> None:
         while True:
             await asyncio.sleep(REPEAT_SECONDS)
-            self._tell_all()
+            self._send_all_states()
 
-    def _tell_all(self) -> None:
+    def _send_all_states(self) -> None:
         for known in self._clients.values():
             if known.present is not None:
-                self._tell_state(known.job, known.present)
+                self._send_state(known.job, known.present)
 
     def _may_write(self, client: str, question: int, size: int) -> bool:
         """If not, the client is told so, and asks again."""
@@ -419,7 +419,7 @@ class RestartRendezvous:
             job.take(item)
 
         def sink(item: WatchItem) -> None:
-            self._loop.call_soon_threadsafe(_heard, job, item)
+            self._loop.call_soon_threadsafe(_on_watch, job, item)
 
         begin = partial(self._store.watch, job.prefix, snapshot.revision + 1, sink)
         job.watch = await asyncio.to_thread(begin)  # it may wait until etcd answers again
@@ -448,7 +448,7 @@ def _record(item: KeyValue, kind: type[R]) -> R | None:
         return None
 
 
-def _heard(job: _Job, item: WatchItem) -> None:
+def _on_watch(job: _Job, item: WatchItem) -> None:
     if not isinstance(item, WatchEvent):
         job.items = {found.key: found for found in item.snapshot.items}
     elif item.kind == "put":

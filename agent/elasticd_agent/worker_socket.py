@@ -420,14 +420,14 @@ class _Connection:
                 self._refuse("the agent does not know its first message: use one release everywhere")
             return
         try:
-            self._hear(body, fd)
+            self._on_message(body, fd)
         except Exception as error:
             what = f"{type(body).__name__ if report is None else 'Report'} of a client"
             why = outlived(what, error)
             if self._opening is None or isinstance(body, Hello | Join):  # it waits for an answer
                 self._refuse(f"elasticd failed on {what} ({why}): please report it with the agent's log")
 
-    def _hear(self, body: FromWorker | ToAgentAlone | msgspec.Raw, fd: int | None) -> None:
+    def _on_message(self, body: FromWorker | ToAgentAlone | msgspec.Raw, fd: int | None) -> None:
         """One message, with the descriptor that came with it; a worker's report may be undecoded."""
         if isinstance(body, Snapped | Fetch) and self._opening is not None:
             self._handlers.snapshots(self._name, body, fd)

@@ -113,7 +113,7 @@ def list_(folder: Path, as_json: bool) -> None:
     """
     found = scan(folder)
     if as_json:
-        write_json([_told(item) for item in found])
+        write_json([_as_json(item) for item in found])
         return
     console = command_console()
     if not found:
@@ -128,7 +128,7 @@ def list_(folder: Path, as_json: bool) -> None:
             click.echo(f"damaged: {item.damage}")
 
 
-def _told(item: Found) -> dict[str, object]:
+def _as_json(item: Found) -> dict[str, object]:
     manifest = item.manifest
     told: dict[str, object] = {"name": item.name, "step": item.step, "plan": item.plan, "damage": item.damage}
     if manifest is not None:

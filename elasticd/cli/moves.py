@@ -247,7 +247,7 @@ def shown(old: Answered, new: Answered) -> Group:
             was, now, size = part.before.get(device), part.after.get(device), part.bytes(device)
             if was == now and not size:
                 continue
-            words = [_words(each, part.units) for each in (was, now)]
+            words = [_sentence(each, part.units) for each in (was, now)]
             if device in part.view.carriers:
                 words[1] = "state alone"
             known = "" if part.lacks is None else f"{size / 2**30:,.2f}"
@@ -302,7 +302,7 @@ def _by_name(device: str) -> tuple[str, int]:
     return node, int(index)
 
 
-def _words(held: Held | None, units: int) -> str:
+def _sentence(held: Held | None, units: int) -> str:
     if held is None:
         return "idle"
     low, high = 100 * held.low / units, 100 * held.high / units

@@ -59,12 +59,12 @@ class RecordedRun:
                 if line.what == "began":
                     self.state = line.state()
                 elif line.what == "told":
-                    self._told(line.note(), line.time)
+                    self._on_note(line.note(), line.time)
                 else:
-                    self._heard(line.event(), line.at, line.time)
+                    self._on_event(line.event(), line.at, line.time)
         self._last = lines[-1]
 
-    def _told(self, note: CoordinatorNote, time: float) -> None:
+    def _on_note(self, note: CoordinatorNote, time: float) -> None:
         self._writer.put_event(self._journal.tell(note, time))
         device, rate = note.data.get("device"), note.data.get("after")
         if note.kind in SLOWDOWN_KINDS and isinstance(device, str) and isinstance(rate, float):
@@ -73,7 +73,7 @@ class RecordedRun:
             at = step if isinstance(step, int) else 0
             self._writer.put_samples([Sample(device, time, at, None, rate, None)])
 
-    def _heard(self, event: Event, at: float, time: float) -> None:
+    def _on_event(self, event: Event, at: float, time: float) -> None:
         if isinstance(event, Received) and isinstance(event.message, FromClient):
             self._of_worker(event.message, time)
         self.state, effects = machine.step(self.state, event, at)

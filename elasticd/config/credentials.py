@@ -143,7 +143,7 @@ def _trust(context: ssl.SSLContext, ca: str, key: str) -> None:
         context.load_verify_locations(cafile=os.path.expanduser(ca))
     except (OSError, ssl.SSLError) as error:
         raise ConfigError(
-            f"[security] {key} = {ca!r} cannot be used ({_said(error)}): name a PEM file of certificates"
+            f"[security] {key} = {ca!r} cannot be used ({_error_text(error)}): name a PEM file of certificates"
         ) from None
 
 
@@ -154,12 +154,12 @@ def _chain(context: ssl.SSLContext, cert: str, key: str, keys: str) -> None:
         context.load_cert_chain(os.path.expanduser(cert), os.path.expanduser(key), password="")
     except (OSError, ssl.SSLError, ValueError) as error:
         raise ConfigError(
-            f"[security] {keys} cannot be used ({cert}, {key}: {_said(error)}): name a certificate and its "
-            "private key, both PEM, the key without a password"
+            f"[security] {keys} cannot be used ({cert}, {key}: {_error_text(error)}): name a certificate "
+            "and its private key, both PEM, the key without a password"
         ) from None
 
 
-def _said(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     if isinstance(error, ssl.SSLError):
         return error.reason or "it is not PEM"
     return error.strerror or str(error) if isinstance(error, OSError) else str(error)

@@ -442,12 +442,12 @@ class Leader:
     async def heard(self, connection: Connection, message: ToLeader | Unread) -> None:
         """One message of an agent; returns when it is dealt with, which may be long for a waiting `get`."""
         began = time.monotonic()
-        await self._heard(connection, message)
+        await self._on_message(connection, message)
         said = message.body if isinstance(message, FromClient) else message
         if not isinstance(said, StoreCall):  # which waits for others
             self.metrics.message(tag_of(said), time.monotonic() - began)
 
-    async def _heard(self, connection: Connection, message: ToLeader | Unread) -> None:
+    async def _on_message(self, connection: Connection, message: ToLeader | Unread) -> None:
         if isinstance(message, OutputPart):
             self.outputs.heard(connection.node, message)
             return

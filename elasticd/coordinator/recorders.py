@@ -60,9 +60,9 @@ class Recorders:
             return
         now = time.time()
         try:
-            self._tell(recording.heard(event, at, now))
+            self._send(recording.heard(event, at, now))
             for note in recording.notes(effects):
-                self._tell(recording.told(note, at, now))
+                self._send(recording.told(note, at, now))
         except Exception:
             _log.exception("recordings are ended: %r cannot be written", event)
             self.close()
@@ -75,7 +75,7 @@ class Recorders:
                 queue.get_nowait()
             queue.put_nowait(None)
 
-    def _tell(self, line: bytes) -> None:
+    def _send(self, line: bytes) -> None:
         for queue in list(self._queues):
             if queue.qsize() >= MOST_WAITING - 1:
                 _log.warning("a recording is ended: whoever makes it does not keep up")

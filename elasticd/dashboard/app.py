@@ -271,7 +271,7 @@ class DashboardRoutes:
         if job not in self._there():
             return await self._served.read(lambda history: self._forgotten(history, job))
         told = await self._served.read(
-            lambda history: _told(history, job, kinds=("snapshot", "checkpoint"), limit=64)
+            lambda history: _newest_events(history, job, kinds=("snapshot", "checkpoint"), limit=64)
         )
         if job not in self._there():  # it was forgotten while that was read
             return await self._served.read(lambda history: self._forgotten(history, job))
@@ -305,7 +305,7 @@ class DashboardRoutes:
         force, proposed = self._numbers(job)
 
         def read(history: HistoryReader) -> views.PlanList:
-            told = _told(history, job)
+            told = _newest_events(history, job)
             measured = history.seconds_by_plan(job)
             rows = [
                 plan_row(head, heard=at, in_force=force, proposed=proposed, measured=measured, told=told[::-1])
@@ -327,7 +327,7 @@ class DashboardRoutes:
                 listed = ", ".join(map(str, numbers[-12:])) or "none"
                 raise Failure(404, f"no plan {number} of job {job} is kept; the last ones: {listed}")
             record, heard = found
-            told = _told(history, job)[::-1]
+            told = _newest_events(history, job)[::-1]
             earlier = [other for other in numbers if earlier_starts(number, told) < other < number]
             before = history.plan(job, _before(history, job, earlier)) if earlier else None
             row = plan_row(
@@ -379,7 +379,7 @@ class DashboardRoutes:
 
         def read(history: HistoryReader) -> views.SwitchView:
             wanted = number or history.newest_switch(job)
-            told = _told(history, job, kinds=KINDS)[::-1]
+            told = _newest_events(history, job, kinds=KINDS)[::-1]
             newest = max((event.data.get("number", 0) for event in told if event.kind == "proposed"), default=0)
             wanted = number or max(wanted, newest)
             if not wanted:
@@ -391,7 +391,7 @@ class DashboardRoutes:
             if plan is None and (found := history.plan(job, wanted)) is not None:
                 plan = found[0].plan
             if before is None:
-                begun = earlier_starts(wanted, _told(history, job, kinds=("started_again",)))
+                begun = earlier_starts(wanted, _newest_events(history, job, kinds=("started_again",)))
                 earlier = [other for other in history.numbers(job) if begun < other < wanted]
                 known = history.plan(job, _before(history, job, earlier)) if earlier else None
                 before = known[0].plan if known is not None else None
@@ -544,7 +544,7 @@ class _Stream(StreamingResponse):
             self._left()
 
 
-def _told(
+def _newest_events(
     history: HistoryReader, job: str, kinds: tuple[str, ...] = (), limit: int = MOST_TOLD
 ) -> list[EventRecord]:
     """Events of the newest run of a job, the newest first."""

@@ -164,14 +164,14 @@ class Board:
         if self.known.touched or self.known.gone:
             self._hello = None
         self._devices(now)
-        self._jobs_told(now)
+        self._publish_jobs(now)
         for job, number in sorted(self._moving):
             self.streams.tell("progress", self.switch(job, number))
         self._moving.clear()
         if now - self._pulse_at >= SECOND:
             self._pulse_at = now
             self._stale = self._stale or self.known.heard >= self._old_at
-            self._restarts_told(self.known.time(now))
+            self._publish_restarts(self.known.time(now))
             self.streams.tell("leader", live_leader(self.known, self.known.time(now)))
 
     def _devices(self, now: float) -> None:
@@ -214,7 +214,7 @@ class Board:
             ),
         )
 
-    def _jobs_told(self, now: float) -> None:
+    def _publish_jobs(self, now: float) -> None:
         for job, row in list(self._steps.items()):
             if now - self._told_step.get(job, 0.0) < SECOND:
                 continue
@@ -227,10 +227,10 @@ class Board:
                 if shown.measured_step is not None:
                     self._told_stages[job] = shown.measured_step
         for job in sorted(self._jobs):
-            self._plan_told(job, self.known.time(now))
+            self._publish_plan(job, self.known.time(now))
         self._jobs.clear()
 
-    def _plan_told(self, job: str, now: float) -> None:
+    def _publish_plan(self, job: str, now: float) -> None:
         """A job's row, where more than its step changed."""
         news = self.known.cluster.jobs.get(job)
         if restarting(self.known.cluster, job) is not None:
@@ -249,7 +249,7 @@ class Board:
             self._told_rows[job] = row
             self.streams.tell("plan", views.LivePlan(row=row, over=news.over))
 
-    def _restarts_told(self, now: float) -> None:
+    def _publish_restarts(self, now: float) -> None:
         """Rows of jobs in restart mode that changed: also how long they are silent."""
         cluster = self.known.cluster
         jobs = [job for job in cluster.restarts if restarting(cluster, job.job) is not None]

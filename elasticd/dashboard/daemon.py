@@ -132,7 +132,7 @@ class Dashboard:
             self._connect,
             writer,
             self.config.dashboard,
-            lambda told: _call(loop, self._hear, told),
+            lambda told: _call(loop, self._on_news, told),
         )
         self._exits.push_async_callback(asyncio.to_thread, self.subscription.stop)
         await self._remember(saved)
@@ -272,7 +272,7 @@ class Dashboard:
             except sqlite3.Error as error:
                 _log.warning("the history does not keep whether tokens are asked for: %s", error)
 
-    def _hear(self, told: Told) -> None:
+    def _on_news(self, told: Told) -> None:
         self._heard.set()
         if told.news is None:
             self._url = ""

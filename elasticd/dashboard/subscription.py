@@ -147,7 +147,7 @@ class Subscription:
                     for news in api.live(self._last_id, page=self.page):
                         if self._stopped.is_set():
                             return
-                        self._heard(api, news)
+                        self._on_news(api, news)
                         pause.reset()
             except (CannotReach, ConfigError) as error:
                 why, away = str(error), isinstance(error, StoreAway)
@@ -163,7 +163,7 @@ class Subscription:
             self._tell(Told(at=time.time(), lost=why, store_away=away))
             self._stopped.wait(pause.next())
 
-    def _heard(self, api: ApiClient, news: live.AnyNews) -> None:
+    def _on_news(self, api: ApiClient, news: live.AnyNews) -> None:
         now = time.time()
         if isinstance(news, live.LiveHello | live.LeaderPulse):
             self._ahead = news.at - now

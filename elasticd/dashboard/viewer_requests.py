@@ -81,7 +81,7 @@ class ViewerRequests:
         """The leader's answer to a POST. Raises Failure."""
         status, content = await self._ask("POST", path, token, body)
         if not 200 <= status < 300:
-            raise Failure(status if status in PASSED_ON else 503, _said(content, status))
+            raise Failure(status if status in PASSED_ON else 503, _refusal_text(content, status))
         return msgspec.json.decode(content or b"null")
 
     async def output(self, node: str, rank: str, job: str, after: int, token: str | None) -> views.OutputView:
@@ -91,7 +91,7 @@ class ViewerRequests:
         where += f"?after={after}&job={quote(job, safe='')}"
         status, content = await self._ask("GET", where, token, None)
         if not 200 <= status < 300:
-            raise Failure(status if status in PASSED_ON else 503, _said(content, status))
+            raise Failure(status if status in PASSED_ON else 503, _refusal_text(content, status))
         try:
             return decoded_as(views.OutputView, content)
         except msgspec.DecodeError as error:
@@ -172,7 +172,7 @@ class ViewerRequests:
         """The caller that a token belongs to, by the leader's word. Raises Failure."""
         status, content = await self._ask("GET", "/v1/caller", token, None)
         if status != 200:
-            raise Failure(status, _said(content, status))
+            raise Failure(status, _refusal_text(content, status))
         try:
             found = decoded_as(CallerStatus, content)
         except msgspec.DecodeError as error:
@@ -217,7 +217,7 @@ def role(caller: CallerStatus) -> Literal["viewer", "operator"]:
     return "operator" if caller.role == "operator" else "viewer"
 
 
-def _said(content: bytes, status: int) -> str:
+def _refusal_text(content: bytes, status: int) -> str:
     """Why the leader said no, in its own words."""
     try:
         return msgspec.json.decode(content, type=views.PageRefusal).error

@@ -94,7 +94,7 @@ class AgentRequests:
         self._sock.settimeout(ANSWER_SECONDS)
         attend = Attend(job=self._job, pid=os.getpid(), release=__version__, slots=self._slots)
         unix_socket.send(self._sock, encode(attend))
-        welcome = self._hear(first=True)
+        welcome = self._receive(first=True)
         if not isinstance(welcome, Attending):
             raise ConnectionError(f"the agent said {type(welcome).__name__} where it was to say Attending")
         self.address = welcome.address
@@ -107,11 +107,11 @@ class AgentRequests:
         assert self._sock is not None
         unix_socket.send(self._sock, encode(body))
         while True:
-            answer = self._hear()
+            answer = self._receive()
             if isinstance(answer, RoundAnswer) and answer.id == body.id:
                 return answer
 
-    def _hear(self, *, first: bool = False) -> ToWorker:
+    def _receive(self, *, first: bool = False) -> ToWorker:
         assert self._sock is not None
         answer = None
         while answer is None:  # a message that this release does not know

@@ -330,9 +330,9 @@ class RankStore(Store):
         self._values[key] = data
         if key.startswith(ROLE_INFO):
             self._own = data
-            self._tell(key, data)
+            self._publish_workers(key, data)
 
-    def _tell(self, key: str, data: bytes) -> None:
+    def _publish_workers(self, key: str, data: bytes) -> None:
         """The others are to know how many workers this node has. Who starts alone needs nobody to know."""
         try:
             self._agent.call("set", PREFIX + key, data)

@@ -170,7 +170,7 @@ class RestartHandler(DynamicRendezvousHandler):
         """So many workers of this node, of `world` in all, run from now on, after so many restarts. Raises
         RendezvousRefusal where another job has their devices."""
         slots = slots_of(os.environ, workers)
-        self._tell(obeys=True, phase="runs", workers=workers, world=world, restarts=restarts, slots=slots)
+        self._report(obeys=True, phase="runs", workers=workers, world=world, restarts=restarts, slots=slots)
 
     def _notice_workers(self) -> None:
         """Tells of workers that nobody told of: plain torchrun starts them, and says nothing."""
@@ -189,17 +189,17 @@ class RestartHandler(DynamicRendezvousHandler):
 
     def _failed(self, failure: WorkerFailure, *, final: bool) -> None:
         failures = self._at_work.failures + 1
-        self._tell(phase="failed" if final else "waits", failure=failure, failures=failures)
+        self._report(phase="failed" if final else "waits", failure=failure, failures=failures)
 
     def ends_by(self, number: int) -> None:
         """A signal ends this torchrun and its workers."""
-        self._tell(ended_by=end_signal() or signal.Signals(number).name)
+        self._report(ended_by=end_signal() or signal.Signals(number).name)
 
     def workers_finished(self) -> None:
         """The workers ended with exit code 0."""
-        self._tell(phase="finished")
+        self._report(phase="finished")
 
-    def _tell_end(self, error: BaseException | None) -> None:
+    def _report_end(self, error: BaseException | None) -> None:
         """Tells how the workers ended where nobody told of it: by this exception of torchrun's, or none."""
         if self._at_work.phase != "runs":
             return
@@ -209,7 +209,7 @@ class RestartHandler(DynamicRendezvousHandler):
             failures = [failure_of("", failure.exitcode) for failure in error.failures.values()]
             self._failed(cause(failures), final=True)
 
-    def _tell(self, *, obeys: bool = False, **changes: Any) -> None:
+    def _report(self, *, obeys: bool = False, **changes: Any) -> None:
         """For the status, and to hold the devices: an agent that is away costs nothing. obeys: raises
         RendezvousRefusal where the agent says no."""
         self._at_work = msgspec.structs.replace(self._at_work, **changes)
@@ -224,7 +224,7 @@ class RestartHandler(DynamicRendezvousHandler):
     def shutdown(self) -> bool:
         """Ends this torchrun's part; as with torch's own backends the job is over with it, if it had a part."""
         failed = sys.exc_info()[0] is not None
-        self._tell_end(sys.exception())
+        self._report_end(sys.exception())
         if failed:
             self._workers.end_left()
         self._requests.patience = _FAREWELL_SECONDS

@@ -123,7 +123,7 @@ def parsed(arguments: list[str]) -> argparse.Namespace:
     return options
 
 
-def _told_to_end(number: int, frame: FrameType | None) -> None:
+def _on_end_signal(number: int, frame: FrameType | None) -> None:
     """As torch's own handler, which is there once workers are."""
     raise SignalException(f"{signal.Signals(number).name} before there are workers", signal.Signals(number))
 
@@ -147,7 +147,7 @@ def main(arguments: list[str] | None = None) -> int:
     outcome, code = TorchrunOutcome(), 0
     for number in NOTICES:
         if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, _told_to_end)
+            signal.signal(number, _on_end_signal)
     try:
         api.elastic_launch(config, command)(*script)
     except ModeSwitch:

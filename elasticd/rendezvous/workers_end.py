@@ -60,8 +60,8 @@ class WorkersEnd:
         if leave and threading.current_thread() is threading.main_thread():  # no other may set handlers
             for number in NOTICES:
                 before = signal.getsignal(number)
-                if callable(before) and before not in (self._heard, signal.default_int_handler):
-                    signal.signal(number, self._heard)
+                if callable(before) and before not in (self._on_signal, signal.default_int_handler):
+                    signal.signal(number, self._on_signal)
 
     @property
     def count(self) -> int:
@@ -87,7 +87,7 @@ class WorkersEnd:
         if self._number:
             raise SystemExit(128 + self._number)
 
-    def _heard(self, number: int, frame: FrameType | None) -> None:
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
         if self._number:
             if now - self._heard_at > ECHO_SECONDS:

@@ -61,7 +61,7 @@ class JobStopped(SystemExit):
 
 def stopped(reason: str) -> JobStopped:
     """The error for a job that cannot go on. `elasticd run` prints the reason once, in place of the workers."""
-    return _told(reason, STOP)
+    return _stop_error(reason, STOP)
 
 
 def refused(reason: str) -> JobStopped:
@@ -69,10 +69,10 @@ def refused(reason: str) -> JobStopped:
 
     `elasticd run` prints the reason once, in place of the workers.
     """
-    return _told(reason, REFUSAL)
+    return _stop_error(reason, REFUSAL)
 
 
-def _told(reason: str, key: str) -> JobStopped:
+def _stop_error(reason: str, key: str) -> JobStopped:
     """The error, whose reason torch's error file has under this key."""
     error = JobStopped(reason)
     if path := os.environ.get(_ERROR_FILE):

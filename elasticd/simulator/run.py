@@ -221,7 +221,7 @@ class Simulation:
         self._happened("turned_away", f"node {node}: {reason}", {"node": node})
         self._later(lambda: self._node[node].end("turned away"))
 
-    def _tell(self, note: CoordinatorNote) -> None:
+    def _publish(self, note: CoordinatorNote) -> None:
         joins = note.kind == "joined" and note.data.get("node") in self._node
         if note.kind not in _TOLD and not (joins and self._node[note.data["node"]].asks):
             return
@@ -256,7 +256,7 @@ class Simulation:
             self.planner,
             name=f"c{len(self._leaders) + 1}",
             send=self._down,
-            tell=self._tell,
+            tell=self._publish,
         )
         self._leaders.append(leader)
         return leader

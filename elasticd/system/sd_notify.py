@@ -27,29 +27,29 @@ class SdNotifier:
 
     def ready(self, status: str) -> None:
         """The daemon serves; also the end of `reloading`. `status` is a line for `systemctl status`."""
-        self._tell("READY=1", f"STATUS={status}")
+        self._notify("READY=1", f"STATUS={status}")
 
     def status(self, text: str) -> None:
         """The line for `systemctl status` from now on. It can be sent at any time, and does not mean that the
         daemon is ready."""
-        self._tell(f"STATUS={text}")
+        self._notify(f"STATUS={text}")
 
     def reloading(self) -> None:
         """The configuration is being read anew; `ready` ends that."""
-        self._tell("RELOADING=1", f"MONOTONIC_USEC={time.monotonic_ns() // 1000}")
+        self._notify("RELOADING=1", f"MONOTONIC_USEC={time.monotonic_ns() // 1000}")
 
     def stopping(self) -> None:
         """The daemon has begun to end. It is sent before connections are closed, which may take a while."""
-        self._tell("STOPPING=1", "STATUS=ending")
+        self._notify("STOPPING=1", "STATUS=ending")
 
     async def watch(self) -> None:
         """Says again and again, on the running loop, that the loop runs: a loop that hangs falls silent, and
         the service manager starts the daemon anew. Returns at once where no watchdog is set."""
         while self._address and self._watchdog:
-            self._tell("WATCHDOG=1")
+            self._notify("WATCHDOG=1")
             await asyncio.sleep(self._watchdog / 2)
 
-    def _tell(self, *lines: str) -> None:
+    def _notify(self, *lines: str) -> None:
         """One datagram. A service manager that is gone is no reason to end: it is not told."""
         if not self._address:
             return

@@ -65,7 +65,7 @@ class Leader:
 
     def say(self, *news: live.AnyNews) -> None:
         for each in news:
-            self.subscription._heard(self, each)  # type: ignore[arg-type]
+            self.subscription._on_news(self, each)  # type: ignore[arg-type]
 
     def hello(self, *jobs: live.JobNews, **changes: Any) -> None:
         self.say(msgspec.structs.replace(HELLO, **changes), *jobs, live.Whole(id="1:1"))

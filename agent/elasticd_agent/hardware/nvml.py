@@ -57,7 +57,7 @@ class Nvml:
 
     def read(self) -> tuple[DeviceHealth, ...]:
         """All devices now. It takes milliseconds for each, and does not wait for what they compute."""
-        self._hear()
+        self._read_events()
         return tuple(self._device(name, handle) for name, handle in self._handles.items())
 
     def _ask(self, question: Callable[[], T]) -> T | None:
@@ -147,7 +147,7 @@ class Nvml:
                 nvml.nvmlDeviceRegisterEvents(handle, nvml.nvmlEventTypeXidCriticalError, events)
         return events
 
-    def _hear(self) -> None:
+    def _read_events(self) -> None:
         """Takes in what was reported since, without waiting."""
         while self._events is not None:
             try:

@@ -282,9 +282,9 @@ class SnapshotService:
         """The leader is to hear of these jobs' snapshots, soon."""
         self._changed.update(jobs)
         if self._changed and self._telling is None:
-            self._telling = self._loop.call_later(_TELL_SECONDS, self._tell_changed)
+            self._telling = self._loop.call_later(_TELL_SECONDS, self._publish_changed)
 
-    def _tell_changed(self) -> None:
+    def _publish_changed(self) -> None:
         self._telling = None
         jobs, self._changed = self._changed, set()
         for job in sorted(jobs):

@@ -129,7 +129,7 @@ class ChaosRoutes:
         by = (caller or ANYBODY).words
         audit = partial(leading.asked, by, what, action=f"chaos {body.action}", **data)
         nodes = await leading.decide(lambda: order(leading, self._cuts, body), audit)
-        unheard = tuple([node for node in nodes if not await self._heard(leading, node, body)])
+        unheard = tuple([node for node in nodes if not await self._acknowledged(leading, node, body)])
         if unheard and body.action not in TOLD_AGAIN:
             raise ApiError(
                 "unavailable",
@@ -138,7 +138,7 @@ class ChaosRoutes:
             )
         return Harming(**msgspec.structs.asdict(body), pending=unheard)
 
-    async def _heard(self, leading: Leader, node: str, body: ChaosRequest) -> bool:
+    async def _acknowledged(self, leading: Leader, node: str, body: ChaosRequest) -> bool:
         """Returns whether the agent of a node has heard of an order. One that is cut off says so by another
         connection."""
         if await leading.connections.reached(node):

@@ -105,7 +105,7 @@ class RequestMiddleware:
         if caller.role not in roles:
             said = f"role {caller.role} may not do this: it needs a token of {' or '.join(roles)}"
             raise _Refusal(403, "forbidden", said)
-        return replace(caller, said=_said(headers, scope)) if changing else caller
+        return replace(caller, said=_sender_name(headers, scope)) if changing else caller
 
     def _strange_name(self, headers: Mapping[bytes, bytes]) -> str | None:
         """The name under which this coordinator is asked, if that is none of its own."""
@@ -192,7 +192,7 @@ def _foreign(headers: dict[bytes, bytes]) -> bool:
         return True
 
 
-def _said(headers: dict[bytes, bytes], scope: Scope) -> str:
+def _sender_name(headers: dict[bytes, bytes], scope: Scope) -> str:
     """The name that a sender gives itself, else its address."""
     text = headers.get(USER_HEADER.encode(), b"").decode("latin-1")
     said = "".join(each for each in text if each.isprintable())[:MOST_SAID].strip()

@@ -267,7 +267,7 @@ def _received(state: CoordinatorState, event: Received, now: float) -> Result:
     if isinstance(message, Crossed):
         links = node_links.crossed(state.links, event.node, message, state.nodes, now)
         return msgspec.structs.replace(state, links=links), ()
-    if isinstance(message, FromClient) and _first_said(state, message):
+    if isinstance(message, FromClient) and _is_first_report(state, message):
         links = node_links.moved(state.links, message, state.nodes, now)
         state = state if links is state.links else msgspec.structs.replace(state, links=links)
     taken = _taken(state, event.node, message) if isinstance(message, FromClient) else ""
@@ -316,7 +316,7 @@ def _begun_again(state: CoordinatorState, node: str, up: FromClient, now: float)
     return msgspec.structs.replace(state, jobs={**state.jobs, up.job: again}), effects
 
 
-def _first_said(state: CoordinatorState, up: FromClient) -> bool:
+def _is_first_report(state: CoordinatorState, up: FromClient) -> bool:
     """Returns True if a worker tells of a switch, and not again: to a new leader agents say all that still
     holds."""
     job = state.jobs.get(up.job)

@@ -346,7 +346,7 @@ def hello(turn: Transaction, node: str, up: FromClient, body: Hello) -> None:
     if why := uninvited(job, node, up.device):
         turn.send(node, up.client, Rejected(reason=why))
         return
-    if _said_again(turn, node, up, body):
+    if _is_known(turn, node, up, body):
         return
     if (known := job.workers.get(up.device)) is not None:  # one process a device: its agent lets in no second
         before = known.incarnation
@@ -381,7 +381,7 @@ def hello_after_end(turn: Transaction, node: str, up: FromClient, body: Hello) -
     forgotten before that ends; any other is turned away."""
     job = turn.job
     affirm(turn)
-    if job.gone.get(up.device) == up.incarnation or _said_again(turn, node, up, body):
+    if job.gone.get(up.device) == up.incarnation or _is_known(turn, node, up, body):
         return
     if job.is_member(up.device, up.incarnation):
         turn.worker(new_worker(turn, node, up, body))
@@ -389,7 +389,7 @@ def hello_after_end(turn: Transaction, node: str, up: FromClient, body: Hello) -
         turn.send(node, up.client, Rejected(reason=f"job {job.job} is over; {AGAIN}"))
 
 
-def _said_again(turn: Transaction, node: str, up: FromClient, body: Hello) -> bool:
+def _is_known(turn: Transaction, node: str, up: FromClient, body: Hello) -> bool:
     """Returns True if this worker is known already; it can be reached through this agent from now on."""
     known = turn.job.worker(up.device, up.incarnation)
     if known is None:

@@ -266,13 +266,13 @@ def step(
 ) -> tuple[JobState, tuple[Effect, ...]]:
     """The job after `event` at time `now` (seconds), and what its daemon is to do, in order."""
     turn = Transaction(job, nodes, epoch, settings, now)
-    _hear(turn, event)
+    _dispatch(turn, event)
     if not _waits(job, turn.job, event):
         _due(turn)
     return turn.job, tuple(turn.effects)
 
 
-def _hear(turn: Transaction, event: Event) -> None:
+def _dispatch(turn: Transaction, event: Event) -> None:
     """Handles the event as the job's phase asks; where the table has no row, the log has a line of it."""
     said: Any = event.message if isinstance(event, Received) else event
     up = said if isinstance(said, FromClient) else None

@@ -109,7 +109,7 @@ class HfBatches:
         ids = next(made[name] for name in IDS if name in made)
         self._refuse_values(ids[None], {key: value[None] for key, value in made.items()})
         mask = made.pop("attention_mask", None)
-        if mask is not None and not _says_nothing(mask[None], _of_one(made)):
+        if mask is not None and not _is_padding_alone(mask[None], _of_one(made)):
             raise Unlike(
                 0,
                 "attention_mask leaves out tokens that others see, or that have a label: packed sequences need "
@@ -191,7 +191,7 @@ class HfBatches:
         if mask is not None:
             if not isinstance(mask, Tensor) or mask.shape != ids.shape:
                 raise Unlike(0, f"attention_mask must have the shape of input_ids, {list(ids.shape)}")
-            if not _says_nothing(mask, batch.get(TARGETS, batch.get("targets"))):
+            if not _is_padding_alone(mask, batch.get(TARGETS, batch.get("targets"))):
                 needed["attention_mask"] = mask.long()
         if positions is not None and "position_ids" in self.takes:
             if not isinstance(positions, Tensor) or positions.shape[-1] != ids.shape[1]:
@@ -235,7 +235,7 @@ def shifted(labels: Tensor) -> Tensor:
     return torch.nn.functional.pad(labels, (0, 1), value=IGNORED)[..., 1:].contiguous()
 
 
-def _says_nothing(mask: Tensor, targets: Any) -> bool:
+def _is_padding_alone(mask: Tensor, targets: Any) -> bool:
     """Returns True if a mask [samples, tokens] leaves out only tokens at the end of samples, which have no
     target."""
     left_out = mask == 0

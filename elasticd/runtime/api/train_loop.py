@@ -198,7 +198,7 @@ class Loop:
             with suppress(DeviceLost):  # then the state here is lost, and the word says so
                 engine.rest()
         lost: Exception | None = lost_within(error)
-        word = self._word(engine, error)
+        word = self._raised(engine, error)
         if lost is None:
             self.control.send(word)
         if not word.holds:
@@ -226,11 +226,11 @@ class Loop:
                 if lost is None:
                     raise
 
-    def _say(self, engine: Engine, error: Exception, *, saves: bool = True) -> None:
+    def _report_error(self, engine: Engine, error: Exception, *, saves: bool = True) -> None:
         """Tells the leader that the job ends by an error."""
-        self.control.send(self._word(engine, error, ends=True, saves=saves))
+        self.control.send(self._raised(engine, error, ends=True, saves=saves))
 
-    def _word(self, engine: Engine, error: Exception, *, ends: bool = False, saves: bool = True) -> Raised:
+    def _raised(self, engine: Engine, error: Exception, *, ends: bool = False, saves: bool = True) -> Raised:
         """An exception in the words for the leader."""
         return raised(
             error,
@@ -315,18 +315,18 @@ class Loop:
         """The end of the job because of an unreadable sample. Every rank saves the state before the step."""
         self.finish(engine, step)
         if error.__cause__ is not None:
-            self._say(engine, error)
+            self._report_error(engine, error)
         return stopped(str(error))
 
     def no_progress(self, engine: Engine, step: int, why: str) -> JobStopped:
         """The end of the job because its steps change no weight. Every rank saves the state."""
         self.finish(engine, step)
-        self._say(engine, NoProgress(why))
+        self._report_error(engine, NoProgress(why))
         return stopped(why)
 
     def stopped(self, engine: Engine, error: Exception) -> JobStopped:
         """The end of the job because of an error that every rank has."""
-        self._say(engine, error, saves=False)
+        self._report_error(engine, error, saves=False)
         return stopped(str(error))
 
     def _draining(self) -> Draining:

@@ -214,10 +214,10 @@ class Saver:
         if self._task is not None and self._task.rank == 0:
             log.warning("the checkpoint of step %d is given up: %s", effect.step, effect.reason)
             if not effect.said:
-                self._tell_failed(self._task, f"gives it up: {effect.reason}")
+                self._report_failed(self._task, f"gives it up: {effect.reason}")
         if self._task is not None and effect.failed_here:
             log.warning("%s: no checkpoint of step %d: it %s", self._device, effect.step, self._why_failed)
-            self._tell_failed(self._task, self._why_failed)
+            self._report_failed(self._task, self._why_failed)
         self._put(self._let_go)
 
     def _begin(self, step: int, layouts: Holdings, state: Callable[[], LocalState]) -> None:
@@ -261,7 +261,7 @@ class Saver:
                     why = f"it did not come forward for {STALLED_SECONDS:g} s"
                     log.warning("the checkpoint of step %d is given up: %s", step, why)
                     if self._task is not None:
-                        self._tell_failed(self._task, f"gives it up: {why}")
+                        self._report_failed(self._task, f"gives it up: {why}")
                     self._given_up.add(step)
                     self._state = checkpointing.done(checkpointing.wrote(self._state, step, ok=False), step)
                 if now >= deadline:
@@ -322,7 +322,7 @@ class Saver:
         """This is told when a vote has it as well: another rank may have given the checkpoint up by then, and
         removed the folder that this one writes to."""
         with self._changed:
-            self._why_failed = f"could not write: {self._in_words(error)}"
+            self._why_failed = f"could not write: {self._sentence(error)}"
             self._state = checkpointing.wrote(self._state, task.step, ok=False)
             self._changed.notify_all()
 
@@ -331,11 +331,11 @@ class Saver:
         """Why this rank could not do its part in a checkpoint, the last time; empty: it always could."""
         return self._failure
 
-    def _tell_failed(self, task: Task, reason: str) -> None:
+    def _report_failed(self, task: Task, reason: str) -> None:
         self._failure = reason
         self._tell(SaveFailed(step=task.step, plan=task.origin.plan, reason=reason))
 
-    def _in_words(self, error: Exception) -> str:
+    def _sentence(self, error: Exception) -> str:
         """Why nothing more could be written, in plain words: torch's writer hides what the disk said."""
         cause = _cause(error)
         if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -361,9 +361,9 @@ class Saver:
             pass
         except Exception as error:  # the next checkpoint waits until this one is done with
             if not isinstance(_cause(error), _Stopped):
-                why = f"could not complete it: {self._in_words(error)}"
+                why = f"could not complete it: {self._sentence(error)}"
                 log.warning("no checkpoint of step %d: %s %s", task.step, self._device, why)
-                self._tell_failed(task, why)
+                self._report_failed(task, why)
             self._remove(task)
         finally:
             self._free(task)

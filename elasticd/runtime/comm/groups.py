@@ -168,7 +168,7 @@ class Group:
                 raise Cancelled("its connections were closed meanwhile")
             turns += 1
             time.sleep(pause(turns, time.perf_counter() - start))
-        with self._told():
+        with self._translated():
             work.wait()
 
     def completed(self, work: Any) -> bool:
@@ -176,7 +176,7 @@ class Group:
 
         Raises as `all_reduce`."""
         if work.work.is_completed():
-            with self._told():
+            with self._translated():
                 work.work.wait()
             return True
         if self.plan_groups.dead:
@@ -184,7 +184,7 @@ class Group:
         return False
 
     @contextmanager
-    def _told(self) -> Iterator[None]:
+    def _translated(self) -> Iterator[None]:
         """Gloo's errors in a few words: `Cancelled` after `shut`, else `PeerLost`."""
         try:
             yield
@@ -230,7 +230,7 @@ class Group:
         """
         others = [rank for rank in range(self.size) if rank != self.rank]
         backend, sent = self.backend, list[int]()
-        with self._told():
+        with self._translated():
             # Kept also where one fails: a message that finds its receive gone would never leave the socket.
             self._awaited = [(backend.recv([terms[rank]], rank, TERMS), terms[rank]) for rank in others]
             for rank in others:
@@ -271,7 +271,7 @@ class Group:
         All members start the collectives of a group in the same order.
         """
         here = tensor.cpu()  # the same where it lies there
-        with self._told():
+        with self._translated():
             work = self.backend.allreduce([here])
         return _Begun(work, here, tensor if here is not tensor else None)
 
@@ -282,7 +282,7 @@ class Group:
             tensor: on the host, a slice for each rank: [size, *shape].
             out: where the slices come that are for this rank, by the rank that they are from: [size, *shape].
         """
-        with self._told():
+        with self._translated():
             work = self.backend.alltoall_base(_raw(out), _raw(tensor), [], [])
         return _Begun(work, out, None)
 
@@ -327,7 +327,7 @@ class Group:
             A number for `arrived`. After `received` all messages have arrived.
         """
         here = tensor.cpu()
-        with self.plan_groups.stopwatch.measure(label), self._told():
+        with self.plan_groups.stopwatch.measure(label), self._translated():
             number = next(self._numbers)  # another thread may be at a meeting
             self._sent[number] = (self.backend.send([here], to, tag), here, tag)
         return number
@@ -341,7 +341,7 @@ class Group:
             tag: its number.
         """
         here = tensor if tensor.device.type == "cpu" else torch.empty_like(tensor, device="cpu")
-        with self._told():
+        with self._translated():
             work = self.backend.recv([here], source, tag)
         return _Begun(work, here, tensor if here is not tensor else None)
 
@@ -353,7 +353,7 @@ class Group:
             label: what the stopwatch counts the wait for.
             source: the rank that sends it, for the report of where the main thread is.
         """
-        with self.plan_groups.stopwatch.measure(label, source), self._told():
+        with self.plan_groups.stopwatch.measure(label, source), self._translated():
             work.work.wait()
         work.land()
 

@@ -115,7 +115,9 @@ class PreemptionNotice:
                 break
         else:
             why = f"this process has drained for {self._grace:g} s, its grace: it ends now"
-        words = threading.Thread(target=_last_words, args=(why,), name="elasticd-last-words", daemon=True)
+        words = threading.Thread(
+            target=_write_last_output, args=(why,), name="elasticd-last-words", daemon=True
+        )
         words.start()
         words.join(_WORDS_SECONDS)
         os._exit(0)  # the main thread may be stuck; and no code that torchrun takes for a failure
@@ -144,7 +146,7 @@ class PreemptionNotice:
         return number in ENDING or signal.getsignal(number) == self._handle
 
 
-def _last_words(why: str) -> None:
+def _write_last_output(why: str) -> None:
     log.warning("%s", why)
     logging.shutdown()
 

@@ -108,8 +108,8 @@ def local_model(
             else:
                 local.views.setdefault(section, []).append(_fuse(module, owner, leaf, held, fused))
         _settle(module, accelerator.device)
-        _tell_units(model, section, module, stage, position)
-        _tell_dropouts(model, section, module, stage, position, local.drawing)
+        _set_units(model, section, module, stage, position)
+        _key_dropouts(model, section, module, stage, position, local.drawing)
         local.modules[section] = module
         local.passes[section] = pass_of(section, module, local.drawing)
     return local
@@ -180,7 +180,7 @@ def repeats(model: Model, kind: str, shares: tuple[int, ...], position: int) -> 
     return [head // per - mine.start for head in lead]
 
 
-def _tell_units(model: Model, section: str, module: nn.Module, stage: Stage, position: int) -> None:
+def _set_units(model: Model, section: str, module: nn.Module, stage: Stage, position: int) -> None:
     cut = {rule.name: rule.cut.units for rule in model.spec.section(section) if rule.cut}
     experts = {rule.cut.units for rule in model.spec.section(section) if rule.experts and rule.cut}
     for kind, units in model.units.items():
@@ -227,7 +227,7 @@ def _sizes(model: Model, section: str, module: nn.Module) -> list[tuple[nn.Modul
     return found
 
 
-def _tell_dropouts(
+def _key_dropouts(
     model: Model, section: str, module: nn.Module, stage: Stage, position: int, drawing: ModelRng
 ) -> None:
     """Dropouts learn their keys and cuts."""

@@ -493,7 +493,7 @@ class Switcher(Generic[Held]):
         self.step = result.step
         self._missed = [(plan, vote) for plan, vote in self._missed if vote.step < self.step]  # it goes back
         self._loaded = self.step if result.checkpoint else None
-        self._say_start(result.checkpoint)
+        self._log_start(result.checkpoint)
         self._control.send(
             Switched(
                 number=number,
@@ -507,7 +507,7 @@ class Switcher(Generic[Held]):
             )
         )
 
-    def _say_start(self, checkpoint: str) -> None:
+    def _log_start(self, checkpoint: str) -> None:
         """Tells the user where the job begins, or goes on from a checkpoint: on the plan's first rank."""
         folder = self._moves.folder
         if folder is None or self.engine is None or self.engine.rank != 0 or self._control.alone:

@@ -50,7 +50,7 @@ class FaultScript:
         while self._by_step and not self._by_step[0].step and self._by_step[0].kind == "kill":
             fault = self._by_step.pop(0)
             self._truth.strike(fault)
-            self._told(fault)
+            self._publish(fault)
 
     def begin(self) -> None:
         """Puts all faults by time on the clock, and strikes those of step 0. Called once, after `before`."""
@@ -91,7 +91,7 @@ class FaultScript:
         node = node_of(device)
         return [name for name in self._truth.names if node_of(name) == node]
 
-    def _told(self, fault: Fault) -> None:
+    def _publish(self, fault: Fault) -> None:
         data: dict[str, object] = {"fault": fault.kind, "where": fault.device or fault.node}
         for key in ("factor", "lasts", "tokens"):
             if (value := getattr(fault, key)) not in (0, 1.0):
@@ -99,7 +99,7 @@ class FaultScript:
         self._tell("fault", fault.text, data)
 
     def _strike(self, fault: Fault) -> None:
-        self._told(fault)
+        self._publish(fault)
         ending = fault.ending(self._engine.now())
         if ending is not None:
             self._end_later(ending)

@@ -244,7 +244,7 @@ class PackedTruth(DeviceModel):
         assert batch is not None
         assert batch.step == step
         shape, spent = self._shape(plan), float(times.seconds)
-        told = [_told(batch, plan, device) for device in plan.members]
+        told = [_length_sums(batch, plan, device) for device in plan.members]
         slow = self._agreed[plan.digest][0].slowdown if self.work.follow else ()
         found = []
         for rank, (device, (tokens, squares, longest, lengths, rows)) in enumerate(
@@ -287,7 +287,7 @@ def _tokens(plan: Plan, batch: BatchPlan) -> list[int]:
     ]
 
 
-def _told(batch: BatchPlan, plan: Plan, device: str) -> tuple[int, float, int, dict[int, int], int]:
+def _length_sums(batch: BatchPlan, plan: Plan, device: str) -> tuple[int, float, int, dict[int, int], int]:
     """Tokens, squares, the longest, a histogram and rows of what a device has."""
     place = plan.places.get(device)
     if place is None:

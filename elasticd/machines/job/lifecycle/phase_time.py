@@ -40,7 +40,7 @@ def due(turn: Transaction) -> None:
         return
     text = _awaited(turn)
     if seconds >= settings.event_seconds and text:
-        _tell(turn, text)
+        _publish_reason(turn, text)
     begins = job.spec is not None and (job.phase is JobPhase.ASSEMBLING or (job.starting and text))
     if begins and seconds >= settings.assemble_seconds:
         _stop(turn, seconds, text, ASSEMBLE)
@@ -74,7 +74,7 @@ def _stands(turn: Transaction) -> float:
     return turn.now - max(turn.job.since, turn.job.progress.at)
 
 
-def _tell(turn: Transaction, text: str) -> None:
+def _publish_reason(turn: Transaction, text: str) -> None:
     """Shows `text` as the job's reason, unless it has a better one, and tells of it once."""
     job = turn.job
     if job.reason == text or (job.reason and job.phase is JobPhase.RECOVERING):

@@ -28,10 +28,12 @@ def measured(turn: Transaction, plan: Plan, step: Step) -> None:
     turn.set(shares=after, shares_plan=plan.number, item_shares=items)
     if not same:  # what another plan knows of its lanes is no change
         return
-    _tell(turn, step, before, after, "tokens")
+    _publish_shares(turn, step, before, after, "tokens")
     named = {module.module: module.items for module in plan.modules}
     for name, slow in items.items():
-        _tell(turn, step, items_before.get(name) or dict.fromkeys(slow, _NORMAL), slow, named[name], name)
+        _publish_shares(
+            turn, step, items_before.get(name) or dict.fromkeys(slow, _NORMAL), slow, named[name], name
+        )
 
 
 def _slowdowns(view: Plan, step: Step) -> dict[str, int]:
@@ -41,7 +43,7 @@ def _slowdowns(view: Plan, step: Step) -> dict[str, int]:
     return {device: told[device] for device in heads if told.get(device, 0) > 0}
 
 
-def _tell(
+def _publish_shares(
     turn: Transaction, step: Step, before: dict[str, int], after: dict[str, int], what: str, module: str = ""
 ) -> None:
     if before.keys() != after.keys():
