@@ -196,6 +196,7 @@ def main() -> int:
     sources = {name: path.read_text() for name, path in modules().items()}
     found = without_docstring(ROOT) + defined_twice(sources)
     found += house_names.misnamed(sources)
+    found += house_names.grown(sources, tomllib.loads(house_names.ALLOWED.read_text()))
     for name, source in sources.items():
         found += violations(name, source)
     print("\n".join(found) or "House rules: kept.")

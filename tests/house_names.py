@@ -1,13 +1,35 @@
-"""The house rules about names: a file's main class shares a word with its file."""
+"""The house rules about names and sentences.
+
+A file's main class shares a word with its file. Of the other rules `tests/house_names.toml` has the breaches
+that are left, by package, which may only shrink: `python -m tests.house_names` writes them anew for who mended
+some.
+"""
 
 import ast
 import re
+import tomllib
+from collections import Counter
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 #: Lines from which on a public class may be the main class of its file, and the file's lines for one of them.
 MAIN_LINES, MAIN_SHARE = 40, 4
 #: Letters that two words of one root have in common at their beginning ("registrar", "registration").
 ROOT_LETTERS = 6
+#: Breaches that are left, by rule and package.
+ALLOWED = Path(__file__).with_suffix(".toml")
+RULES = {
+    "docstrings": "docstrings that begin with what, who, whether, how, where or that",
+    "participles": "values named by how they came about (found, made, given, ...)",
+    "hearing": "functions named by verbs of hearing (publish, describe, send, on_message, events_of say more)",
+    "units": "constants of seconds or bytes without the unit in their name",
+}
+PARTICIPLES = {"found", "made", "came", "mine", "told", "said", "given"}
+_BEGINS = re.compile(r"(What|Whether|Who|Whom|Whose|How|Where|That)\b")
+_HEARING = re.compile(r"_*(?:\w+_)?(?:tell|tells|told|say|says|said|hear|hears|heard|word|words)(?:_\w+)?")
+_UNIT = re.compile(r"(^|_)(SECONDS?|MS|NS|MINUTES|HOURS|DAYS?|BYTES|[KMG]I?B|BITS|PER_SECOND)($|_)|_A_SECOND$")
+_WAIT = re.compile(r"(^|_)(PATIENCE|GRACE|SILENCE|PAUSE|TICK|POLL|TIMEOUT)$")
+_MEASURED = re.compile(r"(no more |at most |at least |the )?(seconds|bytes)\b", re.IGNORECASE)
 _ENDINGS = ("ings", "ing", "ers", "ors", "ies", "er", "or", "ed", "es", "s", "y", "e")
 
 
@@ -52,3 +74,83 @@ def _root(word: str) -> str:
 def _same_root(one: str, other: str) -> bool:
     shared = min(len(one), len(other), ROOT_LETTERS)
     return one == other or (shared >= 4 and one[:shared] == other[:shared])
+
+
+def counts(sources: Mapping[str, str]) -> dict[str, Counter[str]]:
+    """Counts the breaches of the rules that are not yet kept everywhere.
+
+    Args:
+        sources: texts of modules by dotted name.
+
+    Returns:
+        By rule and package: docstrings that begin with what, who, whether and the like; assignments and
+        parameters with a participle for a name; functions named by verbs of hearing; numbers of seconds or
+        bytes without unit.
+    """
+    breaches: dict[str, Counter[str]] = {rule: Counter() for rule in RULES}
+    for module, source in sources.items():
+        package, tree = package_of(module), ast.parse(source)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                breaches["docstrings"][package] += bool(_BEGINS.match(ast.get_docstring(node) or ""))
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                breaches["hearing"][package] += bool(_HEARING.fullmatch(node.name))
+            if isinstance(node, ast.arg):
+                breaches["participles"][package] += node.arg in PARTICIPLES
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                breaches["participles"][package] += node.id in PARTICIPLES
+        breaches["units"][package] += sum(1 for _ in unitless(tree, source))
+    return {rule: +by_package for rule, by_package in breaches.items()}
+
+
+def unitless(tree: ast.Module, source: str) -> Iterator[str]:
+    """The numeric constants of a module that are seconds or bytes, by name or comment, without that in the
+    name."""
+    lines = source.splitlines()
+    for node in tree.body:
+        target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
+        if not (isinstance(target, ast.Name) and target.id.isupper()) or _UNIT.search(target.id):
+            continue
+        value = getattr(node, "value", None)
+        if value is None or not re.fullmatch(r"[-\d._e*<+ ()/]+", ast.unparse(value)):
+            continue
+        above = lines[node.lineno - 2].strip() if node.lineno > 1 else ""
+        comment = (
+            above.lstrip("#: ") if above.startswith("#") else lines[node.lineno - 1].partition("#")[2].strip()
+        )
+        if _WAIT.search(target.id) or _MEASURED.match(comment):
+            yield target.id
+
+
+def grown(sources: Mapping[str, str], allowed: Mapping[str, Mapping[str, int]]) -> Iterator[str]:
+    """The packages with more breaches of a rule than are `allowed`."""
+    for rule, by_package in counts(sources).items():
+        for package, now in sorted(by_package.items()):
+            if now > (most := allowed.get(rule, {}).get(package, 0)):
+                yield f"{package}: {now} {RULES[rule]}, and {most} are allowed: see CONTRIBUTING, Prose"
+
+
+def package_of(module: str) -> str:
+    """Returns the package that breaches of a module are counted in: "elasticd.runtime",
+    "elasticd_planner.search"."""
+    return ".".join(module.split(".")[:2])
+
+
+def main() -> None:
+    """Lower the counts that are allowed to those of the tree; without a file, write them."""
+    from tests import house
+
+    sources = {name: path.read_text() for name, path in house.modules().items()}
+    allowed = tomllib.loads(ALLOWED.read_text()) if ALLOWED.exists() else None
+    lines: list[str] = []
+    for rule, by_package in counts(sources).items():
+        lines.append(f"[{rule}]")
+        for package, now in sorted(by_package.items()):
+            most = now if allowed is None else min(now, allowed[rule].get(package, 0))
+            lines += [f'"{package}" = {most}'] if most else []
+        lines.append("")
+    ALLOWED.write_text("\n".join(lines))
+
+
+if __name__ == "__main__":
+    main()

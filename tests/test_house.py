@@ -322,12 +322,39 @@ def test_main_class_that_shares_no_word_with_its_file_is_found() -> None:
     ]
 
 
+def test_names_and_sentences_of_each_rule_are_counted_by_package() -> None:
+    source = '''"""Whether it rains."""
+#: Seconds of a lap.
+LAP = 3.0
+#: Bytes of a page.
+PAGE_BYTES = 4096
+PATIENCE = 2
+#: Laps.
+LAPS = 4
+def tell(given): "What it is."
+def _words_of(word): found = [made for made in given]
+def spell(foundation): "Tells nothing: whether, who."
+'''
+    counted = house_names.counts({"elasticd.store.etcd": source, "elasticd.cli": "x = 1"})
+    assert counted == {
+        "docstrings": {"elasticd.store": 2},
+        "participles": {"elasticd.store": 3},
+        "hearing": {"elasticd.store": 2},
+        "units": {"elasticd.store": 2},
+    }
+    allowed = {rule: {"elasticd.store": 2} for rule in house_names.RULES}
+    (line,) = house_names.grown({"elasticd.store.etcd": source}, allowed)
+    assert line.startswith("elasticd.store: 3 values named by how they came about")
+    assert "2 are allowed" in line
+
+
 def test_house_program_ends_with_1_and_names_the_breaches(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = tmp_path / "cost.py"
     monkeypatch.setattr(house, "modules", lambda: {"elasticd_planner.cost.model": module})
     monkeypatch.setattr(house, "without_docstring", lambda root: [])
+    monkeypatch.setattr(house_names, "grown", lambda sources, allowed: [])
     module.write_text("import math\n")
     assert house.main() == 0
     module.write_text("import math\nimport time\n")
