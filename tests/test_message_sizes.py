@@ -158,7 +158,7 @@ def test_large_frame_is_decoded_beside_the_loop(monkeypatch: pytest.MonkeyPatch)
             await until(lambda: "alpha" in coordinator.leading.state.nodes)
             assert threads == {threading.current_thread().name}
             threads.clear()
-            await alpha.socket.send(padded(Health, agent_socket.DECODED_BESIDE + 1))
+            await alpha.socket.send(padded(Health, agent_socket.DECODED_BESIDE_BYTES + 1))
             await alpha.tell(AgentHello(record=node_record("alpha", memory=7)))
             await until(lambda: coordinator.leading.state.nodes["alpha"].record.devices[0].memory == 7)
             assert threads == {"decode", threading.current_thread().name}

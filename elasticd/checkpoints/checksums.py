@@ -16,7 +16,7 @@ from elasticd_planner.value import Value
 from elasticd.checkpoints.disk import WritableFile
 
 #: Bytes of a block.
-BLOCK = 1 << 20
+BLOCK_BYTES = 1 << 20
 
 
 class Damaged(Exception):
@@ -63,17 +63,17 @@ class ChecksumWriter:
         if len(self.head) < self.HEAD:
             self.head += data[: self.HEAD - len(self.head)]
         self.size += written
-        if written < BLOCK - len(self._block):  # most are a few bytes
+        if written < BLOCK_BYTES - len(self._block):  # most are a few bytes
             self._block += data
             return written
         view = memoryview(data).cast("B")
         while view:
-            taken = min(BLOCK - len(self._block), len(view))
-            if taken == BLOCK:
-                self._emit(view[:BLOCK])
+            taken = min(BLOCK_BYTES - len(self._block), len(view))
+            if taken == BLOCK_BYTES:
+                self._emit(view[:BLOCK_BYTES])
             else:
                 self._block += view[:taken]
-                if len(self._block) == BLOCK:
+                if len(self._block) == BLOCK_BYTES:
                     self._emit(self._block)
                     self._block = bytearray()
             view = view[taken:]
@@ -126,7 +126,7 @@ class ChecksumReader:
         if not 0 <= start <= stop <= self._sums.size:
             raise Damaged(f"{self._path}: bytes {start} to {stop} were promised, it has {self._sums.size}")
         if start < self._start or stop > self._start + len(self._kept):
-            self._fill(start // BLOCK, -(-stop // BLOCK))
+            self._fill(start // BLOCK_BYTES, -(-stop // BLOCK_BYTES))
         return self._kept[start - self._start : stop - self._start]
 
     def test(self) -> None:
@@ -136,8 +136,8 @@ class ChecksumReader:
 
     def _fill(self, first: int, last: int) -> None:
         """Reads the blocks first <= i < last."""
-        self._start = first * BLOCK
-        wanted = min(last * BLOCK, self._sums.size) - self._start
+        self._start = first * BLOCK_BYTES
+        wanted = min(last * BLOCK_BYTES, self._sums.size) - self._start
         data = bytearray(wanted)
         view, at = memoryview(data), 0
         while at < wanted:
@@ -150,8 +150,8 @@ class ChecksumReader:
             at += got
         self.bytes_read += wanted
         for index in range(first, last):
-            block = view[index * BLOCK - self._start : (index + 1) * BLOCK - self._start]
+            block = view[index * BLOCK_BYTES - self._start : (index + 1) * BLOCK_BYTES - self._start]
             if block_sum(block) != self._sums.sums[index]:
-                begin = index * BLOCK
+                begin = index * BLOCK_BYTES
                 raise Damaged(f"{self._path}: bytes {begin} to {begin + len(block)} are not what was written")
         self._kept = view

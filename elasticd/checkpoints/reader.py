@@ -18,11 +18,11 @@ import numpy.typing as npt
 from elasticd_planner.layout.layouts import Item
 from elasticd_planner.spec.box import Box
 
-from elasticd.checkpoints.checksums import BLOCK, ChecksumReader, Damaged
+from elasticd.checkpoints.checksums import BLOCK_BYTES, ChecksumReader, Damaged
 from elasticd.checkpoints.manifest import MANIFEST, Chunk, Manifest, TensorEntry
 
 #: Bytes that are read at once, at most.
-SPAN = 32 * BLOCK
+SPAN = 32 * BLOCK_BYTES
 Bytes = npt.NDArray[np.uint8]
 #: What elements of so many bytes are copied as.
 _ELEMENTS = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}
@@ -123,7 +123,7 @@ def _copy(file: ChecksumReader, chunk: Chunk, box: Box, into: npt.NDArray[Any]) 
     item = into.dtype.itemsize
     first, last = _span(chunk.box, box)
     size, useful = (last - first) * item, box.size * item
-    if size > SPAN or (size > 2 * BLOCK and size > 2 * useful):
+    if size > SPAN or (size > 2 * BLOCK_BYTES and size > 2 * useful):
         dim = next(d for d, extent in enumerate(box.shape) if extent > 1)
         middle = (box.start[dim] + box.stop[dim]) // 2
         for start, stop in ((box.start[dim], middle), (middle, box.stop[dim])):

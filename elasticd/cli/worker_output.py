@@ -14,7 +14,7 @@ from elasticd.client import ApiClient, CannotReach
 from elasticd.codec.safe_text import for_terminal
 
 #: Bytes of all that is kept of a worker, or more.
-_ALL = 1 << 30
+_ALL_BYTES = 1 << 30
 _POLL_SECONDS = 0.5
 #: Seconds between attempts to find a leader: doubled from the first to the second.
 _AWAY = (0.2, 5.0)
@@ -49,7 +49,7 @@ def show_output(
         raise click.BadParameter(f"--worker {device} must name a device as 'elasticd status' does, as alpha/1")
     lines, shown = OutputLines(), list[str]()
     with connect() as api:
-        part = api.output(device, job, -_ALL)
+        part = api.output(device, job, -_ALL_BYTES)
         job = part.job  # which later starts of another one do not take the place of
         while part.begin < part.end:
             shown += lines.take(part.text)

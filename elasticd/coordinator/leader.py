@@ -98,7 +98,7 @@ WRITE_SECONDS = 5.0
 UNWRITTEN_SECONDS = 1.0
 UNCHANGED = "nothing was changed; try again when it is back"
 #: Bytes of all bootstrap stores together.
-MOST_STORED = 1 << 30
+MOST_STORED_BYTES = 1 << 30
 #: Jobs in restart mode whose laps are judged; beyond them the one that was silent longest is forgotten.
 MOST_RESTARTS = 1000
 #: Jobs in restart mode whose rounds are cleared away once their time is up; seconds between looks at them, and
@@ -164,7 +164,7 @@ class Leader:
         self._failed = failed
         self._clock, self._wall = clock, wall
         self._times = times or ReadTimes.of(wall(), ())
-        self._room = BootstrapRoom(MOST_STORED)
+        self._room = BootstrapRoom(MOST_STORED_BYTES)
         self._stores: dict[str, BootstrapStore] = {}
         self._away_since = self._away_seconds = 0.0
         self.restarts: dict[str, restart_jobs.RestartJob] = {}

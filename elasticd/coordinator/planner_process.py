@@ -34,7 +34,7 @@ RESTART_SECONDS = 0.5
 LARGE_BYTES = 512 << 20
 
 #: Bytes of an answer, or of what a child says on standard error, that are taken in.
-MOST = 1 << 30
+ANSWER_BYTES = 1 << 30
 
 _log = logging.getLogger(__name__)
 
@@ -152,7 +152,7 @@ async def start(command: tuple[str, ...] = COMMAND) -> Process:
             stdin=PIPE,
             stdout=PIPE,
             stderr=PIPE,
-            limit=MOST,
+            limit=ANSWER_BYTES,
             start_new_session=True,  # the terminal's Ctrl-C is ours, who end the child
         )
     except OSError as error:

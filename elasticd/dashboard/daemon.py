@@ -48,7 +48,7 @@ FIRST_SECONDS = 3.0
 #: Specs of jobs that are remembered.
 MOST_SPECS = 64
 #: Bytes of a request's line and headers.
-LARGEST_HEAD = 16 << 10
+LARGEST_HEAD_BYTES = 16 << 10
 #: Connections at once, and files that are left for everything else.
 MOST_CONNECTIONS, OTHER_FILES = 1024, 128
 #: Seconds in which whoever connects must have asked for something, and taken some of the answer.
@@ -184,7 +184,7 @@ class Dashboard:
             proxy_headers=False,
             server_header=False,
             ws="none",
-            h11_max_incomplete_event_size=LARGEST_HEAD,
+            h11_max_incomplete_event_size=LARGEST_HEAD_BYTES,
             timeout_graceful_shutdown=2,
             timeout_keep_alive=KEPT_SECONDS,
             ssl_context_factory=(lambda config, default: context) if context is not None else None,

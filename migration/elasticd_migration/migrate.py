@@ -41,7 +41,7 @@ from elasticd_migration.transport import Transport
 #: zlib's fastest: the names of tensors repeat each other, anything packs them.
 _LEVEL = 1
 #: Bytes of a rank's schema that it tells at once, packed, rather than its digest first.
-_SHORT = 1 << 15
+_SHORT_BYTES = 1 << 15
 
 
 class Corrupt(RuntimeError):
@@ -97,7 +97,7 @@ def agree(transport: Transport, schema: Schema) -> Schema:
     Raises `Disagreement`, on every rank or on none.
     """
     texts = {_digest(text): text for text in (section.to_json() for section in _sections(schema))}
-    short = sum(map(len, texts.values())) <= _SHORT
+    short = sum(map(len, texts.values())) <= _SHORT_BYTES
     agreed = [
         _Section(digest, len(text), zlib.compress(text, _LEVEL) if short else b"")
         for digest, text in texts.items()

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elasticd.checkpoints.checksums import BLOCK, ChecksumReader, ChecksumWriter, Damaged
+from elasticd.checkpoints.checksums import BLOCK_BYTES, ChecksumReader, ChecksumWriter, Damaged
 from elasticd.checkpoints.disk import LocalDisk
 from elasticd.checkpoints.folder import (
     UNFINISHED,
@@ -90,7 +90,7 @@ def test_a_load_that_reads_a_damaged_block_names_the_file(copy: Path) -> None:
 
 @settings(max_examples=examples(60))
 @given(
-    pieces=st.lists(st.integers(0, 3 * BLOCK // 2), min_size=1, max_size=5),
+    pieces=st.lists(st.integers(0, 3 * BLOCK_BYTES // 2), min_size=1, max_size=5),
     reads=st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1)), max_size=5),
 )
 def test_blocks_are_read_as_they_were_written(

@@ -12,7 +12,7 @@ from elasticd_planner.spec.box import Box, subtract
 from elasticd_planner.spec.plan import Plan
 from hypothesis import given, settings
 
-from elasticd.checkpoints.checksums import BLOCK, ChecksumWriter, Damaged
+from elasticd.checkpoints.checksums import BLOCK_BYTES, ChecksumWriter, Damaged
 from elasticd.checkpoints.disk import LocalDisk
 from elasticd.checkpoints.folder import look
 from elasticd.checkpoints.manifest import Manifest
@@ -91,10 +91,10 @@ def test_only_the_blocks_that_are_needed_are_read(tmp_path: Path) -> None:
         files=(summed.finish(file),),
     )
     for box, most in (
-        (Box(start=(0, 7), stop=(4, 9)), 4 * BLOCK),
-        (Box(start=(2, 0), stop=(3, 1 << 19)), 4 * BLOCK),
-        (Box(start=(1, 100), stop=(2, 101)), BLOCK),
-        (whole, 16 * BLOCK),
+        (Box(start=(0, 7), stop=(4, 9)), 4 * BLOCK_BYTES),
+        (Box(start=(2, 0), stop=(3, 1 << 19)), 4 * BLOCK_BYTES),
+        (Box(start=(1, 100), stop=(2, 101)), BLOCK_BYTES),
+        (whole, 16 * BLOCK_BYTES),
     ):
         reader = CheckpointReader(path, found)
         into = torch.empty(box.shape, dtype=torch.float64)

@@ -19,7 +19,7 @@ from websockets.exceptions import ConnectionClosed, WebSocketException
 from elasticd.codec.message import encode
 from elasticd.config.security import SecuritySection
 from elasticd.coordinator.http import agent_socket, middleware, server
-from elasticd.coordinator.http.middleware import LARGEST_BODY
+from elasticd.coordinator.http.middleware import LARGEST_BODY_BYTES
 from elasticd.coordinator.http.server import serving
 from elasticd.store.write_allowance import Allowance
 from elasticd.system import front_door
@@ -64,15 +64,15 @@ def test_body_above_the_limit_is_refused_however_it_comes() -> None:
     async def body() -> None:
         async def parts() -> AsyncIterator[bytes]:
             for _ in range(5):
-                yield b" " * (LARGEST_BODY // 4)
+                yield b" " * (LARGEST_BODY_BYTES // 4)
 
         async with secured(SecuritySection()) as coordinator:
-            large = b" " * (LARGEST_BODY + 1)
+            large = b" " * (LARGEST_BODY_BYTES + 1)
             for content in (large, parts()):
                 answer = await ask(coordinator, DRAIN, method="POST", content=content)
                 assert answer.status_code == 413
                 assert "at most 65536 bytes" in answer.json()["error"]
-            whole = b" " * (LARGEST_BODY - 12) + b'{"on": true}'
+            whole = b" " * (LARGEST_BODY_BYTES - 12) + b'{"on": true}'
             assert (await ask(coordinator, DRAIN, method="POST", content=whole)).status_code == 404
             assert refusals(coordinator) == {"oversized": 2}
 

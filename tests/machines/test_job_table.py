@@ -91,7 +91,7 @@ def test_an_event_that_a_phase_has_nothing_for_is_logged_once(phase: JobPhase) -
     before = turn.job
     for number, kind in enumerate(missing, 1):
         for _ in range(3):
-            machine._hear(turn, event_of(kind))
+            machine._dispatch(turn, event_of(kind))
         assert len(turn.effects) == number
         line = f"{kind.__name__} while {phase.value}: nothing follows from it"
         assert turn.effects[-1] == Log(job=JOB, text=line)
@@ -110,5 +110,5 @@ def test_who_is_no_worker_of_the_job_fills_no_log() -> None:
     for kind in get_args(FromWorker):
         if (JobPhase.GATHERING, kind) not in machine.TABLE:
             up = FromClient(client="w", job=JOB, device=DEVICE, incarnation="another", body=sample(kind))
-            machine._hear(turn, Received(node="alpha", message=up))
+            machine._dispatch(turn, Received(node="alpha", message=up))
     assert turn.effects == []

@@ -23,7 +23,7 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Messages by kind, and the long looks ("due Prepared") that followed them."""
     counted: Counter[str] = Counter()
     last = [""]
-    hear, due = machine._hear, machine._due
+    hear, due = machine._dispatch, machine._due
 
     def heard(turn: Transaction, event: Event) -> None:
         if isinstance(event, Received):
@@ -37,7 +37,7 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         last[0] = ""
         due(turn)
 
-    monkeypatch.setattr(machine, "_hear", heard)
+    monkeypatch.setattr(machine, "_dispatch", heard)
     monkeypatch.setattr(machine, "_due", looked)
     return counted
 

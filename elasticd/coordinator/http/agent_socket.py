@@ -42,7 +42,7 @@ MESSAGES_PER_SECOND = 5000.0
 #: more is read more slowly.
 BYTES_PER_SECOND, BYTES_AT_ONCE = 4 << 20, 32 << 20
 #: Bytes of a frame above which it is decoded beside the loop.
-DECODED_BESIDE = 64 << 10
+DECODED_BESIDE_BYTES = 64 << 10
 #: Messages of one agent that are dealt with at once, before others have their turn: a node's reports of a step.
 TOGETHER = 8
 #: Calls on bootstrap stores that wait for their key, of a node: for each of its devices, and in all.
@@ -205,7 +205,7 @@ async def _decoded(leading: Leader, data: bytes, *, first: bool = False) -> tupl
     """The messages of a frame, and its bytes. A large one is decoded in a thread, which lets the loop have its
     turn."""
     decode = partial(all_to_leader, data, first=first)
-    if len(data) > DECODED_BESIDE:
+    if len(data) > DECODED_BESIDE_BYTES:
         return await asyncio.get_running_loop().run_in_executor(leading.decoding, decode), len(data)
 
     if first:

@@ -20,7 +20,7 @@ from elasticd.system.front_door import GUEST, Guest
 from elasticd.system.network_addresses import is_address
 
 #: Bytes of a request's body, and seconds for all of it: ours are a few hundred bytes.
-LARGEST_BODY = 64 * 1024
+LARGEST_BODY_BYTES = 64 * 1024
 BODY_SECONDS = 10.0
 #: Addresses and callers there whose requests are counted; those that were silent longest are forgotten.
 _MOST_ADDRESSES = 4096
@@ -89,8 +89,8 @@ class RequestMiddleware:
         if self._hosts and not self._access().asks and (name := self._strange_name(headers)) is not None:
             text = f"this coordinator is not {shown(name)!r}: ask it under its address, or give it tokens"
             raise _Refusal(403, "origin", text)
-        if int_of(headers.get(b"content-length")) > LARGEST_BODY:
-            raise _Refusal(413, "oversized", f"the body must have at most {LARGEST_BODY} bytes")
+        if int_of(headers.get(b"content-length")) > LARGEST_BODY_BYTES:
+            raise _Refusal(413, "oversized", f"the body must have at most {LARGEST_BODY_BYTES} bytes")
         roles = needed(scope["type"], method, scope["path"])
         if not roles:
             return None
@@ -156,9 +156,9 @@ def _limited(receive: Receive, refused: Callable[[str], None]) -> Receive:
             raise _cut_off(408, f"the body did not come within {BODY_SECONDS:g} s") from None
         size += len(message.get("body", b""))
         whole = not message.get("more_body", False)
-        if size > LARGEST_BODY:
+        if size > LARGEST_BODY_BYTES:
             refused("oversized")
-            raise _cut_off(413, f"the body must have at most {LARGEST_BODY} bytes")
+            raise _cut_off(413, f"the body must have at most {LARGEST_BODY_BYTES} bytes")
         return message
 
     return limited

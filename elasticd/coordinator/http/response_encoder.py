@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import msgspec
 
 #: Bytes of an answer that are encoded at a time, and sent before the next are.
-PIECE = 256 << 10
+PIECE_BYTES = 256 << 10
 
 T = TypeVar("T")
 
@@ -44,7 +44,7 @@ class Viewers:
         await asyncio.to_thread(self._thread.shutdown, cancel_futures=True)
 
 
-def pieces(answer: msgspec.Struct, size: int = PIECE) -> Iterator[bytes]:
+def pieces(answer: msgspec.Struct, size: int = PIECE_BYTES) -> Iterator[bytes]:
     """JSON of an answer, as `msgspec.json.encode` has it. The items of its lists are encoded one by one, since
     no other thread runs while msgspec encodes one value."""
     made = bytearray(b"{")

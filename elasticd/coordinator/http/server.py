@@ -45,7 +45,7 @@ PARSED_TOGETHER, PARSE_SECONDS = 1 << 10, 0.005
 #: Pings, pongs and continued frames of one agent: at once, and a second. Nobody needs that many.
 FRAMES_AT_ONCE, FRAMES_A_SECOND = 500, 100
 #: Bytes of a request's line and headers.
-_LARGEST_HEAD = 16 * 1024
+_LARGEST_HEAD_BYTES = 16 * 1024
 #: Frames of one agent that wait to be read; more of them wait in its own socket.
 _FRAMES_WAITING = 4
 #: What is said of a coordinator that others can reach, and that asks nobody who he is.
@@ -119,7 +119,7 @@ def configured(
         lifespan="off",
         proxy_headers=False,  # nobody says for another from where he asks
         server_header=False,
-        h11_max_incomplete_event_size=_LARGEST_HEAD,
+        h11_max_incomplete_event_size=_LARGEST_HEAD_BYTES,
         ws_max_size=section.message_mib << 20,
         ws_max_queue=_FRAMES_WAITING,
         ws_per_message_deflate=False,  # reports are small and many

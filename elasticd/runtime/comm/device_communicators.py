@@ -41,7 +41,7 @@ LABELS: dict[Use, str] = {
     "experts": "tensor",
 }
 #: Bytes of a first sum at most: larger ones go as one of this size does.
-_LARGE = 32 << 20
+_LARGE_BYTES = 32 << 20
 
 
 class Work(Protocol):
@@ -172,7 +172,7 @@ class DeviceCommunicators:
                     self.join(self.launched(self._made[channel].exchange(sends, receives)))
         for channel, count, dtype in dict.fromkeys(sums):
             with self.launching(str(channel)):
-                count = min(count, _LARGE // dtype.itemsize)
+                count = min(count, _LARGE_BYTES // dtype.itemsize)
                 numbers = torch.zeros(count, dtype=dtype, device=self._library.device)
                 self.join(self.launched(self._made[channel].all_reduce(numbers)))
 

@@ -32,7 +32,7 @@ from elasticd_planner.value import refuse
 #: Bytes of a number of single precision, of a token's id, and of an element of a dropout's mask.
 _SINGLE, _ID, _MASK = 4, 8, 1
 #: Bytes of an element while a dropout draws its mask: three integers.
-_DRAWN = 24
+_DRAWN_BYTES = 24
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +99,7 @@ def block_bytes(spec: ModelSpec, kind: Sequence[Parameter], dropouts: int = 0) -
         hidden, gradients = max(hidden, size * layer), max(gradients, size * (1 + gated) * layer)
     # The gradient of the block's output, and of what a dropout left of it.
     first = size * width + bool(dropouts) * (size - _MASK) * width
-    behind = first + bool(dropouts) * _DRAWN * width
+    behind = first + bool(dropouts) * _DRAWN_BYTES * width
     # Where nothing is cast a matrix's input and the gradient of that are there as the matrix gets its own.
     uncast = hidden
     if apart:  # the norm behind the last part goes first, and then keeps nothing any more

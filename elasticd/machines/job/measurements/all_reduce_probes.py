@@ -21,7 +21,7 @@ from elasticd.wire.worker import Rehearse, Rehearsed
 #: Nodes whose workers are asked: what it takes on one of them, it takes on the others.
 NODES = 2
 #: Bytes of an all-reduce that is rehearsed, at most.
-LARGEST = 1 << 26
+LARGEST_BYTES = 1 << 26
 #: Seconds of one that are believed, at most.
 LONGEST_SECONDS = 60.0
 
@@ -47,7 +47,7 @@ def _ask(turn: Transaction, profile: ModelProfile) -> None:
     for members in groups:
         widths = _widths(profile, len(members))
         size = round(profile.boundary_bytes * profile.tokens)
-        if not widths or not 0 < size <= LARGEST:
+        if not widths or not 0 < size <= LARGEST_BYTES:
             continue
         order = Rehearse(members=tuple(worker.device for worker in members), widths=widths, size=size)
         awaited.add(members[0].device)
