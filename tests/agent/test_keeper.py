@@ -263,7 +263,7 @@ def test_agent_that_ends_tries_no_further_node(scene: Scene, monkeypatch: pytest
     until(lambda: tries)
     stopping = threading.Thread(target=agent.stop)
     stopping.start()
-    until(lambda: agent.agent._keeper.sender._closed)
+    until(lambda: agent.agent._snapshot_service.sender._closed)
     ends.set()
     stopping.join(WAIT)
     assert not stopping.is_alive()

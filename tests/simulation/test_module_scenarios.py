@@ -113,7 +113,7 @@ def test_faults_of_a_job_of_several_modules() -> None:
     events = {event.kind: event for event in simulation.timeline}
     assert {"slow", "shifted", "fenced", "resumed", "takeover", "finished"} <= set(events)
     assert "images of vision: 4.00 in a sample" in events["shifted"].text
-    assert simulation.operator.restarts == 0
+    assert simulation.launcher.restarts == 0
     for before, after in pairwise(simulation.stretches):
         assert after.first_step == before.first_step + before.steps
     assert all(each.step_seconds >= each.bound * (1 - 1e-4) for each in simulation.stretches)

@@ -394,7 +394,7 @@ class Deciding(Simulation):
         number = len(self.calls)
         if what == "forget" and not self._old:
             return
-        job, node = self.operator.job, self.nodes[-1].name
+        job, node = self.launcher.job, self.nodes[-1].name
         about = {"config": str(1000 + number), "stop": job, "checkpoint": job, "drain": node}
         if what == "forget":  # each by one user
             about["forget"] = self._old.pop()
@@ -416,7 +416,7 @@ class Deciding(Simulation):
             return
         self.engine.after(self._draw.uniform(0.5, 4.0), self._lie)
         liar = self.nodes[0]
-        job = self.leader.job(self.operator.job)
+        job = self.leader.job(self.launcher.job)
         if job is None or not self.script.linked(liar):
             return
         devices = [device.name for device in self.cluster.devices if node_of(device.name) != liar.name]

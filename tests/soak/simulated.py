@@ -141,7 +141,7 @@ def checked(simulation: Simulation) -> Play:
         steps=simulation.worker_group.step,
         plans=sum(len(job.plans) for job in history.jobs.values()),
         fences=sum(len(job.gone) for job in history.jobs.values()),
-        restarts=simulation.operator.restarts,
+        restarts=simulation.launcher.restarts,
         stopped=simulation.stopped if not wrong else "",
         wrong=tuple(wrong),
     )
