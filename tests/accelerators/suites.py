@@ -13,7 +13,11 @@ ROOT = Path(__file__).resolve().parents[2]
 
 #: By what they are about. Tests that start processes are left out: their processes compute on the CPU.
 SUITES = {
-    "layouts": ("tests/runtime/test_parity.py", "tests/runtime/test_engine.py", "tests/runtime/test_feed.py"),
+    "layouts": (
+        "tests/runtime/test_parity.py",
+        "tests/runtime/test_engine.py",
+        "tests/runtime/test_step_samples.py",
+    ),
     "streams": ("tests/runtime/test_stream.py",),
     "micro-batches without targets": ("tests/runtime/test_masked.py",),
     "groups and averages": ("tests/runtime/test_parameter_groups.py",),

@@ -187,7 +187,7 @@ def test_a_main_thread_that_hangs_in_the_loss_costs_one_device(how: str) -> None
         gone_on(cluster)
 
 
-@pytest.mark.full  # tests/agent/test_standing.py has it without processes
+@pytest.mark.full  # tests/agent/test_main_thread_watch.py has it without processes
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["lock", "sleep"])
 def test_a_hang_in_a_jobs_first_step_is_named_and_costs_a_device_at_the_configured_limit_alone(

@@ -22,7 +22,7 @@ from elasticd.codec.message import encode
 from elasticd.testing.waiting import until
 from tests.agent.snapshots import held, snapshot
 from tests.agent.support import closing_all
-from tests.agent.test_streams import Pair, known
+from tests.agent.test_snapshot_transfer import Pair, known
 from tests.descriptors import few_descriptors
 
 

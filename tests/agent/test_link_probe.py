@@ -12,7 +12,7 @@ from elasticd_agent.snapshots.port import StreamFailed
 from elasticd.machines.agent.state import AgentState, DoneRead, PlanRead
 from elasticd.records import DoneRecord, NodeRecord, PlanRecord
 from elasticd.wire.coordinator import Crossed
-from tests.agent.test_streams import Pair, known
+from tests.agent.test_snapshot_transfer import Pair, known
 from tests.machines.agent_scene import JOB, RECORD, aborted, plan, proposal, read_proposal, run
 
 
