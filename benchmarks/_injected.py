@@ -11,7 +11,19 @@ from _soaks import RANDOM
 INJECTIONS = 1000
 #: Kinds of faults in a part, each injected as often as the part says. What is no fault (a join, a pause between
 #: two steps, a busy machine) is not counted, nor are the faults of the peers.
-KINDS = {"workers": 1, "layouts": 1, "nodes": 1, "cuts": 1, "hangs": 1, "stuck": 2, "raises": 1, "outages": 2}
+KINDS = {
+    "workers": 1,
+    "layouts": 1,
+    "nodes": 1,
+    "cuts": 1,
+    "hangs": 1,
+    "stuck": 2,
+    "raises": 1,
+    "live-ddp": 1,
+    "live-hsdp": 1,
+    "live-fsdp": 1,
+    "outages": 2,
+}
 #: The row in which each of them says how many faults it injected begins so.
 INJECTED = "faults injected"
 

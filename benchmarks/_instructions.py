@@ -18,7 +18,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -91,14 +91,18 @@ def calls(step: Callable[[], None]) -> int:
 
 def instructions(layers: int, micro_batches: int, tree: Path = ROOT) -> dict[str, int]:
     """Instructions of a step of each side, on average; `tree`: of the elasticd that is counted."""
+    return instructions_of(Path(__file__).name, (str(layers), str(micro_batches)), tree)
+
+
+def instructions_of(program: str, arguments: Sequence[str], tree: Path = ROOT) -> dict[str, int]:
+    """Instructions of a step of each side of a program of this folder, which ends with `report`."""
     with tempfile.TemporaryDirectory() as folder:
         source, library, out = Path(folder, "requests.c"), Path(folder, "requests.so"), Path(folder, "out")
         source.write_text(_REQUESTS)
         subprocess.run(["cc", "-O1", "-shared", "-fPIC", str(source), "-o", str(library)], check=True)
         valgrind = ["valgrind", "--tool=callgrind", "--instr-atstart=no", "--smc-check=none"]
-        program = str(tree / "benchmarks" / Path(__file__).name)
-        command = [*valgrind, f"--callgrind-out-file={out}", sys.executable, program]
-        command += [str(layers), str(micro_batches), str(library)]
+        command = [*valgrind, f"--callgrind-out-file={out}", sys.executable, str(tree / "benchmarks" / program)]
+        command += [*arguments, str(library)]
         parts = ":".join(str(tree / part) for part in ("benchmarks", "", "agent", "planner", "migration"))
         single = dict(environment(), OMP_NUM_THREADS="1", PYTHONHASHSEED="0", PYTHONPATH=parts)
         subprocess.run(command, env=single, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -114,27 +118,45 @@ def _counted(dump: Path) -> tuple[str, int]:
 def rows(layers: int, micro_batches: int) -> Iterator[Row]:
     """Counts of our step over plain torch's."""
     name = f"one processor, {layers} blocks of width {WIDTH}, {micro_batches} micro-batches"
-    command = [sys.executable, __file__, str(layers), str(micro_batches)]
+    arguments = (str(layers), str(micro_batches))
+    yield from counted_rows(name, Path(__file__).name, arguments, MOST_CALLS, MOST_INSTRUCTIONS)
+
+
+def counted_rows(
+    name: str, program: str, arguments: Sequence[str], calls: float | None, instructions: float
+) -> Iterator[Row]:
+    """Python calls and instructions of our step over plain torch's in a program of this folder, which ends with
+    `report`; with the most that each may be."""
+    command = [sys.executable, str(Path(__file__).with_name(program)), *arguments]
     said = subprocess.run(command, env=environment(), check=True, stdout=subprocess.PIPE).stdout
-    called = json.loads(said)
-    yield from _rows(f"{name}: Python calls of a step", called, MOST_CALLS)
+    yield from _rows(f"{name}: Python calls of a step", json.loads(said), calls)
     if missing := lacking():
         print(f"instructions are not counted: there is no {missing} here")
         return
-    yield from _rows(f"{name}: instructions of a step", instructions(layers, micro_batches), MOST_INSTRUCTIONS)
+    yield from _rows(f"{name}: instructions of a step", instructions_of(program, arguments), instructions)
 
 
-def _rows(name: str, counts: dict[str, int], most: float) -> Iterator[Row]:
+def _rows(name: str, counts: dict[str, int], most: float | None) -> Iterator[Row]:
     value = counts["ours"] / counts["plain"]
-    yield row(f"{name} over plain torch's", value, "x", goal=f"<= {most}", met=value <= most)
+    goal = None if most is None else f"<= {most}"
+    yield row(f"{name} over plain torch's", value, "x", goal=goal, met=None if most is None else value <= most)
     yield row(f"{name}: plain torch", counts["plain"], "")
 
 
 def main(layers: int, micro_batches: int, library: str = "") -> None:
-    """Counts calls; under callgrind, with the library that speaks to it, instructions."""
-    steps = sides(layers, micro_batches)
+    """Counts the sides of a small decoder."""
+    report(sides(layers, micro_batches), library)
+
+
+def report(steps: dict[str, Callable[[], None]], library: str) -> None:
+    """Prints the calls of each side's step; under callgrind, with the library that speaks to it, has it count
+    instructions."""
     if not library:
-        print(json.dumps({name: calls(step) for name, step in steps.items()}))
+        counts = {}
+        for name, step in steps.items():
+            step()
+            counts[name] = calls(step)
+        print(json.dumps(counts))
         return
     requests = ctypes.CDLL(library)
     requests.begin()

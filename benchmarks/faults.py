@@ -12,7 +12,6 @@ stall is the time between two steps of a survivor, less one normal step.
 
 from __future__ import annotations
 
-import math
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -24,6 +23,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+import _live_faults  # noqa: E402
 import _loaded  # noqa: E402
 import _peers  # noqa: E402
 import _planted  # noqa: E402
@@ -42,6 +42,7 @@ from _injections import (  # noqa: E402
     training,
 )
 from _results import RESULTS, Row, row  # noqa: E402
+from _spread import spread  # noqa: E402
 
 from elasticd.testing.network_namespaces import refusal  # noqa: E402
 from tests.runtime import gang, test_regroups  # noqa: E402
@@ -55,22 +56,6 @@ SMALL, FAR = 1_200_000, 0.01
 DOWN = 2.0
 #: Bytes a second between two processes of this kind of machine (FACTS: 64 KiB and more).
 BANDWIDTH = 1e9
-
-
-def p95(values: Sequence[float]) -> float:
-    """The least of the values that 95 % of them do not exceed."""
-    ordered = sorted(values)
-    return ordered[math.ceil(0.95 * len(ordered)) - 1]
-
-
-def spread(name: str, values: Sequence[float], most: float | None = None, goal: str = "") -> Iterator[Row]:
-    """Median, p95 and maximum in seconds; `most` is what p95 must not exceed."""
-    yield row(f"{name}, median", statistics.median(values), "s")
-    high = p95(values)
-    text = goal or f"<= {most} s"
-    met = None if most is None else high <= most
-    yield row(f"{name}, p95 of {len(values)}", high, "s", goal=text if most is not None else None, met=met)
-    yield row(f"{name}, maximum", max(values), "s")
 
 
 def workers(count: int) -> Iterator[Row]:
@@ -284,6 +269,7 @@ _INJECTING: dict[str, Callable[[int], Iterator[Row]]] = {
     "stuck": stuck,
     "between": between,
     "raises": raises,
+    **{f"live-{kind}": partial(_live_faults.stall_rows, kind) for kind in _live_faults.TITLES},
     "outages": outages,
     "regroups": regroups,
     "torchrun": _peers.torchrun_rows,

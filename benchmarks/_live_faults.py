@@ -1,0 +1,126 @@
+"""Kills of the workers of an `elasticd.live` job on four devices: the survivors' stall, and whether a step or a
+sample is lost."""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import _live_worker
+import msgspec
+from _injections import Seen, died, training
+from _results import Row, row
+from _spread import spread
+from elasticd_planner.spec.batch import Sampler
+
+NODES = ("n0", "n1", "n2", "n3")
+#: Seconds of compute that are slept in each step, as those of the peers.
+COMPUTE = 0.02
+#: Seconds of a stall, at most: where every rank has the whole state, and where shards are made anew.
+MOST_STALL = {"ddp": 0.25, "hsdp": 0.4, "fsdp": 0.4}
+#: Seconds that the others stand at a join, at most.
+MOST_JOIN = 0.5
+TITLES = {"ddp": "DDP", "hsdp": "HSDP 2 x 2", "fsdp": "FSDP"}
+
+
+class Line(msgspec.Struct, frozen=True):
+    """A step that a worker made: seconds of CLOCK_MONOTONIC."""
+
+    step: int
+    plan: int
+    samples: list[int]
+    began: float
+    time: float
+
+
+def stall_rows(kind: str, count: int) -> Iterator[Row]:
+    """One of four dies, and comes back: the stall alone, as beside the peers'."""
+    yield from _stalls(kind, *_endured(kind, count))
+
+
+def all_rows(kind: str, count: int) -> Iterator[Row]:
+    """The stall, the devices that stay, steps and samples, and the pause of a join."""
+    seen, ledgers = _endured(kind, count)
+    title = f"elasticd.live, {TITLES[kind]}, 4 ranks"
+    yield from _stalls(kind, seen, ledgers)
+    if smaller := _smaller_plans(ledgers):
+        kept = min(_members(ledgers, number) for number in smaller)
+        yield row(f"{title}: devices kept after one death, least", kept, "", goal=">= 3", met=kept >= 3)
+    steps, samples, made = _lost(ledgers)
+    for what, number in (("steps", steps), ("samples", samples)):
+        name = f"{title}: {what} lost or counted twice in {seen.injected} deaths, {made} steps"
+        yield row(name, number, what, goal="0", met=number == 0)
+    if seen.joins:
+        yield from spread(f"{title}: seconds that the others stand when a device joins", seen.joins, MOST_JOIN)
+
+
+def _endured(kind: str, count: int) -> tuple[Seen, Mapping[str, list[Line]]]:
+    script = Path(_live_worker.__file__)
+    with training(NODES, script=script, kind=kind, seconds=COMPUTE) as job:
+        seen = job.endure(count, job.kill_worker, died)
+        paths = job.fleet.folder.glob("ledger-*")
+        return seen, {path.name: _lines(path) for path in paths}
+
+
+def _lines(path: Path) -> list[Line]:
+    """Without one that is half written."""
+    whole = path.read_bytes().split(b"\n")[:-1]
+    return [msgspec.json.decode(line, type=Line) for line in whole]
+
+
+def _stalls(kind: str, seen: Seen, ledgers: Mapping[str, Sequence[Line]]) -> Iterator[Row]:
+    name = f"elasticd.live, {TITLES[kind]}, 4 ranks: kill to the next step that counts, less one step"
+    if not seen.stalls:
+        text = "not measured: devices came back within three steps of each death"
+        yield row(name, text, "", goal=f"<= {MOST_STALL[kind]} s", met=False)
+        return
+    yield from spread(name, seen.stalls, MOST_STALL[kind])
+    firsts = [first - usual for first, usual in _first_steps(ledgers)]
+    if firsts:
+        yield row(f"{name}: of it the first step on the new mesh, median", statistics.median(firsts), "s")
+
+
+def _first_steps(ledgers: Mapping[str, Sequence[Line]]) -> Iterator[tuple[float, float]]:
+    """Seconds of the first step of each plan of fewer devices, and of a usual one under it."""
+    smaller = _smaller_plans(ledgers)
+    for lines in ledgers.values():
+        by_plan = defaultdict[int, list[float]](list)
+        for line in lines[1:]:
+            by_plan[line.plan].append(line.time - line.began)
+        for number, seconds in by_plan.items():
+            if number in smaller and len(seconds) > 2:
+                yield seconds[0], statistics.median(seconds[1:])
+
+
+def _smaller_plans(ledgers: Mapping[str, Sequence[Line]]) -> set[int]:
+    """The numbers of plans of fewer devices than there are."""
+    numbers = {line.plan for lines in ledgers.values() for line in lines}
+    return {number for number in numbers if _members(ledgers, number) < len(NODES)}
+
+
+def _members(ledgers: Mapping[str, Sequence[Line]], number: int) -> int:
+    return sum(any(line.plan == number for line in lines) for lines in ledgers.values())
+
+
+def _lost(ledgers: Mapping[str, Sequence[Line]]) -> tuple[int, int, int]:
+    """Steps that nobody made in the history that survives, samples of it that are not those due, and its steps.
+    A step that was made again counts as its newest plan made it."""
+    newest: dict[int, int] = {}
+    for lines in ledgers.values():
+        for line in lines:
+            newest[line.step] = max(newest.get(line.step, 0), line.plan)
+    # Of the last step some ranks may not have written their line yet.
+    made = max(newest)
+    taken = defaultdict[int, dict[tuple[int, ...], None]](dict)
+    for lines in ledgers.values():
+        for line in lines:
+            if line.plan == newest[line.step]:
+                taken[line.step][tuple(line.samples)] = None
+    sampler = Sampler(size=_live_worker.SIZE, global_batch=_live_worker.BATCH, seed=_live_worker.SEED)
+    wrong = 0
+    for step in range(made):
+        given = sorted(index for share in taken[step] for index in share)
+        wrong += len(set(sampler.samples(step)).symmetric_difference(given)) + len(given) - len({*given})
+    return sum(step not in newest for step in range(made)), wrong, made
