@@ -21,7 +21,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import _expert_exchange
 import _expert_loads as expert_loads
-from _frame import TRAINING, Part, run
+from _frame import PRODUCT, TRAINING, Part, module_rows, run
 from _results import Row, row
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -180,6 +180,8 @@ def peers_rows(steps: int = 20) -> Iterator[Row]:
 
 PARTS = {
     "peers": Part(peers_rows, TRAINING, {"steps": 4}),
+    "emulated": Part(module_rows("_expert_emulated"), TRAINING, {"smallest": True}),
+    "moves": Part(module_rows("_expert_moves"), PRODUCT, {"smallest": True}),
     "placement": Part(
         placement_rows,
         ("planner/elasticd_planner/placement",),

@@ -63,8 +63,12 @@ class Pictures:
         return len(self.counts["images"])
 
     def __getitem__(self, index: int) -> dict[str, Any]:
+        return sample_of(self.encoded(index))
+
+    def encoded(self, index: int) -> dict[str, Tensor]:
+        """A sample as a processor gives it."""
         shown = [self._image(index, number) for number in range(self.counts["images"][index])]
-        return sample_of(encoded([image for image, _ in shown], [word for _, word in shown] or ["nothing"]))
+        return encoded([image for image, _ in shown], [word for _, word in shown] or ["nothing"])
 
     def _image(self, index: int, number: int) -> tuple[Tensor, str]:
         """An image [3, height, width], and its word."""

@@ -87,15 +87,16 @@ def soak(
     separate: bool = False,
     packed: bool = False,
     modules: bool = False,
+    experts: bool = False,
 ) -> Report:
     """Runs the job under the script and checks it; `folder` keeps logs and ledgers; separate: with each node in
     a network namespace; packed: with sequences in packed rows, cut over lanes; modules: of two
-    modules. Raises ProcessError where the cluster does not come up."""
+    modules; experts: of a mixture of experts. Raises ProcessError where the cluster does not come up."""
     began = time.monotonic()
     training = Path(__file__).with_name("worker.py")
     steps = max(fault.step or 0 for fault in script) + rest + HELD_STEPS * len(list(script))
     options = ("--steps", str(steps), *(("--zero", str(shape.zero)) if shape.zero else ()))
-    options += ("--packed",) * packed + ("--modules",) * modules
+    options += ("--packed",) * packed + ("--modules",) * modules + ("--experts",) * experts
     processes, wrong = Processes(folder), list[str]()
     with (
         tempfile.TemporaryDirectory(prefix="elasticd-soak-") as sockets,
@@ -212,6 +213,7 @@ def _report(
     help="Sequences in packed rows, cut over lanes, or padded (default: drawn by the seed).",
 )
 @click.option("--modules", is_flag=True, help="A model of two modules, an encoder of images and a decoder.")
+@click.option("--experts", is_flag=True, help="A mixture of experts, placed in TP groups by their load.")
 @click.option(
     "--separate/--together",
     default=None,
@@ -231,6 +233,7 @@ def command(
     only: tuple[str, ...],
     packed: bool | None,
     modules: bool,
+    experts: bool,
     separate: bool | None,
 ) -> None:
     """Trains a small job on real processes, under random faults, and checks what must hold."""
@@ -241,17 +244,20 @@ def command(
     script = draw(Soaking(count=faults, most=gap, weights=weights), shape.names, seed)
     if packed and modules:
         raise click.UsageError("samples of a model of two modules are padded: leave out --packed")
+    if experts and (packed or modules):
+        raise click.UsageError("--experts is a model of its own: leave out --packed and --modules")
     if packed is None:
-        packed = seed % 2 == 1 and not modules
-    form = "--packed" if packed else "--modules" if modules else "--padded"
-    print(f"soak: --seed {seed} --faults {faults} --nodes {nodes} --devices {devices} {form}", flush=True)
+        packed = seed % 2 == 1 and not modules and not experts
+    form = {"packed": packed, "modules": modules, "experts": experts}
+    option = next((name for name, on in form.items() if on), "padded")
+    print(f"soak: --seed {seed} --faults {faults} --nodes {nodes} --devices {devices} --{option}", flush=True)
     folder = out or Path(tempfile.mkdtemp(prefix="elasticd-soak-"))
     folder.mkdir(parents=True, exist_ok=True)
     if separate is None:
         separate = not refusal()
     if not separate:
         print("the data network breaks by connections that are shut", flush=True)
-    report = soak(script, shape, folder, seed, still, rest, separate=separate, packed=packed, modules=modules)
+    report = soak(script, shape, folder, seed, still, rest, separate=separate, **form)
     (folder / "report.json").write_bytes(msgspec.json.encode(report))
     print(report.text, flush=True)
     if out is None and not report.wrong:

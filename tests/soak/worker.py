@@ -7,8 +7,9 @@ Every rank writes every step that it was given, to FOLDER/ledger-DEVICE-PID.json
 together. With --plain one process of plain torch makes the same updates: what all layouts are compared with.
 It looks for faults of the user's code in FOLDER (`elasticd.testing.script_faults`): in its loss, its dataset
 and the body of its loop. With --modules the model has two modules, an encoder of images beside a decoder: the
-planner places both. In float64 sums taken in another order stay far below what a lost or repeated sample
-would change.
+planner places both. With --experts it is a mixture of experts, in micro-batches so large that devices form TP
+groups, in which the planner places the experts by their load. In float64 sums taken in another order stay far
+below what a lost or repeated sample would change.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from elasticd.runtime.data.packing import Packing
 from elasticd.runtime.engine.parallelism import ParallelismOptions
 from elasticd.runtime.model.model import Model
 from elasticd.testing.script_faults import Finder
+from tests.models import mixture
 from tests.runtime.image_model import Captions, OneProcess, language_sections, model_of, vision_sections
 
 CONFIG = DecoderConfig(vocabulary=32, width=16, layers=4, heads=4, kv_heads=2, hidden=24, dtype=torch.float64)
@@ -89,6 +91,7 @@ def arguments() -> argparse.Namespace:
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--packed", action="store_true", help="pack sequences, and cut them over lanes")
     form.add_argument("--modules", action="store_true", help="a model of two modules")
+    form.add_argument("--experts", action="store_true", help="a mixture of experts")
     parser.add_argument("--plain", action="store_true", help="one process of plain torch, the same batches")
     return parser.parse_args()
 
@@ -104,11 +107,19 @@ def two_modules() -> tuple[list[torch.nn.Module], list[torch.nn.Module]]:
     return vision_sections(), language_sections()
 
 
+def mixture_of_experts() -> mixture.Mixture:
+    """With the same first values in every process."""
+    torch.manual_seed(SEED)
+    return mixture.Mixture().double()
+
+
 def train(options: argparse.Namespace) -> None:
     finder = Finder(options.folder)
     model: Model
     if options.modules:
         model, dataset = model_of(*two_modules()), Pictures(finder)
+    elif options.experts:
+        model, dataset = mixture_of_experts().describe(), Ladders(finder)
     else:
         with torch.device("meta"):
             model = Decoder(CONFIG).describe()
@@ -124,6 +135,7 @@ def train(options: argparse.Namespace) -> None:
         optimizer=optimizer,
         dataset=dataset,
         global_batch=BATCH,
+        micro_batch=BATCH // 2 if options.experts else 1,
         seed=SEED,
         clip=CLIP,
         data=DataOptions(packing=Packing(least=1) if options.packed else None),
@@ -141,28 +153,37 @@ def train(options: argparse.Namespace) -> None:
 def train_plainly(options: argparse.Namespace) -> None:
     data = Pictures() if options.modules else Ladders()
     sampler = Sampler(size=len(data), global_batch=BATCH, seed=SEED)
-    step = OneProcess(*two_modules(), clip=CLIP, **SETTINGS).step if options.modules else decoder_step()
+    step: Callable[[list[Any]], float]
+    if options.modules:
+        step = OneProcess(*two_modules(), clip=CLIP, **SETTINGS).step
+    else:
+        step = step_of(mixture_of_experts() if options.experts else decoder())
     with (options.folder / "plain.jsonl").open("w") as ledger:
         for index in range(options.steps):
             taken = sampler.samples(index)
             write(ledger, step=index, loss=step([data[i] for i in taken]), samples=taken)
 
 
-def decoder_step() -> Callable[[list[dict[str, torch.Tensor]]], float]:
-    """Makes the decoder. Returns a function that makes an update with some samples, and returns the loss."""
-    decoder = Decoder(CONFIG)
-    first = decoder.describe().first_value
+def decoder() -> Decoder:
+    """The decoder with the first values of a job."""
+    made = Decoder(CONFIG)
+    first = made.describe().first_value
     with torch.no_grad():
-        for name, parameter in decoder.named_parameters():
+        for name, parameter in made.named_parameters():
             parameter.copy_(first(name, Box.whole(parameter.shape), SEED))
-    update = optimizer(decoder.named_parameters())
+    return made
+
+
+def step_of(model: torch.nn.Module) -> Callable[[list[dict[str, torch.Tensor]]], float]:
+    """Returns a function that updates the model with some samples, and returns the loss."""
+    update = optimizer(model.named_parameters())
 
     def step(samples: list[dict[str, torch.Tensor]]) -> float:
         batch = pad(samples)
-        total, count = next_token_loss(decoder(batch), batch)
+        total, count = next_token_loss(model(batch), batch)
         update.zero_grad()
         (total / count).backward()
-        torch.nn.utils.clip_grad_norm_(decoder.parameters(), CLIP)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         update.step()
         return float(total.detach()) / count
 
