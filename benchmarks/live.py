@@ -81,9 +81,9 @@ def count_rows(buffers: int = 8) -> Iterator[Row]:
 
 
 @contextmanager
-def slowed(steps: int, **options: Any) -> Iterator[Cluster]:
-    """A job on four devices whose samples take `SAMPLE` seconds."""
-    with Cluster(FOUR, settings=SETTINGS, forward=SAMPLE / 3) as cluster:
+def slowed(steps: int, sample: float = SAMPLE, **options: Any) -> Iterator[Cluster]:
+    """A job on four devices whose samples take `sample` seconds."""
+    with Cluster(FOUR, settings=SETTINGS, forward=sample / 3) as cluster:
         cluster.run(Path(train_live.__file__), steps=steps, **options)
         cluster.runs(1, 8)
         yield cluster
@@ -134,10 +134,10 @@ def _settled(cluster: Cluster) -> bool:
     return len(made) > 20 and len({share for _, share, _ in made[-20:]}) == 1
 
 
-def exact_rows(steps: int = 400) -> Iterator[Row]:
+def exact_rows(steps: int = 100) -> Iterator[Row]:
     """A death, a join and a slow device: the largest difference from one process of plain torch, in float64."""
     for kind in ("ddp", "hsdp", "fsdp"):
-        with slowed(steps, kind=kind) as cluster:
+        with slowed(steps, sample=0.02, kind=kind) as cluster:
             dead = cluster.workers.pop("d/0")
             dead.kill()
             dead.wait()
@@ -163,7 +163,7 @@ PARTS = {
         for kind in ("ddp", "fsdp")
     },
     "straggler": Part(straggler_rows, MEASURED, {"batch": 48}),
-    "exact": Part(exact_rows, MEASURED, {"steps": 250}),
+    "exact": Part(exact_rows, MEASURED, {"steps": 70}),
     "deaths": Part(partial(_live_faults.all_rows, "fsdp", count=200), MEASURED, {"count": 2}),
 }
 

@@ -145,7 +145,7 @@ def test_a_second_death_at_any_point_of_a_recovery_is_recovered_from(moment: str
 @pytest.mark.full  # a busy machine hides a device that is three times slower
 @pytest.mark.slow
 def test_a_slow_device_gets_fewer_samples_and_its_share_back_in_the_same_groups() -> None:
-    """A plan of the same mesh moves nothing, and calls no `build`."""
+    """A plan of the same mesh moves nothing, and calls no `build`. Over so many steps rounding grows."""
     steps = 400
     with Cluster(NODES, settings=SETTINGS, forward=2e-3) as cluster:
         cluster.run(SCRIPT, kind="fsdp", steps=steps)
@@ -163,7 +163,7 @@ def test_a_slow_device_gets_fewer_samples_and_its_share_back_in_the_same_groups(
         until(lambda: shares()[-1][0] == 6, cluster.events)
         codes = cluster.wait(180)
         assert set(codes.values()) == {0}, {device: cluster.log(device)[-3000:] for device in codes}
-        check(cluster, "fsdp", steps)
+        check(cluster, "fsdp", steps, loss_apart=1e-4, apart=1e-2)
         assert next(when for share, when in shares() if when > slowed and share <= 3) - slowed <= 10.0
         assert not cluster.events("fenced")
         assert len({event["data"]["pause_seconds"] for event in cluster.events("swapped")}) > 4, (
