@@ -319,8 +319,8 @@ class Vote(Value, frozen=True, kw_only=True):
 class Recovery(Value, frozen=True, kw_only=True):
     """The state that a proposal goes on from after a fence.
 
-    Where the copies that live are no complete state, `snapshots` says which source reads which member's share;
-    copies on devices are of no use then.
+    Where the copies that live are no complete state, `snapshots` says which source reads which member's share:
+    those of members whose boxes nobody else has, from the same step as the copies; or all (`all_read`).
     """
 
     fence: int  # number of the fence
@@ -333,6 +333,10 @@ class Recovery(Value, frozen=True, kw_only=True):
     snapshots: dict[str, str] = msgspec.field(default_factory=dict)
     #: index of the last step whose update is to be left out, with those before it (-1: of none)
     leave_out: int = -1
+
+    def all_read(self, old: JobPlan) -> bool:
+        """Returns True if snapshots of all members of `old` are read, so that no copy on a device is of use."""
+        return bool(self.snapshots) and all(member in self.snapshots for member in old.members)
 
 
 class Thrown(Value, frozen=True, kw_only=True):

@@ -30,6 +30,7 @@ from elasticd.dashboard.why import (
     prediction_of,
     record_before,
     seconds_under,
+    snapshot_cost,
     use,
 )
 from elasticd.records import AnyHistoryRecord
@@ -153,6 +154,7 @@ def plan_told(
         "step_seconds": median(seconds) if seconds else None,
         "predicted_seconds": prediction_of(record, told).seconds,
         "gain": gained(record.number, told, steps),
+        "snapshots": snapshot_cost(record.number, told),
         "events": events_of(record.number, told),
     }
 

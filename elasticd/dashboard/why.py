@@ -7,9 +7,10 @@ from statistics import median
 from typing import NamedTuple
 
 import msgspec
-from elasticd_planner.readable import readable_seconds
+from elasticd_planner.readable import readable, readable_seconds
 from elasticd_planner.spec.mesh import JobPlan, MeshPlan
 from elasticd_planner.spec.plan import NO_TIMES, ModulePlan, Pipeline, Stage
+from elasticd_planner.value import Value
 
 from elasticd.coordinator.events.event_log import EventRecord, line
 from elasticd.coordinator.events.switch_gain import Gain, StepRecord, gain_of
@@ -99,8 +100,42 @@ def did(
         if predicted.seconds is not None and not predicted.guessed:
             text += f"; {real / predicted.seconds:.2f} times the prediction"
         yield WhyLine("took      ", text)
+    if (cost := snapshot_cost(record.number, told)) is not None:
+        part = cost.seconds / median(seconds) if len(seconds) >= LEAST_STEPS else None
+        yield WhyLine("snapshots ", cost.words(part))
     if (gain := gained(record.number, told, steps)) is not None:
         yield WhyLine("gained    ", gain.words)
+
+
+class SnapshotCost(Value, frozen=True, kw_only=True):
+    """The cost of the snapshots in the agents' memory under a plan."""
+
+    bytes: int  # of the largest share of a device
+    seconds: float  # for which one held training up, at most (0: not known yet)
+    every: int  # steps from one to the next
+
+    def words(self, part: float | None) -> str:
+        """As people read it.
+
+        Args:
+            part: of a step that `seconds` are; None: not known.
+        """
+        often = "each step" if self.every == 1 else f"every {self.every} steps"
+        text = f"{often}, {readable(self.bytes)} of each device"
+        if not self.seconds:
+            return text
+        text = f"{text}; one holds training up for {readable_seconds(self.seconds)}"
+        return text if part is None else f"{text}, {part:.1%} of a step"
+
+
+def snapshot_cost(number: int, told: Sequence[EventRecord]) -> SnapshotCost | None:
+    """The newest of a plan, from the events of its job; None: it has none that is known."""
+    found = [event for event in told if event.kind == "snapshot" and event.data.get("number") == number]
+    data = max(found, key=lambda event: event.id).data if found else {}
+    size, seconds, every = (data.get(key) for key in ("bytes", "seconds", "every"))
+    if not (isinstance(size, int) and isinstance(seconds, int | float) and isinstance(every, int) and every):
+        return None
+    return SnapshotCost(bytes=size, seconds=float(seconds), every=every)
 
 
 class ShownPrediction(NamedTuple):

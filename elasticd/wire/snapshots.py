@@ -20,6 +20,8 @@ class Held(msgspec.Struct, frozen=True, kw_only=True):
     step: int  # updates in it
     node: str  # on which it was copied
     size: int  # bytes
+    every: int = 0  # steps from one snapshot to the next (0: an older release)
+    seconds: float = 0.0  # that the one before it held up the member's training
 
     def __post_init__(self) -> None:
         if min(self.plan, self.step, self.size) < 0:

@@ -183,6 +183,35 @@ def test_what_a_step_takes_is_as_the_newest_profile_predicts_it() -> None:
     assert why.prediction_of(guess, (fitted, other)).seconds == 1.125
 
 
+def test_why_a_plan_tells_what_its_newest_snapshot_cost() -> None:
+    first, newest = (
+        EventRecord(
+            id=number,
+            time=3.0,
+            kind="snapshot",
+            job="j",
+            text="",
+            data={"number": 7, "step": number, "bytes": 3 << 20, "seconds": seconds, "every": 1},
+        )
+        for number, seconds in ((4, 0.0), (5, 0.0125))
+    )
+    text = shown(*why.plan(record(7, {}), (*EVENTS, first), STEPS))
+    assert "snapshots each step, 3 MiB of each device\n" in text
+    told = (*EVENTS, newest, first)
+    text = shown(*why.plan(record(7, {}), told, STEPS))
+    assert (
+        "snapshots each step, 3 MiB of each device; one holds training up for 0.013 s, 1.0% of a step\n" in text
+    )
+    assert json.loads(msgspec.json.encode(why.plan_told(record(7, {}), told, STEPS)))["snapshots"] == {
+        "bytes": 3 << 20,
+        "seconds": 0.0125,
+        "every": 1,
+    }
+    assert "snapshots" not in shown(*why.plan(record(8, {}), told, STEPS)), "of another plan"
+    older = msgspec.structs.replace(newest, data={"number": 7, "step": 5})
+    assert "snapshots" not in shown(*why.plan(record(7, {}), (*EVENTS, older), STEPS)), "an older leader's"
+
+
 def test_why_a_plan_whose_steps_are_few_claims_no_gain() -> None:
     text = shown(*why.plan(record(7, {}), (), STEPS[:11]))
     assert "every device at normal speed" in text

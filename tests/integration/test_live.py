@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -85,20 +86,55 @@ def codes_of(cluster: Cluster, victim: str) -> None:
     "kind", ["ddp", "fsdp", *(pytest.param(kind, marks=pytest.mark.full) for kind in ("hsdp", "tp"))]
 )
 def test_a_kill_in_the_backward_pass_loses_one_device_alone(kind: str) -> None:
-    """Without replicas the state comes from snapshots, and steps since the last one are made again."""
-    steps = 14
+    """No committed step is lost: where there are no replicas, the dead device's part is read from its snapshot
+    of the same step, which its agent has."""
+    steps, alone = 20, kind in ("fsdp", "tp")
     with Cluster(NODES, settings=SETTINGS, emulated=False) as cluster:
-        cluster.run(SCRIPT, kind=kind, steps=steps, dies={"b/1": ["backward", 6]})
+        cluster.run(SCRIPT, kind=kind, steps=steps, dies={"b/1": ["kept" if alone else "backward", 6]})
         codes_of(cluster, "b/1")
         check(cluster, kind, steps)
         (recovered,) = (e for e in cluster.events("recorded") if e["data"]["number"] > 1)
         assert len(cluster.events("fenced")) == 1
-        newest = (4, 5, 6) if kind in ("fsdp", "tp") else (6,)  # a snapshot may still be on its way
-        assert recovered["data"]["step"] in newest
+        assert recovered["data"]["again"] == 0
+        proposed = cluster.events("proposed")[-1]["text"]
+        read = f"the part of b/1 is read from snapshots of step {recovered['data']['step']} in memory on "
+        assert (read in proposed) == alone, proposed
+
+
+@pytest.mark.slow
+def test_all_go_back_to_a_snapshot_of_an_older_step_and_samples_count_once() -> None:
+    steps = 14
+    with Cluster(NODES, settings=SETTINGS, emulated=False) as cluster:
+        options = {"kind": "fsdp", "steps": steps, "snapshot_every": 4, "seconds": 0.01}
+        cluster.run(SCRIPT, dies={"b/1": ["backward", 11]}, **options)
+        codes_of(cluster, "b/1")
+        check(cluster, "fsdp", steps)
+        (recovered,) = (e for e in cluster.events("recorded") if e["data"]["number"] > 1)
+        step, again = recovered["data"]["step"], recovered["data"]["again"]
+        assert step in (4, 8), "a busy machine makes no snapshot now and then"
+        assert step + again == 11
+
+
+@pytest.mark.slow
+def test_without_any_snapshot_the_job_ends_and_names_the_box() -> None:
+    with Cluster(NODES, settings=SETTINGS, emulated=False) as cluster:
+        cluster.run(SCRIPT, kind="fsdp", snapshot_every=10**6, dies={"b/1": ["backward", 3]})
+        codes = cluster.wait(120)
+        assert codes.pop("b/1") == -signal.SIGKILL
+        assert 0 not in codes.values()
+        reason = cluster.job()["reason"]
+        assert re.search(r"state is lost: embed.weight \[\d+:\d+, 0:30\]", reason), reason
+        assert "there is no snapshot or checkpoint to go back to" in reason
 
 
 def full(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.full)
+
+
+KINDS = ("ddp", "fsdp", "hsdp", "tp")
+#: Moments of a step, and of a switch, in order.
+IN_STEP = ("forward", "backward", "clipping", "vote", "after the vote", "update", "log")
+IN_SWITCH = ("groups", "world", "build", "move", "moved", "adopt", "ok", "swap")
 
 
 @pytest.mark.slow
@@ -106,12 +142,8 @@ def full(*values: Any) -> Any:
     ("kind", "moment"),
     [
         ("ddp", "unheard"),
-        full("ddp", "forward"),
-        full("ddp", "vote"),
-        full("hsdp", "vote"),
-        full("hsdp", "after the vote"),
         full("fsdp", "unheard"),
-        full("ddp", "update"),
+        *(full(kind, moment) for kind in KINDS for moment in IN_STEP if (kind, moment) != ("tp", "clipping")),
     ],
 )
 def test_a_step_counts_on_all_ranks_or_on_none_wherever_one_is_lost(kind: str, moment: str) -> None:
@@ -119,7 +151,7 @@ def test_a_step_counts_on_all_ranks_or_on_none_wherever_one_is_lost(kind: str, m
     update does not break the body off."""
     steps = 10
     with Cluster(NODES, settings=SETTINGS, emulated=False) as cluster:
-        cluster.run(SCRIPT, kind=kind, steps=steps, dies={"b/1": [moment, 5]}, logs=True)
+        cluster.run(SCRIPT, kind=kind, steps=steps, dies={"b/1": [moment, 5]}, logs=True, seconds=0.01)
         if moment == "unheard":
             assert set(cluster.wait(120).values()) == {0}
         else:
@@ -129,17 +161,36 @@ def test_a_step_counts_on_all_ranks_or_on_none_wherever_one_is_lost(kind: str, m
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("moment", ["swap", *map(full, ("build", "move", "moved", "ok"))])
-def test_a_second_death_at_any_point_of_a_recovery_is_recovered_from(moment: str) -> None:
-    """The two that die hold the same part of the state, which snapshots have."""
+@pytest.mark.parametrize(
+    ("kind", "moment"),
+    [
+        ("hsdp", "swap"),
+        *(full(kind, moment) for kind in KINDS for moment in IN_SWITCH if (kind, moment) != ("hsdp", "swap")),
+    ],
+)
+def test_a_second_death_at_any_point_of_a_recovery_is_recovered_from(kind: str, moment: str) -> None:
+    """The two that die hold the same part of the state, or the only copies of two."""
     steps = 10
     with Cluster(NODES, settings=SETTINGS, emulated=False) as cluster:
         cluster.run(
-            SCRIPT, kind="hsdp", steps=steps, dies={"b/1": ["backward", 5], "a/1": [moment, 2]}, seconds=0.01
+            SCRIPT, kind=kind, steps=steps, dies={"b/1": ["backward", 5], "a/1": [moment, 2]}, seconds=0.01
         )
         codes = cluster.wait(120)
         assert codes == {"a/0": 0, "b/0": 0, "a/1": -signal.SIGKILL, "b/1": -signal.SIGKILL}
-        check(cluster, "hsdp", steps)
+        check(cluster, kind, steps)
+
+
+@pytest.mark.full
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("moment", IN_SWITCH)
+def test_a_death_at_any_point_of_a_drains_switch_is_recovered_from(kind: str, moment: str) -> None:
+    steps = 20
+    with Cluster(NODES, settings=SETTINGS, emulated=False) as cluster:
+        cluster.run(SCRIPT, kind=kind, steps=steps, dies={"a/1": [moment, 2]}, drains={"b/1": 5}, seconds=0.01)
+        codes = cluster.wait(120)
+        assert codes == {"a/0": 0, "b/0": 0, "b/1": 0, "a/1": -signal.SIGKILL}
+        check(cluster, kind, steps)
 
 
 @pytest.mark.full  # a busy machine hides a device that is three times slower

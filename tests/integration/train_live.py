@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -26,6 +27,7 @@ from elasticd.runtime.live import moves
 from elasticd.runtime.live.live_copy import LiveCopy
 from elasticd.runtime.live.live_state import LiveTensors
 from elasticd.runtime.live.world import World
+from elasticd.runtime.snapshot.snapshotter import Snapshotter
 from elasticd.runtime.switch.switcher import Switcher
 
 #: Samples of a step, their tokens, and the vocabulary.
@@ -209,31 +211,96 @@ def die_at(moment: str, number: int) -> Callable[[int, nn.Module], None]:
     build = LiveCopy.build
     LiveCopy.build = count  # type: ignore[method-assign]
     match moment:
+        case "clipping":
+            before(nn.utils, "clip_grad_norm_", in_step)
+        case "log":
+            before(Log, "write", in_step)
         case "vote":
             before(StepVote, "vote", in_step)
         case "after the vote" | "unheard":
             before(StepVote, "vote", in_step, after=True)
         case "update":
             before(torch.optim.AdamW, "_init_group", in_step, after=True)
+        case "groups":
+            before(moves.LiveMoves, "prepare", lambda: entered[0] == number - 1, after=True)
+        case "world":
+            before(World, "enter", lambda: entered[0] == number)
         case "build":
             before(World, "mesh", in_switch, after=True)
         case "move":
             before(moves, "migrate", in_switch)
         case "moved":
             before(moves, "migrate", in_switch, after=True)
+        case "adopt":
+            before(LiveCopy, "adopt", in_switch)
         case "ok":
             before(Switcher, "_all_gather_ok", in_switch)
         case "swap":
             before(Switcher, "_swap", in_switch)
 
+    handed = list[int]()  # steps of the snapshots that this process's agent has
+    if moment == "kept":
+        hand_over = Snapshotter._hand_over
+
+        def note(self: Snapshotter, me: Any, step: int, *given: Any) -> None:
+            hand_over(self, me, step, *given)
+            handed.append(step)
+
+        Snapshotter._hand_over = note  # type: ignore[method-assign]
+
+    def is_kept(step: int) -> bool:
+        """The state before this step is in a snapshot."""
+        deadline = time.monotonic() + 0.5
+        while step not in handed and time.monotonic() < deadline:
+            time.sleep(0.001)
+        return step in handed
+
     def begin(step: int, model: nn.Module) -> None:
         step_now[0] = step
-        if step == number and moment in ("forward", "backward"):
+        kept = moment == "kept" and step >= number and is_kept(step)
+        if kept or (step == number and moment in ("forward", "backward")):
             block = getattr(model, "module", model).blocks[0]
             hook = die if moment == "forward" else lambda m, i, o: o.register_hook(die) and None
             block.register_forward_hook(hook)
 
     return begin
+
+
+class Log:
+    """What the loop does for its log, after the update."""
+
+    @staticmethod
+    def write(loss: Tensor, model: nn.Module, kind: str) -> None:
+        logged = loss.detach().clone()
+        torch.distributed.all_reduce(logged)
+        if kind != "ddp":  # a DTensor's waits are others
+            whole(next(iter(model.parameters())).square().sum())
+
+
+def held_now() -> dict[str, int]:
+    """The number of this process's threads and of its descriptors, and its memory in KiB."""
+    gc.collect()
+    rollup = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    sizes = {line.split(":")[0]: int(line.split()[1]) for line in rollup[1:]}
+    return {
+        "threads": len(os.listdir("/proc/self/task")),
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "kib": sizes["Private_Clean"] + sizes["Private_Dirty"],
+    }
+
+
+class Watched:
+    """Writes what this process holds in the third step of each plan, when the groups before it are let go."""
+
+    def __init__(self, path: Path) -> None:
+        self._file, self._plan, self._steps = path.open("a", buffering=1), 0, 0
+
+    def after(self, plan: int) -> None:
+        """After a step under this plan."""
+        self._steps = self._steps + 1 if plan == self._plan else 1
+        self._plan = plan
+        if self._steps == 3:
+            self._file.write(json.dumps({"plan": plan, **held_now()}) + "\n")
 
 
 def main() -> None:
@@ -252,12 +319,15 @@ def main() -> None:
     )
     me = running.device.replace("/", "-")
     ledger = (out / f"ledger-{me}-{os.getpid()}").open("a", buffering=1)
+    watched = Watched(out / f"held-{me}") if options.get("watched") == running.device else None
     begin = die_at(*options["dies"][running.device]) if running.device in options.get("dies", {}) else None
     for step in running:
         with step:
             model, optimizer = step.state.model, step.state.optimizer
             if begin is not None:
                 begin(step.index, model)
+            if step.index == options.get("drains", {}).get(running.device):
+                os.kill(os.getpid(), signal.SIGTERM)
             if "seconds" in options:
                 time.sleep(options["seconds"] * len(step.indices))
             if "checkpoints" in options and step.index and step.index % 4 == 0:
@@ -269,15 +339,14 @@ def main() -> None:
                 nn.utils.clip_grad_norm_(model.parameters(), CLIP)
             optimizer.step()
             if options.get("logs"):
-                logged = loss.detach().clone()
-                torch.distributed.all_reduce(logged)
-                if kind != "ddp":  # a DTensor's waits are others
-                    whole(next(iter(model.parameters())).square().sum())
+                Log.write(loss, model, kind)
             step.state.scheduler.step()
             optimizer.zero_grad()
         if step.made:
             entry = [step.index, step.total, list(step.indices), running.plan.number, time.time()]
             ledger.write(json.dumps(entry) + "\n")
+            if watched is not None:
+                watched.after(running.plan.number)
     if running.plan is None:
         return
     tensors = LiveTensors(running.state, running.plan.names)

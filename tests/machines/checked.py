@@ -83,9 +83,10 @@ class Checked:
         assert not {*record.plan.members} & {
             d for d, i in fence.gone.items() if d in self.workers and self.workers[d].incarnation == i
         }
-        if record.recovery.snapshots or record.old is None:
+        if record.old is None or record.recovery.all_read(record.old):
             self._check_older(record)
             return
+        self._check_read(record)
         for device, incarnation in record.recovery.sources.items():
             worker = self.ended.get((device, incarnation)) or self.workers[device]
             assert worker.incarnation == incarnation
@@ -102,8 +103,17 @@ class Checked:
             return
         assert {*recovery.snapshots} == {*record.old.members}
         assert {*recovery.snapshots.values()} == {*recovery.sources} <= {*record.plan.members}
+        for reader, incarnation in recovery.sources.items():
+            assert incarnation == record.plan.binding[reader] == self.workers[reader].incarnation
+        self._check_read(record)
+
+    def _check_read(self, record: Proposal) -> None:
+        """Each snapshot that is to be read is with the reader's own agent."""
+        recovery = record.recovery
+        assert recovery is not None
+        assert record.old is not None
         for device, reader in recovery.snapshots.items():
-            assert recovery.sources[reader] == record.plan.binding[reader] == self.workers[reader].incarnation
+            assert reader in recovery.sources or reader in record.plan.members
             found = (device, record.old.binding[device], record.old.number, recovery.step)
             held = {(h.device, h.incarnation, h.plan, h.step) for h in self.vaults[self.workers[reader].node]}
             assert found in held, "its own agent holds it"

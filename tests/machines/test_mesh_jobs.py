@@ -106,7 +106,7 @@ def test_plain_shards_without_a_snapshot_end_the_job_and_name_the_box() -> None:
     assert "no snapshot or checkpoint" in world.job.reason
 
 
-def test_plain_shards_go_on_from_snapshots_of_the_step_that_was_made_last() -> None:
+def test_of_plain_shards_the_dead_devices_alone_is_read_from_its_snapshot_of_the_same_step() -> None:
     world = running("shard", every=1)
     made = world.steps
     world.kill("beta/1")
@@ -117,8 +117,98 @@ def test_plain_shards_go_on_from_snapshots_of_the_step_that_was_made_last() -> N
     recovery = world.proposals[-1].recovery
     assert recovery is not None
     assert recovery.step == made, "nothing is made again"
-    assert "beta/1" in recovery.snapshots
+    assert world.gone_back == []
+    assert {*recovery.snapshots} == {"beta/1"}, "who lives goes on from its own copy"
+    assert {*recovery.sources} == {"alpha/0", "alpha/1", "beta/0"}
     assert world.mesh.shape == (3,)
+    proposed = [note.text for note in world.notes if note.kind == "proposed"][-1]
+    assert f"the part of beta/1 is read from snapshots of step {made} in memory on " in proposed
+
+
+def test_a_node_with_all_its_agent_had_is_completed_from_what_its_peer_keeps() -> None:
+    world = running("shard", nodes=("alpha", "beta", "gamma"), every=1)
+    made = world.steps
+    world.lose("beta")
+    world.disconnect("beta")
+    for _ in range(40):
+        world.tick(1.0)
+    assert recovered(world), world.job.reason
+    recovery = world.proposals[-1].recovery
+    assert recovery is not None
+    assert (recovery.step, {*recovery.snapshots}) == (made, {"beta/0", "beta/1"})
+    assert {*recovery.snapshots.values()} == {"gamma/0", "gamma/1"}, "whose agent has them"
+    assert world.gone_back == []
+
+
+def test_the_living_go_back_where_the_dead_device_left_no_snapshot_of_their_step() -> None:
+    """Its own agent has that of the step before."""
+    world = running("shard", every=1)
+    world.every = 1 << 30
+    world.train(1)
+    made = world.steps
+    world.kill("beta/1")
+    world.settle()
+    for _ in range(5):
+        world.tick(1.0)
+    assert recovered(world), world.job.reason
+    assert world.gone_back == [1]
+    recovery = world.proposals[-1].recovery
+    assert recovery is not None
+    assert (recovery.step, len(recovery.snapshots)) == (made - 1, 4)
+
+
+def test_copies_and_snapshots_that_do_not_fit_are_tried_once_and_then_all_go_back() -> None:
+    """To the set of the same step: each rank reads its own share, too."""
+    world = running("shard", every=1)
+    made = world.steps
+    world.refuse = {"alpha/0"}
+    world.kill("beta/1")
+    world.settle()
+    first = world.proposals[-1].recovery
+    assert first is not None
+    assert {*first.snapshots} == {"beta/1"}
+    world.refuse = set()
+    for _ in range(20):
+        world.tick(1.0)
+    assert recovered(world), world.job.reason
+    recovery = world.proposals[-1].recovery
+    assert recovery is not None
+    assert (recovery.step, len(recovery.snapshots)) == (made, 4)
+
+
+@pytest.mark.parametrize("more", range(16))
+def test_a_second_death_at_any_event_of_a_recovery_from_copies_and_snapshots(more: int) -> None:
+    world = running("shard", nodes=("alpha", "beta", "gamma"), every=1)
+    made = world.steps
+    world.kill("beta/1")
+    for _ in range(more):
+        if world.inbox or world.planning is not None:
+            world.turn()
+    world.kill("gamma/0")
+    world.settle()
+    for _ in range(20):
+        world.tick(1.0)
+    assert recovered(world), world.job.reason
+    assert len(world.mesh.members) == 4
+    assert world.steps == made, "no step is made again"
+
+
+@pytest.mark.parametrize("how", ["before", "between", "after"])
+def test_a_new_leader_at_any_event_of_a_recovery_from_copies_and_snapshots(how: str) -> None:
+    whole = running("shard", every=1)
+    start = whole.events
+    whole.kill("beta/1")
+    whole.settle()
+    for at in range(start + 1, whole.events + 1):
+        world = running("shard", every=1)
+        made = world.steps
+        world.crash_at, world.crash_how = at, how
+        world.kill("beta/1")
+        world.settle()
+        for _ in range(14):
+            world.tick(1.0)
+        assert recovered(world), f"crash {how} event {at}: {world.phase} {world.job.reason}"
+        assert world.steps == made, f"crash {how} event {at}"
 
 
 def test_plain_shards_go_back_to_the_last_snapshots_and_no_further() -> None:

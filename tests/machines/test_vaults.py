@@ -81,7 +81,7 @@ def test_each_share_is_read_on_a_node_that_keeps_it_and_as_evenly_as_these_let(
         device: data.draw(st.lists(st.sampled_from(NODES), min_size=1, unique=True), label=device)
         for device in old
     }
-    found = stand_ins(made, copies, members)
+    found = stand_ins(made.members, copies, members)
     by_node = {node: [m for m in members if m.startswith(node + "/")] for node in NODES}
     possible = all(any(by_node[node] for node in nodes) for nodes in copies.values())
     assert (found is not None) == possible
@@ -100,7 +100,7 @@ def test_each_share_is_read_on_a_node_that_keeps_it_and_as_evenly_as_these_let(
 def test_whoever_can_read_its_own_share_does() -> None:
     devices = [f"{node}/{index}" for node in ("alpha", "beta") for index in (0, 1)]
     copies = {device: ["alpha", "beta"] for device in devices}
-    assert stand_ins(plan(devices), copies, devices) == {device: device for device in devices}
+    assert stand_ins(plan(devices).members, copies, devices) == {device: device for device in devices}
 
 
 def test_history_that_a_later_plan_did_not_go_on_from_is_dead() -> None:

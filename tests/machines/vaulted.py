@@ -132,7 +132,7 @@ class Vaulted(World):
 
     def _older(self, proposal: Proposal) -> bool:
         recovery = proposal.recovery
-        return recovery is not None and (bool(recovery.snapshots) or proposal.old is None)
+        return recovery is not None and (proposal.old is None or recovery.all_read(proposal.old))
 
     def _ready(self, proposal: Proposal) -> bool:
         workers = [self.workers[device] for device in self._members(proposal)]

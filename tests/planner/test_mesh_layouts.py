@@ -9,7 +9,7 @@ import pytest
 import torch
 from elasticd_migration.checkpoint_writers import writers
 from elasticd_migration.reshard import Lost, bytes_lacking, reshard
-from elasticd_planner.layout.holdings import holdings_of
+from elasticd_planner.layout.holdings import Holdings, holdings_of
 from elasticd_planner.layout.layouts import Item
 from elasticd_planner.layout.mesh_layouts import MeshLayouts, placed_boxes
 from elasticd_planner.layout.snapshot_layouts import SnapshotLayouts
@@ -154,20 +154,46 @@ def test_state_moves_between_any_two_meshes(old: MeshPlan, new: MeshPlan, data: 
     assert moved == sum(bytes_lacking(before, after, SIZES).values())
 
 
+def dealt(layouts: Holdings) -> dict[str, dict[Item, tuple[Box, ...]]]:
+    """The share of each member in a set of snapshots."""
+    members = layouts.plan.members
+    shares: dict[str, dict[Item, tuple[Box, ...]]] = {member: {} for member in members}
+    for role in ("value", "state", "buffer"):
+        items = {item.name: item for item in layouts.items if item.role == role}
+        held = writers([layouts.layout(item) for item in items.values()], members)
+        for member, boxes in held.items():
+            shares[member] |= {items[name]: own for name, own in boxes.items()}
+    return shares
+
+
+@settings(max_examples=examples(60), deadline=None)
+@given(old=PLANS, new=PLANS, data=st.data())
+def test_snapshots_of_the_dead_and_copies_of_the_living_fill_any_other_mesh(
+    old: MeshPlan, new: MeshPlan, data: st.DataObject
+) -> None:
+    layouts = holdings_of(MODEL, old)
+    gone = data.draw(st.sets(st.sampled_from(old.members), max_size=len(old.members) - 1))
+    left = SurvivingLayouts(layouts, gone=gone)
+    lost, living = dict(left.lost()), [device for device in old.members if device not in gone]
+    assert left.last_holders() <= gone
+    stands = {member: data.draw(st.sampled_from(living)) for member in sorted(left.last_holders())}
+    before = SnapshotLayouts(layouts, shares=dealt(layouts), stands=stands, left=left)
+    for item in before.items:
+        read = before.layout(item).holdings[len(left.layout(item).holdings) :]
+        assert sum(h.box.size for h in read) == sum(box.size for box in lost.get(item, ())), "those boxes alone"
+    after = holdings_of(MODEL, new.replace(number=2))
+    moved = sum(t.box.size * sum(SIZES[item] for item in t.items) for t in reshard(before, after, SIZES))
+    assert moved == sum(bytes_lacking(before, after, SIZES).values())
+
+
 @settings(max_examples=examples(60), deadline=None)
 @given(old=PLANS, new=PLANS, data=st.data())
 def test_snapshots_of_a_mesh_fill_any_other(old: MeshPlan, new: MeshPlan, data: st.DataObject) -> None:
     """Each element is in one member's share, and whoever stands in for the members has all that is wanted."""
     bound = old.replace(binding=dict.fromkeys(old.members, "old"))
     layouts = holdings_of(MODEL, bound)
-    dealt: dict[str, dict[Item, tuple[Box, ...]]] = {member: {} for member in old.members}
-    for role in ("value", "state", "buffer"):
-        items = {item.name: item for item in layouts.items if item.role == role}
-        held = writers([layouts.layout(item) for item in items.values()], old.members)
-        for member, boxes in held.items():
-            dealt[member] |= {items[name]: own for name, own in boxes.items()}
     stands = {member: data.draw(st.sampled_from(new.members)) for member in old.members}
-    before = SnapshotLayouts(layouts, shares=dealt, stands=stands)
+    before = SnapshotLayouts(layouts, shares=dealt(layouts), stands=stands)
     for item in before.items:
         layout = before.layout(item)
         boxes = [holding.box for holding in layout.holdings]

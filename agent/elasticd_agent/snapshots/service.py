@@ -4,7 +4,7 @@
                          in a ring; where none does, this is tried again for as long as the store has it.
     agent  -> a stream   another node's arrived.
     `SnapshotInventory` -> leader    all that is held of a job, after every change (a few at once) and on every
-                                     new link.
+                                     new link; before the word of a worker's end, or of what survivors hold.
     leader -> `SnapshotSetComplete`    all of a set are kept: older ones go.
     `Freed` -> worker    the store let go of one of its own: it may write to that memory again.
     worker -> `Fetch`    is answered with the memory file.
@@ -29,7 +29,17 @@ import psutil
 
 from elasticd.backoff import Backoff
 from elasticd.config.tree import AgentSection
-from elasticd.machines.agent.state import AgentState, AgentTick, DoneRead, Event, LinkUp, Opened, PlanRead
+from elasticd.machines.agent.state import (
+    AgentState,
+    AgentTick,
+    DoneRead,
+    Ended,
+    Event,
+    FenceRead,
+    LinkUp,
+    Opened,
+    PlanRead,
+)
 from elasticd.records import NodeRecord
 from elasticd.wire.snapshots import (
     Fetch,
@@ -121,6 +131,9 @@ class SnapshotService:
             client = self._state().clients.get(event.client)
             if client is not None and client.job in self._snapshots.jobs():
                 self._mark([client.job])
+        elif isinstance(event, Ended | FenceRead) and self._telling is not None:
+            self._telling.cancel()  # the leader is to know of the newest snapshots when it looks for state
+            self._publish_changed()
         elif isinstance(event, PlanRead):
             self._send_all()
         elif isinstance(event, DoneRead) and (event.record is None or not event.record.reason):

@@ -3,8 +3,9 @@
 1. A member is lost (its process, its node) or the members lost each other: a fence closes every number up to
    its own, and names those that are fenced off.
 2. Each survivor aborts what it waits for and says which copies it holds. Meanwhile a plan is made for them.
-3. Of the plans that copies exist of, the one that is farthest is taken, if its live copies are the whole state;
-   who has not heard the last vote's outcome is told it, and makes that update too.
+3. Of the plans that copies exist of, the one that is farthest is taken, if its live copies are the whole state,
+   or are with snapshots of the same step that lost members left; who has not heard the last vote's outcome is
+   told it, and makes that update too. Else all go back to an older state.
 4. The new plan is proposed with this recovery. Its first swap records it, and ends the fault.
 
 Another loss at any of these begins anew at 1, under a higher number.
@@ -19,8 +20,8 @@ from elasticd_planner.spec.cluster import node_of
 from elasticd_planner.spec.plan import Plan
 
 from elasticd.machines.job import replan
-from elasticd.machines.job.copies.holdings import lost_boxes
-from elasticd.machines.job.copies.rollback import Source, older, older_state, waits
+from elasticd.machines.job.copies.holdings import last_holders, lost_boxes
+from elasticd.machines.job.copies.rollback import Source, completed, older, older_state, waits
 from elasticd.machines.job.faults.hangs import apart, busy, culprits, described, note, tell
 from elasticd.machines.job.faults.network_partition import divided, regroup
 from elasticd.machines.job.lifecycle.drain import ending
@@ -299,8 +300,8 @@ def _begin_anew(turn: Transaction) -> None:
 
 
 def survey(turn: Transaction, nodes: Collection[str] | None = None) -> Source | str:
-    """The plan that survivors (on these nodes) are farthest under and hold all of, or what is lacking of the
-    best."""
+    """The plan that survivors (on these nodes) are farthest under and hold all of, snapshots of the same step
+    counted where none is as far without; or what is lacking of the best."""
     job = turn.job
     assert job.fence is not None
     assert job.spec is not None
@@ -311,28 +312,35 @@ def survey(turn: Transaction, nodes: Collection[str] | None = None) -> Source | 
         held = {w.device: copy for w in bound for copy in _copies(turn, w) if copy.number == plan.number}
         if held:
             options.append((max(copy.step for copy in held.values()), plan.number, plan, held))
+    best: Source | None = None
     for step, _, plan, held in sorted(options, key=lambda option: option[:2], reverse=True):
+        if best is not None and best.recovery.step > step:
+            break  # it has snapshots beside its copies, and these are of a step before
         vote = _vote(turn, step)
         sources = {device for device, copy in held.items() if copy.step == step}
         if vote is not None:
             sources |= {device for device, copy in held.items() if copy.behind and copy.step == step - 1}
         # The update of who was behind leaves it with new parameters only where it keeps their state.
         stale = {d for d in sources if held[d].stale or held[d].step < step}
-        lost = lost_boxes(job.spec.specs, plan, sources, stale)
-        if lost:
-            lacking = f"{lost} is held by nobody who lives, of plan {plan.number}"
-            continue
-        recovery = Recovery(
-            fence=job.fence.number,
-            step=step,
-            sources={device: plan.binding[device] for device in plan.members if device in sources},
-            vote=vote,
-            stale=tuple(device for device in plan.members if device in stale)
-            if isinstance(plan, Plan) and plan.state.zero
-            else (),
+        source = Source(
+            plan=plan,
+            recovery=Recovery(
+                fence=job.fence.number,
+                step=step,
+                sources={device: plan.binding[device] for device in plan.members if device in sources},
+                vote=vote,
+                stale=tuple(device for device in plan.members if device in stale)
+                if isinstance(plan, Plan) and plan.state.zero
+                else (),
+            ),
         )
-        return Source(plan=plan, recovery=recovery)
-    return lacking
+        lost = lost_boxes(job.spec.specs, plan, sources, stale)
+        if not lost:
+            return source
+        lacking = f"{lost} is held by nobody who lives, of plan {plan.number}"
+        holders = last_holders(job.spec.specs, plan, sources, stale)
+        best = best or completed(turn, source, holders, nodes)
+    return best or lacking
 
 
 def _vote(turn: Transaction, step: int) -> Vote | None:

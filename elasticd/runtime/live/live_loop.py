@@ -25,6 +25,7 @@ from traceback import clear_frames
 from typing import Any
 
 import torch
+from elasticd_planner.layout.mesh_layouts import MeshLayouts
 from elasticd_planner.spec.measurement import Measurement
 from msgspec.structs import replace
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -97,6 +98,7 @@ class LiveLoop:
             self._snapper = Snapshotter(
                 snapshot_every, job, lambda: control.welcome, lambda message, fd: control.send(message, fd=fd)
             )
+        self._measured: MeshLayouts | None = None  # of the plan that snapshots have files for
         self._step: LoopStep | None = None
         self._waits = CollectiveWaits(self._decided, self._where)
         self._hooks: list[Any] = []
@@ -225,6 +227,7 @@ class LiveLoop:
                 break
             step = self._step = LoopStep(copy, made, self._samples(made), self._read, self._enter, self._leave)
             self._time(copy)
+            self._measure_snapshots(copy)
             in_force = weakref.ref(copy)
             del copy  # while this rank stands by, nothing keeps the state that it had
             yield step
@@ -250,6 +253,13 @@ class LiveLoop:
             self._control.send(Finished(step=made, plan=plan, loss=vote.loss, tokens=vote.tokens))
         else:
             self._control.send(Finished(step=made))
+
+    def _measure_snapshots(self, copy: LiveCopy) -> None:
+        """Has a plan's first step end in a snapshot: until then the state of lost devices may be of an older
+        one. The very first step makes the optimizers' state, which nothing tells the size of before."""
+        if self._snapper is not None and self._measured is not copy.layouts and self._switcher.step > 0:
+            self._measured = copy.layouts
+            self._snapper.measure(self._switcher.step, copy.layouts, copy.state)
 
     def _read(self, indices: Sequence[int]) -> Any:
         if self._data is None:

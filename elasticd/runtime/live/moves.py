@@ -26,7 +26,8 @@ from elasticd.runtime.comm.groups import Group, PlanGroups
 from elasticd.runtime.live import world
 from elasticd.runtime.live.live_copy import Build, LiveCopy
 from elasticd.runtime.live.live_state import LiveRefusal, State
-from elasticd.runtime.snapshot.restore import Snapshots
+from elasticd.runtime.snapshot.memory_file import BadSnapshot
+from elasticd.runtime.snapshot.restore import Snapshots, with_snapshots
 from elasticd.runtime.switch.move import source_of, transition_members, transport_of
 from elasticd.runtime.switch.plan_copy import MoveResult, PreparedPlan
 from elasticd.runtime.telemetry.main_thread import during
@@ -98,10 +99,10 @@ class LiveMoves:
 
     def _move(self, prepared: PreparedPlan[LiveCopy], held: LiveCopy | None, step: int) -> MoveResult:
         group, new, recovery = prepared.group, prepared.engine, prepared.proposal.recovery
-        source = None if prepared.snapshot is not None else held
+        source = None if prepared.all_read else held
         steps = group.all_gather(torch.tensor([step if source else -1]))
         step = max(0, *(int(each) for each in steps))
-        if recovery is not None and recovery.snapshots:
+        if recovery is not None and prepared.all_read:
             step = recovery.step
         began = time.perf_counter()
         if new is not None and new.before is not None:  # lanes get other shares, and all stays where it is
@@ -117,8 +118,10 @@ class LiveMoves:
         transport = transport_of(group)
         group.plan_groups.keep(transport)
         try:
-            state = prepared.snapshot or (source.state() if source is not None else LocalState())
-        except NotElementWise as error:
+            state = source.state() if source is not None else LocalState()
+            if prepared.snapshot is not None:
+                state = with_snapshots(state, prepared.snapshot, prepared.old.held(group.me))
+        except (NotElementWise, BadSnapshot) as error:
             agree(transport, Schema(refused=str(error)))  # raises it on every rank alike
             raise
         with during(group.plan_groups.stopwatch.where, MOVING):

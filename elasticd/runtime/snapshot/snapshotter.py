@@ -56,6 +56,7 @@ class Snapshotter:
     ) -> None:
         self._accelerator = accelerator
         self.copy_seconds = 0.0  # for which the training thread was held up by the last snapshot so far
+        self._cost_before = 0.0  # likewise by the one before it, in all
         self.bytes = 0  # of the last one
         self._job, self._welcome, self._tell = job, welcome, tell
         self._lock = threading.Lock()
@@ -92,15 +93,13 @@ class Snapshotter:
         plan = layouts.plan.number
         try:
             if file is not None:
+                self._cost_before = self.copy_seconds
                 self._copy(step, file, layouts, state())
                 self.copy_seconds = time.perf_counter() - began
         except (NotElementWise, BadSnapshot, RuntimeError) as error:
             self._give_up(error, plan, step)
-        try:
-            if layouts is not self._layouts:  # a new plan, or the state has outgrown its files
-                self._measure(layouts, state)
-        except (NotElementWise, RuntimeError) as error:
-            self._give_up(error, plan, step)
+        if layouts is not self._layouts:  # a new plan, or the state has outgrown its files
+            self.measure(step, layouts, state)
 
     def copied(self) -> None:
         """Returns when no snapshot reads the state any more."""
@@ -117,13 +116,18 @@ class Snapshotter:
             self._layouts = None  # there is more state than at first: it is measured anew
         self._step(lambda old: snapshotting.freed(old, plan, step))
 
-    def _measure(self, layouts: Holdings, state: Callable[[], LocalState]) -> None:
-        """A plan's first step was made, so that all of its state is there: files are made for this rank's share
-        of it, beside training."""
+    def measure(self, step: int, layouts: Holdings, state: Callable[[], LocalState]) -> None:
+        """Has files made for this rank's share of a plan's state, beside training: call it before the plan's
+        first step where all of its state is there, so that the step has a snapshot. `voted` does it after that
+        step."""
         self._layouts = layouts
-        self._share = shares(layouts)[self._welcome().device]
-        local = state()
-        need = size_of(pieces(local, self._share), without_planes(local, self._share))
+        try:
+            self._share = shares(layouts)[self._welcome().device]
+            local = state()
+            need = size_of(pieces(local, self._share), without_planes(local, self._share))
+        except (NotElementWise, RuntimeError) as error:
+            self._give_up(error, layouts.plan.number, step)
+            return
         self._step(lambda old: snapshotting.sized(old, layouts.plan.number, need))
 
     def _copy(self, step: int, file: MemoryFile, layouts: Holdings, state: LocalState) -> None:
@@ -198,6 +202,8 @@ class Snapshotter:
             step=step,
             node=node_of(me.device),
             size=self.bytes,
+            every=self._state.every,
+            seconds=self._cost_before,
         )
         first = plan.members[0] == me.device
         self._tell(Snapped(held=made, plan=plan if first else None), file.fd)

@@ -21,7 +21,6 @@ from elasticd_migration.transport import ProcessGroupTransport, Transport
 from elasticd_planner.layout.channels import Channel
 from elasticd_planner.layout.holdings import Holdings, JobTensors, holdings_of
 from elasticd_planner.layout.layouts import Layouts
-from elasticd_planner.layout.surviving_layouts import SurvivingLayouts
 from elasticd_planner.spec.mesh import JobPlan
 from elasticd_planner.spec.plan import Plan
 
@@ -36,7 +35,8 @@ from elasticd.runtime.engine.engine import Engine, first_state
 from elasticd.runtime.engine.pass_watch import PassPacer
 from elasticd.runtime.engine.recipe import Recipe
 from elasticd.runtime.engine.set_aside import NoHostMemory
-from elasticd.runtime.snapshot.restore import stood_in
+from elasticd.runtime.snapshot.memory_file import BadSnapshot
+from elasticd.runtime.snapshot.restore import remains, stood_in, with_snapshots
 from elasticd.runtime.switch.device_transport import DeviceTransport
 from elasticd.runtime.switch.plan_copy import MoveResult, PreparedPlan
 from elasticd.runtime.telemetry.main_thread import during
@@ -191,8 +191,7 @@ def source_of(tensors: JobTensors, old: JobPlan, recovery: Recovery | None) -> H
         return holdings_of(tensors, old)
     if recovery.snapshots:
         return stood_in(tensors, old, recovery)
-    gone = [device for device in old.members if device not in recovery.sources]
-    return SurvivingLayouts(holdings_of(tensors, old), gone=gone, stale=recovery.stale)
+    return remains(holdings_of(tensors, old), old, recovery)
 
 
 def move(prepared: PreparedPlan[Engine], engine: Engine | None, step: int, recipe: Recipe) -> MoveResult:
@@ -214,11 +213,11 @@ def move(prepared: PreparedPlan[Engine], engine: Engine | None, step: int, recip
     group, new, proposal = prepared.group, prepared.engine, prepared.proposal
     recovery = proposal.recovery
     where = group.plan_groups.stopwatch.where
-    if prepared.snapshot is not None:
+    if prepared.all_read:
         engine = None  # it may be steps ahead
     steps = group.all_gather(torch.tensor([step if engine else -1]))
     step = max(0, *(int(s) for s in steps))
-    if recovery is not None and recovery.snapshots:
+    if recovery is not None and prepared.all_read:
         step = recovery.step
     began = time.perf_counter()  # all have come: a joiner waited for the others' vote until now
     if prepared.old is None:
@@ -248,7 +247,7 @@ def move(prepared: PreparedPlan[Engine], engine: Engine | None, step: int, recip
         transport
     )  # whose last messages may still be on their way until all ranks have said ok
     with during(where, MOVING):
-        moved = _migrated(prepared, prepared.old, engine, transport, recipe.accelerator)
+        moved = _migrated(prepared, prepared.old, engine, transport, recipe)
     if new is not None:
         new.adopt(moved.state)
     sizes = moved.schema.sizes
@@ -273,23 +272,25 @@ def _migrated(
     old: Holdings,
     engine: Engine | None,
     transport: Transport,
-    accelerator: Accelerator,
+    recipe: Recipe,
 ) -> Moved:
     proposal, me = prepared.proposal, prepared.group.me
     if engine is not None:
         engine.copied()  # the new engine may take its tensors over
     try:
-        if prepared.snapshot is not None:
-            state = prepared.snapshot
-        elif engine is None:
-            state = LocalState()
+        if engine is None:
+            state = prepared.snapshot or LocalState()
         elif me in proposal.aside:
             state = engine.set_aside(prepared.new.held(me))
         else:
             state = engine.state()
-        if proposal.recovery is not None and me in proposal.recovery.stale:
-            state = trimmed(state, old.held(me))
-    except (NotElementWise, NoHostMemory) as error:
+        recovery, plan = proposal.recovery, proposal.old
+        if recovery is not None and plan is not None and me in recovery.stale and not prepared.all_read:
+            layouts = holdings_of(recipe.model.specs, plan)
+            state = trimmed(state, remains(layouts, plan, recovery).held(me))
+        if engine is not None and prepared.snapshot is not None:
+            state = with_snapshots(state, prepared.snapshot, old.held(me))
+    except (NotElementWise, NoHostMemory, BadSnapshot) as error:
         agree(transport, Schema(refused=str(error)))  # raises it on every rank alike
         raise
     if engine is not None:
@@ -301,7 +302,7 @@ def _migrated(
             state,
             transport,
             in_place=proposal.in_place,
-            device=accelerator.device,
+            device=recipe.accelerator.device,
             prepared=prepared.prepared_move,
         )
     except (Disagreement, Lost):

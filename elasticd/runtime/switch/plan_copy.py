@@ -88,10 +88,16 @@ class PreparedPlan(Generic[Held]):
     group: Group  # the transition group
     communicators: Communicators | None  # of devices, for what moves from one to another; None: it is alone
     proposal: Proposal  # of the plan
-    snapshot: LocalState | None = None  # read here for lost ranks, where the recovery goes on from snapshots
+    snapshot: LocalState | None = None  # read here for lost ranks, whose state snapshots alone have
     prepared_move: PreparedMove | None = (
         None  # the transfers, computed ahead where training goes on until the switch
     )
+
+    @property
+    def all_read(self) -> bool:
+        """True if all state is read from snapshots, so that no copy on a device is of use."""
+        recovery, old = self.proposal.recovery, self.proposal.old
+        return recovery is not None and old is not None and recovery.all_read(old)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -275,9 +275,9 @@ class Switcher(Generic[Held]):
         except _MoveHeld as held:
             with self._todo.mutex:
                 self._todo.queue.appendleft(sw.MoveState(number=held.number))
-            proposal = self._prepared[held.number].proposal
-            recovery, old = proposal.recovery, proposal.old
-            if recovery is None or recovery.snapshots or old is None or old.number != engine.plan.number:
+            prepared = self._prepared[held.number]
+            recovery, old = prepared.proposal.recovery, prepared.proposal.old
+            if recovery is None or prepared.all_read or old is None or old.number != engine.plan.number:
                 return None
             vote = recovery.vote
             return vote if vote is not None and vote.step == self.step == recovery.step - 1 else None
@@ -453,7 +453,7 @@ class Switcher(Generic[Held]):
     def _moved(self, prepared: PreparedPlan[Held]) -> MoveResult:
         engine, step = self.engine, self.step
         recovery = prepared.proposal.recovery
-        if recovery is not None and prepared.old is not None and not recovery.snapshots:
+        if recovery is not None and prepared.old is not None and not prepared.all_read:
             engine, step = self._copies.get(prepared.old.plan.number, engine, step)
             if self._device not in recovery.sources:
                 engine = None  # it is torn, or of another step: this rank only joins

@@ -80,6 +80,19 @@ class SurvivingLayouts:
             if known[key]:
                 yield item, known[key]
 
+    def last_holders(self) -> frozenset[str]:
+        """The members that had held any of what nobody holds any more."""
+        last, known = set[str](), set[Hashable]()
+        for item, boxes in self.lost():
+            if (key := self.family(item)) not in known:
+                known.add(key)
+                last |= {
+                    holding.device
+                    for holding in self._whole.layout(item).holdings
+                    if any(holding.box.overlap(box) is not None for box in boxes)
+                }
+        return frozenset(last)
+
     def _kept(self, item: Item, holdings: Collection[Holding]) -> Iterator[Holding]:
         stale = dict[str, bool]()
         for holding in holdings:

@@ -25,13 +25,22 @@ def only_copies(tensors: JobTensors, plan: JobPlan) -> tuple[str, ...]:
 
 def lost_boxes(tensors: JobTensors, plan: JobPlan, live: Collection[str], stale: Collection[str] = ()) -> str:
     """Which part of the state none of the devices `live` holds under `plan`, in words; nothing if none."""
-    gone = set(plan.members) - set(live)
-    if not gone and not stale:
-        return ""
-    lost = [
-        f"{item} {span(box)}"
-        for item, boxes in SurvivingLayouts(holdings_of(tensors, plan), gone=gone, stale=stale).lost()
-        for box in boxes
-    ]
+    left = _left(tensors, plan, live, stale)
+    lost = [f"{item} {span(box)}" for item, boxes in left.lost() for box in boxes] if left else []
     more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
     return f"{lost[0]}{more}" if lost else ""
+
+
+def last_holders(
+    tensors: JobTensors, plan: JobPlan, live: Collection[str], stale: Collection[str] = ()
+) -> frozenset[str]:
+    """The members of `plan` that had held any of what none of the devices `live` holds."""
+    left = _left(tensors, plan, live, stale)
+    return left.last_holders() if left else frozenset()
+
+
+def _left(
+    tensors: JobTensors, plan: JobPlan, live: Collection[str], stale: Collection[str]
+) -> SurvivingLayouts | None:
+    gone = set(plan.members) - set(live)
+    return SurvivingLayouts(holdings_of(tensors, plan), gone=gone, stale=stale) if gone or stale else None

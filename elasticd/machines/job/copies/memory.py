@@ -48,7 +48,7 @@ def room_for(turn: Transaction, plan: JobPlan, source: Source | None) -> Room:
     job, spec = turn.job, turn.job.pipeline_spec
     if spec is None or job.profile is None or not isinstance(plan, Plan):
         return Room()
-    older = source is not None and (source.plan is None or bool(source.recovery.snapshots))
+    older = source is not None and (source.plan is None or source.recovery.all_read(source.plan))
     before = source.plan if source is not None and not older else job.plan
     old = before if isinstance(before, Plan) else None
     holders = {worker.device for worker in job.bound(old)}

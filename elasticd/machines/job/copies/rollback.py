@@ -1,14 +1,19 @@
-"""Roll back, where the living copies are no complete state: the newest older state, in snapshots or in
-checkpoints.
+"""Roll back, where the living copies are no complete state: snapshots that complete them, or an older state.
 
-It is taken as soon as the plan's members can read it. What is newer, and lacks only workers that are on their
-way, is waited for, but not for ever while there is something else. With no worker left at all the job waits for
-some to come: torchrun starts them again, or somebody starts the job's command again.
+Snapshots of the step that the copies are of give what lost members alone held: nothing goes back. Else the job
+goes on from an older state, in snapshots or in checkpoints. It is taken as soon as the plan's members can read
+it. What is newer, and lacks only workers that are on their way, is waited for, but not for ever while there is
+something else. With no worker left at all the job waits for some to come: torchrun starts them again, or
+somebody starts the job's command again.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
+import msgspec
 from elasticd_planner.layout.optimizer_sharding import with_carriers
+from elasticd_planner.spec.cluster import node_of
 from elasticd_planner.spec.mesh import JobPlan
 from elasticd_planner.spec.plan import Plan
 from elasticd_planner.value import Value
@@ -41,8 +46,14 @@ def called(proposal: Proposal) -> str:
     if recovery is None:
         return ""
     if recovery.snapshots and proposal.old is not None:
-        return set_name(proposal.old.number, recovery.step)
+        name = set_name(proposal.old.number, recovery.step)
+        return name if recovery.all_read(proposal.old) else beside_copies(name)
     return CHECKPOINTS if proposal.old is None else ""
+
+
+def beside_copies(name: str) -> str:
+    """The name of those snapshots of a set that complete the copies that live."""
+    return f"copies and {name}"
 
 
 def set_name(plan: int, step: int) -> str:
@@ -91,6 +102,38 @@ def older(turn: Transaction, *, survivors: bool) -> Source | str | None:
 def spread(plan: JobPlan) -> JobPlan:
     """The plan with the members that carry replicas of state alone, where it needs any."""
     return with_carriers(plan) if isinstance(plan, Plan) else plan
+
+
+def completed(
+    turn: Transaction, source: Source, holders: Collection[str], nodes: Collection[str] | None = None
+) -> Source | None:
+    """Copies that live, with snapshots of the same step for the parts that they lack.
+
+    Args:
+        turn: of the job.
+        source: the copies.
+        holders: the members that had those parts.
+        nodes: that are reached; None: all that are connected.
+
+    Returns:
+        None where some of those snapshots cannot be read now.
+    """
+    plan, recovery, job = source.plan, source.recovery, turn.job
+    assert plan is not None
+    moment = Moment(plan.number, recovery.step)
+    failed = job.snapshots.failed.get(beside_copies(set_name(*moment)), 0)
+    if failed >= (1 if older_state(turn) else MOST_TRIES):
+        return None
+    there = turn.connected if nodes is None else turn.connected & {*nodes}
+    copies = job.snapshots.copies(moment, plan, there)
+    lacked = [member for member in plan.members if member in holders]
+    joining = spread(job.remedy.plan).members if job.remedy is not None else ()
+    readers = stand_ins(lacked, copies, dict.fromkeys((*recovery.sources, *joining)))
+    if readers is None:
+        return None
+    kept = sorted({node_of(reader) for reader in readers.values()})
+    text = f"the part of {', '.join(lacked)} is read from {words(moment, kept)}"
+    return Source(plan=plan, recovery=msgspec.structs.replace(recovery, snapshots=readers), words=text)
 
 
 class _Option(Value, frozen=True, kw_only=True):
@@ -166,7 +209,7 @@ def _source(turn: Transaction, option: _Option, plan: JobPlan) -> Source | str:
     if option.lacking:
         return f"node {', '.join(option.lacking)} cannot be reached, and alone keeps a part of {option.words}"
     copies = job.snapshots.copies(option.moment, option.old, turn.connected)
-    readers = stand_ins(option.old, copies, plan.members)
+    readers = stand_ins(option.old.members, copies, plan.members)
     if readers is None:
         away = {node for nodes in copies.values() if plan.nodes.isdisjoint(nodes) for node in nodes}
         return f"no worker on node {', '.join(sorted(away))} reads its part of {option.words}"

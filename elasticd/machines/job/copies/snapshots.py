@@ -46,7 +46,13 @@ def _whole(turn: Transaction, moment: Moment, plan: JobPlan) -> None:
         turn.set(snapshots=msgspec.structs.replace(turn.job.snapshots, told_at=turn.now))
         nodes = snapshots.holding(moment)
         text = f"the state of step {moment.step} is kept in memory on {', '.join(nodes)}"
-        turn.note("snapshot", text, number=plan.number, step=moment.step, nodes=nodes)
+        held = [each for node in nodes for each in snapshots.kept[node][moment]]
+        cost = {
+            "bytes": max(each.size for each in held),
+            "seconds": max(each.seconds for each in held),
+            "every": max(each.every for each in held),
+        }
+        turn.note("snapshot", text, number=plan.number, step=moment.step, nodes=nodes, **cost)
 
 
 def _complete(turn: Transaction, moment: Moment) -> SnapshotSetComplete:

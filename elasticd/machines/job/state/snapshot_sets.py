@@ -6,7 +6,7 @@ step: later plans may go on from earlier steps.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -116,18 +116,25 @@ class SnapshotSets(Value, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, failed={**self.failed, what: self.failed.get(what, 0) + 1})
 
 
-def stand_ins(plan: JobPlan, copies: dict[str, list[str]], members: Iterable[str]) -> dict[str, str] | None:
-    """Assigns each of `members` the member of `plan` whose share it reads from its own node's agent: evenly,
-    and each its own where it can. None where some share is on no node that has one of them.
+def stand_ins(
+    shares: Sequence[str], copies: dict[str, list[str]], readers: Iterable[str]
+) -> dict[str, str] | None:
+    """The device that reads each share, from its own node's agent: evenly, and each its own where it can.
 
-    copies: the nodes that hold each share.
+    Args:
+        shares: the members that they are of.
+        copies: the nodes that hold each.
+        readers: the devices that may read.
+
+    Returns:
+        None where some share is on no node that has a reader.
     """
     by_node: dict[str, list[str]] = {}
-    for device in members:
+    for device in readers:
         by_node.setdefault(node_of(device), []).append(device)
     options = {
-        device: [member for node in sorted(set(copies.get(device, ()))) for member in by_node.get(node, ())]
-        for device in plan.members
+        device: [reader for node in sorted(set(copies.get(device, ()))) for reader in by_node.get(node, ())]
+        for device in shares
     }
     load: dict[str, int] = {}
     found: dict[str, str] = {}
@@ -139,4 +146,4 @@ def stand_ins(plan: JobPlan, copies: dict[str, list[str]], members: Iterable[str
         best = device if own else min(options[device], key=lambda name: load.get(name, 0))
         load[best] = load.get(best, 0) + 1
         found[device] = best
-    return {device: found[device] for device in plan.members}
+    return {device: found[device] for device in shares}
