@@ -46,14 +46,8 @@ def called(proposal: Proposal) -> str:
     if recovery is None:
         return ""
     if recovery.snapshots and proposal.old is not None:
-        name = set_name(proposal.old.number, recovery.step)
-        return name if recovery.all_read(proposal.old) else beside_copies(name)
+        return set_name(proposal.old.number, recovery.step)
     return CHECKPOINTS if proposal.old is None else ""
-
-
-def beside_copies(name: str) -> str:
-    """The name of those snapshots of a set that complete the copies that live."""
-    return f"copies and {name}"
 
 
 def set_name(plan: int, step: int) -> str:
@@ -121,7 +115,7 @@ def completed(
     plan, recovery, job = source.plan, source.recovery, turn.job
     assert plan is not None
     moment = Moment(plan.number, recovery.step)
-    failed = job.snapshots.failed.get(beside_copies(set_name(*moment)), 0)
+    failed = job.snapshots.failed.get(set_name(*moment), 0)
     if failed >= (1 if older_state(turn) else MOST_TRIES):
         return None
     there = turn.connected if nodes is None else turn.connected & {*nodes}
