@@ -87,7 +87,7 @@ def test_what_was_copied_is_what_the_agent_gets_whatever_training_does_then(agen
     message, fd = agent.came.get(timeout=60)
     size = message.held.size
     assert message.held == Held(
-        job="job", device=DEVICE, incarnation="aa", plan=PLAN, step=2, node="n0", size=size
+        job="job", device=DEVICE, incarnation="aa", plan=PLAN, step=2, node="n0", size=size, every=1
     )
     assert message.plan == THREE.plan, "from the first rank"
     _, found = read(fd, size)
