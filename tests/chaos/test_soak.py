@@ -16,9 +16,9 @@ FIXED = 4853
 
 @pytest.mark.slow
 @pytest.mark.timeout(2400)
-@pytest.mark.parametrize("kind", sizes.beside(["fixed"], ["fixed", "drawn", "modules"]))
+@pytest.mark.parametrize("kind", sizes.beside(["fixed"], ["fixed", "drawn", "modules", "live"]))
 def test_a_real_job_goes_on_through_random_faults(kind: str, seed: int, tmp_path: Path) -> None:
-    """ "modules": of a model of two."""
+    """ "modules": of a model of two; "live": of a loop of its own over FSDP2."""
     drawn = kind == "drawn"
     chosen, faults = (seed, 60) if drawn else (FIXED, 6)
     print(f"--seed {chosen} --faults {faults}")
@@ -27,7 +27,7 @@ def test_a_real_job_goes_on_through_random_faults(kind: str, seed: int, tmp_path
     command = ("--seed", str(chosen), "--faults", str(faults), "--devices", str(devices), "--rest", str(rest))
     # In one namespace the processes are forked: in several each starts an interpreter of its own.
     command += ("--out", str(tmp_path / "out"), *(() if drawn else ("--together",)))
-    command += ("--modules",) * (kind == "modules")
+    command += (f"--{kind}",) * (kind in ("modules", "live"))
     environment = {**os.environ, "PYTHONPATH": str(forkserver.ROOT)}
     done = forkserver.start("tests.soak.soak", *command, environment=environment, output=printed)
     try:

@@ -9,13 +9,16 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import msgspec
+from elasticd_planner.spec.mesh import JobPlan
+from elasticd_planner.spec.plan import Plan
 
 from elasticd.codec.record_parts import Shelf
-from elasticd.records import DoneRecord, Fence, HistoryRecord, Keys, MemberRecord, PlanRecord, Proposal, decode
+from elasticd.records import DoneRecord, Fence, Keys, MemberRecord, PlanRecord, Proposal, decode, decode_history
 from elasticd.store.protocol import WatchEvent
 
 #: What a leader writes under its epoch.
@@ -110,10 +113,8 @@ class History:
         name, _, part = event.key.removeprefix(self._keys.jobs).partition("/")
         job, parts = self.jobs.setdefault(name, JobHistory()), self._shelf.of(event.key)
         if part.startswith("history/"):
-            record = decode(event.item.value, HistoryRecord, parts)
-            self._same(
-                event, job, record.number, msgspec.structs.replace(record.plan, number=record.number).digest
-            )
+            record = decode_history(event.item.value, parts)
+            self._same(event, job, record.number, _digest(record.plan))
             return
         found = _decoded(part, event.item.value, parts)
         if found is None:
@@ -139,7 +140,7 @@ class History:
         if found.number not in job.digests and found.status == "open":
             job.proposals += 1
             self._grows(event, job, found.number)
-        self._same(event, job, found.number, found.plan.digest)
+        self._same(event, job, found.number, _digest(found.plan))
         if found.recovery is not None and found.old is not None:
             job.recoveries[found.number] = found.recovery.step, found.old.number
 
@@ -155,7 +156,7 @@ class History:
         number = found.plan.number
         if number not in job.digests:
             self._say(event, f"plan {number} is recorded and never was proposed")
-        self._same(event, job, number, found.plan.digest)
+        self._same(event, job, number, _digest(found.plan))
         if number <= job.fenced:
             self._say(event, f"plan {number} is recorded after fence {job.fenced} closed it")
         if job.plans and job.plans[-1] == (number, found.step):
@@ -192,6 +193,14 @@ def unrecorded(job: JobHistory, number: int) -> list[tuple[int, int]]:
         found.insert(0, (old, step))
         old = before
     return found
+
+
+def _digest(plan: JobPlan) -> str:
+    """The same for plans that train alike."""
+    if isinstance(plan, Plan):
+        return plan.digest
+    alike = plan.names, plan.shape, plan.members, plan.samples, sorted(plan.binding.items())
+    return hashlib.sha256(msgspec.json.encode(alike)).hexdigest()[:16]
 
 
 def _decoded(part: str, value: bytes, parts: Mapping[str, bytes]) -> Led | None:

@@ -5,12 +5,12 @@
 3. Every step trained on its own samples: none is lost, none counts twice.
 4. All who were given a step under the plan in force then have the same loss, to the bit, and it is that of an
    undisturbed run, but for rounding (`tolerance`).
-5. Who was given a step under another plan was fenced off: what it did is no part of history.
+5. Who was given a step under another plan was fenced off: what it did is no part of history. Or its job goes
+   back where state is lost: the steps from there on are made again, under the next plan.
 """
 
 from __future__ import annotations
 
-import bisect
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -36,7 +36,7 @@ class Line(Value, frozen=True, kw_only=True):
     """A step as a script was given it. Scripts write it and the same run reads it: no tag, no version."""
 
     step: int
-    loss: float
+    loss: float | None  # None: the process did not hear it
     samples: tuple[int, ...]
     plan: int = 0
 
@@ -77,19 +77,31 @@ def check(
     plain: Sequence[Line],
     *,
     over: bool = True,
+    goes_back: bool = False,
 ) -> list[str]:
-    """What is wrong. plans: number and first step of each recorded plan, in order; fenced_off: the highest
-    number of a fence that named a process, by its pid; plain: the undisturbed run; over: whether the job came
-    to its end."""
+    """What is wrong.
+
+    Args:
+        ledgers: of all processes.
+        plans: number and first step of each recorded plan, in order.
+        fenced_off: the highest number of a fence that named a process, by its pid.
+        steps: of the job.
+        samples: those of a step.
+        plain: the undisturbed run.
+        over: the job came to its end.
+        goes_back: a plan may begin before steps that were made under the plan before.
+    """
     wrong: list[str] = []
-    begins = [step for _, step in plans]
     history: dict[int, list[tuple[Ledger, Line]]] = {}
+    again = _made_again(ledgers, plans) if goes_back else set()
     for ledger in ledgers:
-        wrong += _in_order(ledger)
+        wrong += _in_order(ledger, goes_back=goes_back)
         for line in ledger.lines:
-            which = bisect.bisect_right(begins, line.step) - 1
+            which = next((i for i in reversed(range(len(plans))) if plans[i][1] <= line.step), -1)
             if which >= 0 and plans[which][0] == line.plan:
                 history.setdefault(line.step, []).append((ledger, line))
+            elif (line.plan, line.step) in again:
+                wrong += _one(line.step, [(ledger, line)], samples, plain)
             elif fenced_off.get(ledger.pid, 0) <= line.plan:
                 under = plans[which][0] if which >= 0 else "none"
                 wrong.append(
@@ -106,9 +118,27 @@ def check(
     return wrong
 
 
-def _in_order(ledger: Ledger) -> list[str]:
+def made_again(ledgers: Sequence[Ledger], plans: Sequence[tuple[int, int]]) -> int:
+    """Number of the steps that were made, and made again under a later plan."""
+    return len(_made_again(ledgers, plans))
+
+
+def _made_again(ledgers: Sequence[Ledger], plans: Sequence[tuple[int, int]]) -> set[tuple[int, int]]:
+    """Plan and step of all that a later plan went back before."""
+    least: dict[int, int] = {}  # the earliest step at which any later plan began
+    first = math.inf
+    for number, begin in reversed(plans):
+        least[number] = int(first) if first < math.inf else -1
+        first = min(first, begin)
+    made = {(line.plan, line.step) for ledger in ledgers for line in ledger.lines if line.plan in least}
+    return {(plan, step) for plan, step in made if 0 <= least[plan] <= step}
+
+
+def _in_order(ledger: Ledger, *, goes_back: bool = False) -> list[str]:
     wrong = []
     for before, line in zip(ledger.lines, ledger.lines[1:], strict=False):
+        if goes_back and line.step <= before.step and line.plan > before.plan:
+            continue
         if line.step <= before.step:
             wrong.append(f"{_name(ledger)} was given step {line.step} after step {before.step}")
         elif line.plan < before.plan:
@@ -129,7 +159,7 @@ def _one(
     for ledger, line in given:
         if line.samples != right:
             wrong.append(f"step {step} trained on {line.samples} at {_name(ledger)}, not on {right}")
-    losses = {line.loss for _, line in given}
+    losses = {line.loss for _, line in given if line.loss is not None}
     if len(losses) > 1:
         wrong.append(f"step {step} has {len(losses)} losses: {sorted(losses)}")
     expected = plain[step].loss if step < len(plain) else math.nan
@@ -145,7 +175,7 @@ def furthest(ledgers: Sequence[Ledger], plain: Sequence[Line]) -> float:
         abs(line.loss - plain[line.step].loss) / abs(plain[line.step].loss)
         for ledger in ledgers
         for line in ledger.lines
-        if line.step < len(plain)
+        if line.step < len(plain) and line.loss is not None
     ]
     return max(apart, default=math.nan)
 

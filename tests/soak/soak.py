@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Literal
 
 import click
 import msgspec
@@ -35,14 +36,18 @@ from tests.soak.random_faults import LIVE_WEIGHTS, Soaking, draw
 
 #: Steps that each fault adds to the run, because those that are held back come later than the script says.
 HELD_STEPS = 10
+#: Seconds of a sample's forward pass in a loop of its own, whose snapshots take some 50 ms from step to step.
+LIVE_SECONDS = 0.012
+#: The job that is trained.
+Form = Literal["padded", "packed", "modules", "experts", "live"]
 #: Of the script that is trained; it imports torch, which we do not.
 SAMPLES = Sampler(size=1000, global_batch=8, seed=5)
 
 
 class Report(Value, frozen=True, kw_only=True):
     """What was done and found. kinds: faults that happened, by kind; apart: the largest relative difference of
-    a loss from that of the undisturbed run, None where that was not made; ended: daemons that ended by
-    themselves."""
+    a loss from that of the undisturbed run, None where that was not made; again: steps that were made and then
+    made again, since the job went back, None where it cannot; ended: daemons that ended by themselves."""
 
     seed: int
     faults: int
@@ -55,6 +60,7 @@ class Report(Value, frozen=True, kw_only=True):
     leaders: int
     processes: int
     apart: float | None
+    again: int | None
     wrong: tuple[str, ...]
     ended: tuple[str, ...]
 
@@ -64,6 +70,8 @@ class Report(Value, frozen=True, kw_only=True):
         apart = "compared with no undisturbed run"
         if self.apart is not None:
             apart = f"losses within {self.apart:.1e} of the undisturbed run"
+        if self.again is not None:
+            apart = f"{apart}; {self.again} steps made again"
         lines = [
             f"seed {self.seed}: {self.faults} faults ({kinds}) in {self.steps} steps and {self.seconds:.0f} s; "
             f"{len(self.held_back)} held back",
@@ -85,18 +93,30 @@ def soak(
     rest: int,
     *,
     separate: bool = False,
-    packed: bool = False,
-    modules: bool = False,
-    experts: bool = False,
+    form: Form = "padded",
 ) -> Report:
-    """Runs the job under the script and checks it; `folder` keeps logs and ledgers; separate: with each node in
-    a network namespace; packed: with sequences in packed rows, cut over lanes; modules: of two
-    modules; experts: of a mixture of experts. Raises ProcessError where the cluster does not come up."""
+    """Runs the job under the script and checks it.
+
+    Args:
+        script: the faults.
+        shape: of the cluster.
+        folder: keeps logs and ledgers.
+        seed: of the script.
+        still: seconds without a step after which the soak ends.
+        rest: steps after the last fault.
+        separate: each node is in a network namespace.
+        form: packed: sequences in packed rows, cut over lanes; modules: a model of two; experts: a mixture of
+            experts; live: a loop of its own
+            over FSDP2, with a snapshot each step.
+
+    Raises:
+        ProcessError: the cluster does not come up.
+    """
     began = time.monotonic()
     training = Path(__file__).with_name("worker.py")
     steps = max(fault.step or 0 for fault in script) + rest + HELD_STEPS * len(list(script))
     options = ("--steps", str(steps), *(("--zero", str(shape.zero)) if shape.zero else ()))
-    options += ("--packed",) * packed + ("--modules",) * modules + ("--experts",) * experts
+    options += (f"--{form}",) * (form != "padded")
     processes, wrong = Processes(folder), list[str]()
     with (
         tempfile.TemporaryDirectory(prefix="elasticd-soak-") as sockets,
@@ -127,7 +147,7 @@ def soak(
         if not wrong:
             print("training the same without any fault", flush=True)
             cluster.wait(cluster.start_plain(training, *options), 3600)
-    return _report(seed, live.played, steps, seconds, seen, folder, wrong, cluster)
+    return _report(seed, live.played, steps, seconds, seen, folder, wrong, cluster, goes_back=form == "live")
 
 
 def _keep_status(cluster: ChaosCluster, folder: Path) -> None:
@@ -159,6 +179,8 @@ def _report(
     folder: Path,
     wrong: list[str],
     cluster: ChaosCluster,
+    *,
+    goes_back: bool,
 ) -> Report:
     history = History(cluster.keys)
     history.read(seen)
@@ -167,7 +189,9 @@ def _report(
     wrong = [*wrong, *played.false, *history.wrong]
     plain = ledger.read_plain(folder / "plain.jsonl") if (folder / "plain.jsonl").exists() else []
     if plain:
-        wrong += ledger.check(ledgers, job.plans, job.fenced_off, steps, SAMPLES.samples, plain)
+        wrong += ledger.check(
+            ledgers, job.plans, job.fenced_off, steps, SAMPLES.samples, plain, goes_back=goes_back
+        )
     return Report(
         seed=seed,
         faults=len(played.happened),
@@ -180,6 +204,7 @@ def _report(
         leaders=len(history.leaders),
         processes=len(ledgers),
         apart=ledger.furthest(ledgers, plain) if plain else None,
+        again=ledger.made_again(ledgers, job.plans) if goes_back else None,
         wrong=tuple(wrong),
         ended=tuple(cluster.ended),
     )
@@ -214,6 +239,7 @@ def _report(
 )
 @click.option("--modules", is_flag=True, help="A model of two modules, an encoder of images and a decoder.")
 @click.option("--experts", is_flag=True, help="A mixture of experts, placed in TP groups by their load.")
+@click.option("--live", is_flag=True, help="A loop of its own over FSDP2, kept alive by elasticd.live.")
 @click.option(
     "--separate/--together",
     default=None,
@@ -234,30 +260,34 @@ def command(
     packed: bool | None,
     modules: bool,
     experts: bool,
+    live: bool,
     separate: bool | None,
 ) -> None:
     """Trains a small job on real processes, under random faults, and checks what must hold."""
     seed = secrets.randbelow(1_000_000) if seed is None else seed
     names = ("alpha", "beta", "gamma", "delta", *(f"n{index}" for index in range(4, nodes)))[:nodes]
     shape = Shape(nodes=names, devices=devices, zero=zero, memory=memory)
+    if live:
+        shape = msgspec.structs.replace(shape, forward=LIVE_SECONDS, backward=2 * LIVE_SECONDS)
     weights = {kind: LIVE_WEIGHTS[kind] for kind in only} or LIVE_WEIGHTS
     script = draw(Soaking(count=faults, most=gap, weights=weights), shape.names, seed)
-    if packed and modules:
-        raise click.UsageError("samples of a model of two modules are padded: leave out --packed")
-    if experts and (packed or modules):
-        raise click.UsageError("--experts is a model of its own: leave out --packed and --modules")
-    if packed is None:
-        packed = seed % 2 == 1 and not modules and not experts
-    form = {"packed": packed, "modules": modules, "experts": experts}
-    option = next((name for name, on in form.items() if on), "padded")
-    print(f"soak: --seed {seed} --faults {faults} --nodes {nodes} --devices {devices} --{option}", flush=True)
+    if [packed, modules, experts, live].count(True) > 1:
+        raise click.UsageError(
+            "--packed, --modules, --experts and --live are forms of the job: give one of them"
+        )
+    if live and zero:
+        raise click.UsageError("a loop of its own is sharded by FSDP2: leave out --zero")
+    form: Form = "live" if live else "experts" if experts else "modules" if modules else "padded"
+    if packed or (packed is None and form == "padded" and seed % 2 == 1):
+        form = "packed"
+    print(f"soak: --seed {seed} --faults {faults} --nodes {nodes} --devices {devices} --{form}", flush=True)
     folder = out or Path(tempfile.mkdtemp(prefix="elasticd-soak-"))
     folder.mkdir(parents=True, exist_ok=True)
     if separate is None:
         separate = not refusal()
     if not separate:
         print("the data network breaks by connections that are shut", flush=True)
-    report = soak(script, shape, folder, seed, still, rest, separate=separate, **form)
+    report = soak(script, shape, folder, seed, still, rest, separate=separate, form=form)
     (folder / "report.json").write_bytes(msgspec.json.encode(report))
     print(report.text, flush=True)
     if out is None and not report.wrong:

@@ -10,12 +10,14 @@ and the body of its loop. With --modules the model has two modules, an encoder o
 planner places both. With --experts it is a mixture of experts, in micro-batches so large that devices form TP
 groups, in which the planner places the experts by their load. In float64 sums taken in another order stay far
 below what a lost or repeated sample would change.
+With --live the loop is the script's own, over the decoder sharded by FSDP2 (`elasticd.live`).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -24,7 +26,10 @@ from typing import Any, TextIO
 import torch
 from elasticd_planner.spec.batch import Sampler
 from elasticd_planner.spec.box import Box
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 
+from elasticd import State, live
 from elasticd.models import Decoder, DecoderConfig, next_token_loss
 from elasticd.runtime.api.job import Job
 from elasticd.runtime.data.collate import pad
@@ -92,6 +97,7 @@ def arguments() -> argparse.Namespace:
     form.add_argument("--packed", action="store_true", help="pack sequences, and cut them over lanes")
     form.add_argument("--modules", action="store_true", help="a model of two modules")
     form.add_argument("--experts", action="store_true", help="a mixture of experts")
+    form.add_argument("--live", action="store_true", help="a loop of its own over FSDP2")
     parser.add_argument("--plain", action="store_true", help="one process of plain torch, the same batches")
     return parser.parse_args()
 
@@ -150,6 +156,45 @@ def train(options: argparse.Namespace) -> None:
         write(ledger, end=options.steps)
 
 
+def train_live(options: argparse.Namespace) -> None:
+    finder = Finder(options.folder)
+
+    def build(mesh: DeviceMesh) -> State:
+        model = decoder()
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        return State(model=model, optimizer=optimizer(model.named_parameters()))
+
+    loop = live(
+        build,
+        batch=BATCH,
+        steps=options.steps,
+        meshes=("shard",),
+        data=Ladders(finder),
+        collate=pad,
+        seed=SEED,
+    )
+    finder.know(loop.device)
+    name = f"ledger-{loop.device.replace('/', ':')}-{os.getpid()}.jsonl"
+    with (options.folder / name).open("w") as ledger:
+        for step in loop:
+            with step:
+                finder.at("loss")
+                state = step.state
+                total, count = next_token_loss(state.model(step.data), step.data)
+                step.loss = loss = total / count
+                (loss * step.scale_of(count)).backward()
+                torch.nn.utils.clip_grad_norm_(state.model.parameters(), CLIP)
+                state.optimizer.step()
+                state.optimizer.zero_grad()
+            if step.made:
+                heard = None if math.isnan(step.total) else step.total
+                write(ledger, step=step.index, loss=heard, samples=step.everything, plan=loop.plan.number)
+                finder.at("script")
+        write(ledger, end=options.steps)
+
+
 def train_plainly(options: argparse.Namespace) -> None:
     data = Pictures() if options.modules else Ladders()
     sampler = Sampler(size=len(data), global_batch=BATCH, seed=SEED)
@@ -192,7 +237,8 @@ def step_of(model: torch.nn.Module) -> Callable[[list[dict[str, torch.Tensor]]],
 
 def main() -> None:
     options = arguments()
-    (train_plainly if options.plain else train)(options)
+    kept_alive = train_live if options.live else train
+    (train_plainly if options.plain else kept_alive)(options)
 
 
 if __name__ == "__main__":
