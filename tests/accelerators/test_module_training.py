@@ -83,7 +83,7 @@ def test_drawn_plans_on_the_device_train_like_one_process_on_the_cpu() -> None:
 def trained_in_turn(seeds: Iterable[int]) -> Iterator[tuple[Plan, dict[str, dict[str, Any]]]]:
     """The drawn plans of these seeds, and what their members have after training."""
     plans = [drawn_placements.drawn_placement(seed) for seed in seeds]
-    seconds = 60.0 + 20.0 * len(plans)
+    seconds = 120.0 + 60.0 * len(plans)
     results = gang.run(__file__, "in_turn", drawn_placements.DEVICES, plans, seconds, seconds=seconds)
     for number, plan in enumerate(plans):
         yield plan, {device: results[device][number] for device in plan.members}
