@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from elasticd.client import SILENCE, ApiClient, CannotReach
+from elasticd.client import FEED_TIMEOUT_SECONDS, ApiClient, CannotReach
 from elasticd.testing.waiting import until
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/x-ndjson\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -35,7 +35,7 @@ def test_a_feed_whose_coordinator_says_nothing_is_ended_by_another_thread() -> N
                     api.end_live()  # the thread may still be on its way to reading
                     return not thread.is_alive()
 
-                until(over, seconds=SILENCE / 2)
+                until(over, seconds=FEED_TIMEOUT_SECONDS / 2)
                 assert connection.recv(1) == b"", "the connection is closed, not left"
             assert ended
             api.end_live()

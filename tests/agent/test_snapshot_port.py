@@ -226,7 +226,7 @@ def test_snapshot_of_a_negative_size_makes_no_room(pair: Pair) -> None:
             with contextlib.suppress(OSError):
                 stream.recv(1000)
     with pytest.raises(NoRoom):
-        os.close(pair.store.reserve((1 << 20) + 1))
+        os.close(pair.snapshots.reserve((1 << 20) + 1))
     arrives(pair)
 
 

@@ -100,7 +100,7 @@ def test_late_word_of_a_lost_leader_does_not_forget_the_next_one(tmp_path: Path)
             await until(lambda: any(isinstance(each.news, live.Whole) for each in waiting), SOON)
             dashboard.subscription._tell = tell
             for each in waiting:
-                dashboard._hear(each)
+                dashboard._on_news(each)
             assert dashboard.leader == coordinator.url
 
     asyncio.run(body())
@@ -120,7 +120,7 @@ def test_spec_of_a_job_that_was_forgotten_meanwhile_is_not_that_of_the_next_one(
             dashboard._spec = slow  # type: ignore[method-assign]
             asked = asyncio.create_task(dashboard.spec("j"))
             await asyncio.to_thread(begun.wait, 60)
-            dashboard._hear(Told(at=time.time(), news=live.JobGone(id="1:3", job="j")))
+            dashboard._on_news(Told(at=time.time(), news=live.JobGone(id="1:3", job="j")))
             go.set()
             await asked
             dashboard._spec = lambda job: "the second one's"  # type: ignore[method-assign, assignment, return-value]

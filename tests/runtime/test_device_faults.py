@@ -327,7 +327,8 @@ def test_a_recovery_takes_a_copy_here_only_if_it_counts_on_it(source: bool) -> N
     sources = {"a/1": "x", **({"a/0": "x"} if source else {})}
     recovery = Recovery(fence=2, step=4 if source else 3, sources=sources)
     old = SimpleNamespace(plan=SimpleNamespace(number=1))
-    made._moved(cast(Any, SimpleNamespace(proposal=SimpleNamespace(recovery=recovery), old=old)))
+    proposal = SimpleNamespace(recovery=recovery)
+    made._moved(cast(Any, SimpleNamespace(proposal=proposal, old=old, all_read=False)))
     ((_, held, _),) = moves
     assert held is (made.engine if source else None)
 

@@ -339,7 +339,7 @@ class Deciding(Simulation):
             self.planner,
             name=f"c{len(self._leaders) + 1}",
             send=self._down,
-            tell=self._tell,
+            tell=self._publish,
             faults=self._faults,
             draw=random.Random(f"{self.scenario.seed}/store/{len(self._leaders)}"),
             wrong=self.wrong,

@@ -60,7 +60,7 @@ class Report(Value, frozen=True, kw_only=True):
     leaders: int
     processes: int
     apart: float | None
-    again: int | None
+    again: int | None = None
     wrong: tuple[str, ...]
     ended: tuple[str, ...]
 
