@@ -74,7 +74,7 @@ demo: $(STAMP) ## a real job replans around a slowed worker, under 3 minutes (AR
 # Compiled once here, not by each of the processes that begin with it at the same moment.
 COMPILE = $(BIN)/python -m compileall -q -j 0 elasticd agent migration planner tests
 
-test: $(STAMP) ## every behaviour, in about a quarter of an hour on two cores (PYTEST_ARGS='-n 2 tests/planner' for a part)
+test: $(STAMP) ## every behaviour, in about 20 minutes on two cores (PYTEST_ARGS='-n 2 tests/planner' for a part)
 	@$(COMPILE)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
 
