@@ -91,10 +91,16 @@ def test_the_planner_places_both_modules_anew_for_a_slow_device_and_for_a_dead_o
     with Cluster({"a": 2, "b": 1}, settings=JobSettings(retry_seconds=0.5)) as cluster:
         cluster.run(SCRIPT, model=model)
         cluster.runs(1, steps=6)
-        before = len(cluster.events("recorded"))
+        until(lambda: cluster.events("fitted"), lambda: said(cluster))  # else slow blocks are taken for normal
         cluster.pace("a/0", SLOW)
-        until(lambda: len(cluster.events("recorded")) > before, lambda: said(cluster))
-        assert "a/0" in {event["data"]["device"] for event in cluster.events("slow")}, said(cluster)
+        slow = until(
+            lambda: [each for each in cluster.events("slow") if each["data"]["device"] == "a/0"],
+            lambda: said(cluster),
+        )
+        until(
+            lambda: [each for each in cluster.events("recorded") if each["id"] > slow[0]["id"]],
+            lambda: said(cluster),
+        )
         steps = die_and_finish(cluster)
         if model == "by hand":
             compare(cluster, steps, *by_hand(steps), near=1e-10)
