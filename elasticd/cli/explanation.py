@@ -191,7 +191,7 @@ def _step(
 def _expert_flows(
     problem: TableProblem, plan: Plan, tokens: int, shapes: Shapes
 ) -> Iterable[tuple[Purpose, Flow]]:
-    """What goes to experts of other lanes, where the problem says how many experts a row has."""
+    """Rows that go to experts of other lanes, where the problem says how many experts a row has."""
     times = problem.model.times
     row_bytes = shapes.spec.width * (item := item_size(shapes.spec.dtype))
     if times is None or times.experts is None or not row_bytes:

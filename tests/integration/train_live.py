@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import signal
@@ -277,32 +276,6 @@ class Log:
             whole(next(iter(model.parameters())).square().sum())
 
 
-def held_now() -> dict[str, int]:
-    """The number of this process's threads and of its descriptors, and its memory in KiB."""
-    gc.collect()
-    rollup = Path("/proc/self/smaps_rollup").read_text().splitlines()
-    sizes = {line.split(":")[0]: int(line.split()[1]) for line in rollup[1:]}
-    return {
-        "threads": len(os.listdir("/proc/self/task")),
-        "descriptors": len(os.listdir("/proc/self/fd")),
-        "kib": sizes["Private_Clean"] + sizes["Private_Dirty"],
-    }
-
-
-class Watched:
-    """Writes what this process holds in the third step of each plan, when the groups before it are let go."""
-
-    def __init__(self, path: Path) -> None:
-        self._file, self._plan, self._steps = path.open("a", buffering=1), 0, 0
-
-    def after(self, plan: int) -> None:
-        """After a step under this plan."""
-        self._steps = self._steps + 1 if plan == self._plan else 1
-        self._plan = plan
-        if self._steps == 3:
-            self._file.write(json.dumps({"plan": plan, **held_now()}) + "\n")
-
-
 def main() -> None:
     options = json.loads(os.environ.get("OPTIONS", "{}"))
     out, kind = Path(options["out"]), options["kind"]
@@ -319,7 +292,6 @@ def main() -> None:
     )
     me = running.device.replace("/", "-")
     ledger = (out / f"ledger-{me}-{os.getpid()}").open("a", buffering=1)
-    watched = Watched(out / f"held-{me}") if options.get("watched") == running.device else None
     begin = die_at(*options["dies"][running.device]) if running.device in options.get("dies", {}) else None
     for step in running:
         with step:
@@ -345,8 +317,6 @@ def main() -> None:
         if step.made:
             entry = [step.index, step.total, list(step.indices), running.plan.number, time.time()]
             ledger.write(json.dumps(entry) + "\n")
-            if watched is not None:
-                watched.after(running.plan.number)
     if running.plan is None:
         return
     tensors = LiveTensors(running.state, running.plan.names)

@@ -87,7 +87,7 @@ def lone_experts(whole: nn.Module) -> StackedExperts | None:
 
 
 def entering_experts(stacked: StackedExperts, block: ProfiledPart, given: Any) -> dict[str, Tensor]:
-    """What the experts of a block are called with in a pass of it, as a bundle of rows, index and weights.
+    """The arguments of the experts of a block in a pass of it, as a bundle of rows, index and weights.
 
     Args:
         stacked: the experts.

@@ -96,14 +96,10 @@ class Timing(Protocol):
         """Of one interleaved pipeline, each stage of so many chunks."""
 
 
-@dataclass(frozen=True, slots=True)
-class Formula:
-    """The slowest stage runs without a gap, all others fill and drain. Exact for equal stages alone."""
+class _Filling:
+    """Timings of a step, in which pipelines fill and drain."""
 
-    @property
-    def hidden(self) -> float:
-        """None: the formula hides no work."""
-        return 0.0
+    __slots__ = ()
 
     @property
     def fill(self) -> int:
@@ -117,6 +113,16 @@ class Formula:
     def counted(self, micro_batches: int) -> int:
         """So many."""
         return micro_batches
+
+
+@dataclass(frozen=True, slots=True)
+class Formula(_Filling):
+    """The slowest stage runs without a gap, all others fill and drain. Exact for equal stages alone."""
+
+    @property
+    def hidden(self) -> float:
+        """None: the formula hides no work."""
+        return 0.0
 
     def seconds(self, times: Times, micro_batches: int, limit: float = math.inf) -> Floats:
         """Seconds of a step by the formula: [...], whatever the limit."""
@@ -137,23 +143,10 @@ FORMULA = Formula()
 
 
 @dataclass(frozen=True, slots=True)
-class Schedule:
+class Schedule(_Filling):
     """1F1B as it runs. `hidden`: the largest part of any stage's work that is its forward pass."""
 
     hidden: float = FORWARD
-
-    @property
-    def fill(self) -> int:
-        """One: each stage waits for the first micro-batch to come."""
-        return 1
-
-    def first(self, caps: Seconds, sums: Seconds) -> Seconds:
-        """The way through all stages."""
-        return sums
-
-    def counted(self, micro_batches: int) -> int:
-        """So many."""
-        return micro_batches
 
     def seconds(self, times: Times, micro_batches: int, limit: float = math.inf) -> Floats:
         """Seconds of a step as 1F1B runs: [...]; inf where `at_least` is above the limit."""

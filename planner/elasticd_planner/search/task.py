@@ -65,7 +65,7 @@ class Task:
         return self.cost.bound([rate_of(self.rates, d.name) for d in alive(self)], self.micro_batches)
 
     def seconds(self, plan: Plan) -> float:
-        """What is minimised: seconds (or units) of a step by the timing of the cost."""
+        """The objective: seconds (or units) of a step by the timing of the cost."""
         return step_seconds(plan, self.cluster, self.rates, self.cost)
 
     def hop(self, a: NamedGroup, b: NamedGroup) -> float:
