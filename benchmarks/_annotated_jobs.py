@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tests.integration.cluster import SLOW, Cluster
 from tests.integration.test_given_plan import CONFIG, SCRIPT, SETTINGS, A, B, annotated
-from tests.integration.test_switches import worst_difference
+from tests.integration.test_switch import worst_difference
 
 #: Largest difference from one process, of losses and weights in float64.
 MOST = 1e-10

@@ -25,7 +25,7 @@ from elasticd.runtime.engine.recipe import Recipe
 from elasticd.runtime.parallel.attention import attention
 from elasticd.runtime.parallel.packed_row import PackedRow, passing
 from tests.planner.test_context_exchange import exchanges, lanes_of, members_of, moved, row_of, stage_of
-from tests.runtime import gang, test_cut_sequences, test_packed, test_parity
+from tests.runtime import gang, test_cut_sequences, test_engine_parity, test_packed
 from tests.runtime.test_engine import engine_on
 from tests.runtime.test_packed import trained
 
@@ -36,10 +36,10 @@ STEPS_OF_DEGREES = 200
 
 def worst(plan: Plan, make: Callable[[], Recipe]) -> float:
     """The largest difference of a weight from one process of plain torch, after a few steps."""
-    _, _, weights = test_parity.reference(test_parity.STEPS)
+    _, _, weights = test_engine_parity.reference(test_engine_parity.STEPS)
     found = run_threads(
         plan.members,
-        lambda memory: trained(memory.me, plan, cast(PlanGroups, memory), make(), test_parity.STEPS),
+        lambda memory: trained(memory.me, plan, cast(PlanGroups, memory), make(), test_engine_parity.STEPS),
     )
     return max(
         float((torch.from_numpy(value) - weights[name][tuple(map(slice, start, stop))]).abs().max())

@@ -16,7 +16,7 @@ from elasticd_planner.spec.plan import Plan
 
 from elasticd.runtime.comm.in_memory import run_threads
 from tests.accelerators import test_training, vgpu
-from tests.runtime import gang, test_lanes, test_parity
+from tests.runtime import gang, test_engine_parity, test_lanes
 
 #: The largest difference of a weight.
 APART = 1e-10
@@ -24,14 +24,14 @@ APART = 1e-10
 
 def apart(results: Mapping[str, Mapping[str, Any]]) -> float:
     """The largest difference of a weight from that of one process."""
-    _, _, weights = test_parity.reference()
+    _, _, weights = test_engine_parity.reference()
     held = [each for result in results.values() for each in result["weights"].items()]
-    return max(test_parity.apart(weights, each) for each in held)
+    return max(test_engine_parity.apart(weights, each) for each in held)
 
 
 def threads(plan: Plan) -> Mapping[str, Mapping[str, Any]]:
     """What the members of a plan have after training, on the CPU."""
-    return run_threads(plan.members, lambda groups: test_parity.trained(groups.me, plan, groups))
+    return run_threads(plan.members, lambda groups: test_engine_parity.trained(groups.me, plan, groups))
 
 
 def lane_rows(most: int | None = None) -> Iterator[Row]:

@@ -16,7 +16,7 @@ from elasticd_planner.layout.launch_order import deadlock, in_one_queue
 from tests.accelerators import test_training, vgpu
 from tests.planner.drawn_plans import drawn_plan
 from tests.planner.test_launches import logs_of
-from tests.runtime import test_parity
+from tests.runtime import test_engine_parity
 
 #: Plans whose launches are checked, and plans that are trained.
 PLANS, TRAINED = 10_000, 50
@@ -37,9 +37,9 @@ def trains(seed: int) -> bool:
     """Whether a drawn plan trains as one process does, and launches what the plan says."""
     plan = drawn_plan(
         seed,
-        layers=test_parity.CONFIG.layers,
+        layers=test_engine_parity.CONFIG.layers,
         devices=DEVICES,
-        micro_batches=test_parity.BATCH,
+        micro_batches=test_engine_parity.BATCH,
         carriers=False,
     )
     try:

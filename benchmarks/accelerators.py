@@ -30,9 +30,9 @@ from _gpu_programs import started  # noqa: E402
 from elasticd_planner.layout.channels import MOST, channels_by_device  # noqa: E402
 from elasticd_planner.layout.layouts import Layouts  # noqa: E402
 
-from tests.accelerators import suites, test_budget, test_drills, test_training, vgpu  # noqa: E402
+from tests.accelerators import suites, test_engine_budget, test_nccl_drills, test_training, vgpu  # noqa: E402
 from tests.planner.drawn_plans import SPEC, drawn_plan  # noqa: E402
-from tests.runtime import gang, test_parity  # noqa: E402
+from tests.runtime import gang, test_engine_parity  # noqa: E402
 
 #: The last commit whose tensors were on the CPU whatever the machine has.
 BASE = "aac28d2"
@@ -45,13 +45,13 @@ APART, WAITS, LAUNCHES = 1e-10, 2, 1.03
 def layout_rows(most: int | None = None) -> Iterator[Row]:
     """Each layout of the suite, or the first ones, in processes of its own, over gloo."""
     vgpu.library()
-    _, _, weights = test_parity.reference()
+    _, _, weights = test_engine_parity.reference()
     noted = 0
     for name, plan in islice(test_training.PLANS.items(), most):
         results = gang.run(str(Path(test_training.__file__)), "worker", plan.members, plan, seconds=600)
         noted += sum(len(result["noted"]) for result in results.values())
         held = [each for result in results.values() for each in result["weights"].items()]
-        apart = max(test_parity.apart(weights, each) for each in held)
+        apart = max(test_engine_parity.apart(weights, each) for each in held)
         title = f"largest difference of a weight: {name}"
         yield row(title, apart, "", goal=f"<= {APART:g}", met=apart <= APART)
     title = "layouts: races, foreign devices, memory freed too soon"
@@ -76,10 +76,10 @@ def communicator_rows(drawn: int = DRAWN, most_plans: int | None = None) -> Iter
     most = [fullest(seed) for seed in range(drawn)]
     worst, title = max(most), f"communicators of a device, worst of {drawn:,} drawn plans"
     yield row(title, worst, "", goal=f"<= {MOST}", met=worst <= MOST)
-    plans = {name: test_training.PLANS[name] for name in islice(test_budget.HERE, most_plans)}
+    plans = {name: test_training.PLANS[name] for name in islice(test_engine_budget.HERE, most_plans)}
     made = exact = 0
     for plan in plans.values():
-        predicted = channels_by_device(Layouts(test_parity.make_recipe().model.spec, plan))
+        predicted = channels_by_device(Layouts(test_engine_parity.make_recipe().model.spec, plan))
         results = gang.run(str(Path(test_training.__file__)), "worker", plan.members, plan, seconds=600)
         made += sum(result["communicators"] for result in results.values())
         exact += sum(result["communicators"] == len(predicted[name]) for name, result in results.items())
@@ -98,12 +98,12 @@ def fullest(seed: int) -> int:
 def drill_rows(most: int | None = None) -> Iterator[Row]:
     """A kill and a freeze in each phase of a step, in whole jobs whose communicators have NCCL's rules."""
     kept, rests, standing = 0, list[float](), list[float]()
-    moments = [*test_drills.MOMENTS, *test_drills.CUT_MOMENTS]
-    drills = [(moment, how) for moment in moments for how in test_drills.HOW][:most]
+    moments = [*test_nccl_drills.MOMENTS, *test_nccl_drills.CUT_MOMENTS]
+    drills = [(moment, how) for moment in moments for how in test_nccl_drills.HOW][:most]
     vgpu.library()
     for moment, how in drills:
         try:
-            found = test_drills.survived(moment, how)
+            found = test_nccl_drills.survived(moment, how)
         except AssertionError as error:
             print(f"{moment}, {how}: {error}", file=sys.stderr)
             continue
@@ -125,9 +125,11 @@ def wait_rows(most: int | None = None) -> Iterator[Row]:
     """Members of plans whose communicators have NCCL's rules."""
     vgpu.library()
     worst = 0
-    for name in islice(test_budget.HERE, most):
+    for name in islice(test_engine_budget.HERE, most):
         plan = test_training.PLANS[name]
-        found = gang.run(str(Path(test_budget.__file__)), "counted_in_a_plan", plan.members, plan, seconds=600)
+        found = gang.run(
+            str(Path(test_engine_budget.__file__)), "counted_in_a_plan", plan.members, plan, seconds=600
+        )
         worst = max(worst, *(waits for waits, _ in found.values()))
     title = "synchronizations in a step, worst member of two plans"
     yield row(title, worst, "", goal=f"<= {WAITS}", met=worst <= WAITS)
@@ -209,7 +211,7 @@ def gpu_rows() -> Iterator[Row]:
 def cost_rows() -> Iterator[Row]:
     """A step of one device, beside a plain loop of the same micro-batches."""
     vgpu.library()
-    (found,) = gang.run(str(ROOT / "tests/accelerators/test_budget.py"), "counted", ["alone"]).values()
+    (found,) = gang.run(str(ROOT / "tests/accelerators/test_engine_budget.py"), "counted", ["alone"]).values()
     (plain_waits, plain), (waits, launches) = found
     yield row("waits of the host in a step: plain loop", plain_waits, "")
     met = waits <= plain_waits + WAITS

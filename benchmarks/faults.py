@@ -45,7 +45,7 @@ from _results import RESULTS, Row, row  # noqa: E402
 from _spread import spread  # noqa: E402
 
 from elasticd.testing.network_namespaces import refusal  # noqa: E402
-from tests.runtime import gang, test_regroups  # noqa: E402
+from tests.runtime import gang, test_groups_leaks  # noqa: E402
 
 NODES = ("n0", "n1", "n2")
 FOUR = (*NODES, "n3")
@@ -220,7 +220,7 @@ def regroups(count: int) -> Iterator[Row]:
     early, late = max(4, many // 10), max(8, many)
     around, after = range(early - 2, early + 1), range(late - 2, late + 1)
     given = gang.run(
-        test_regroups.__file__, "regroup", test_regroups.NAMES, (late, (*around, *after)), seconds=3600
+        test_groups_leaks.__file__, "regroup", test_groups_leaks.NAMES, (late, (*around, *after)), seconds=3600
     )
     looks = [
         {

@@ -40,6 +40,14 @@ KEYED_RANDOM = {"Generator", "Philox", "PCG64", "SeedSequence", "default_rng"}
 # The only modules that tell one type of device from another: the devices themselves, and NVIDIA's library.
 ACCELERATOR, LIBRARY = "elasticd.runtime.accelerator", "elasticd.runtime.comm.nccl"
 IMPURE_BUILTINS = {"open", "print", "input", "exec", "eval", "__import__", "breakpoint"}
+#: Files that tests are named after, beside the packages' modules.
+TESTED_TOO = (
+    "benchmarks/*.py",
+    "docs/*.md",
+    "elasticd/dashboard/static/**/*.js",
+    "elasticd/dashboard/tools/*.mjs",
+    "examples/*.py",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,6 +204,9 @@ def main() -> int:
     sources = {name: path.read_text() for name, path in modules().items()}
     found = without_docstring(ROOT) + defined_twice(sources)
     found += house_names.misnamed(sources)
+    found += house_names.stray_tests(
+        ROOT, [*modules().values(), *(path for pattern in TESTED_TOO for path in ROOT.glob(pattern))]
+    )
     found += house_names.grown(sources, tomllib.loads(house_names.ALLOWED.read_text()))
     for name, source in sources.items():
         found += violations(name, source)

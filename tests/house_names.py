@@ -1,15 +1,15 @@
 """The house rules about names and sentences.
 
-A file's main class shares a word with its file. Of the other rules `tests/house_names.toml` has the breaches
-that are left, by package, which may only shrink: `python -m tests.house_names` writes them anew for who mended
-some.
+A file's main class shares a word with its file, and a test file's name with what it tests. Of the other rules
+`tests/house_names.toml` has the breaches that are left, by package, which may only shrink:
+`python -m tests.house_names` writes them anew for who mended some.
 """
 
 import ast
 import re
 import tomllib
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 #: Lines from which on a public class may be the main class of its file, and the file's lines for one of them.
@@ -30,6 +30,9 @@ _HEARING = re.compile(r"_*(?:\w+_)?(?:tell|tells|told|say|says|said|hear|hears|h
 _UNIT = re.compile(r"(^|_)(SECONDS?|MS|NS|MINUTES|HOURS|DAYS?|BYTES|[KMG]I?B|BITS|PER_SECOND)($|_)|_A_SECOND$")
 _WAIT = re.compile(r"(^|_)(PATIENCE|GRACE|SILENCE|PAUSE|TICK|POLL|TIMEOUT)$")
 _MEASURED = re.compile(r"(no more |at most |at least |the )?(seconds|bytes)\b", re.IGNORECASE)
+_IMPORT = re.compile(
+    r"^(?:from|import) ((?:elasticd|tests|benchmarks|examples)\w*\b(?:[^(\n]*\([^)]*\)|[^\n]*))", re.MULTILINE
+)
 _ENDINGS = ("ings", "ing", "ers", "ors", "ies", "er", "or", "ed", "es", "s", "y", "e")
 
 
@@ -54,6 +57,35 @@ def misnamed(sources: Mapping[str, str]) -> Iterator[str]:
     for module, source in sources.items():
         if (main := main_class(ast.parse(source))) is not None and not share_a_word(main.name, module):
             yield f"{module}:{main.lineno}: class {main.name}: name it as its file, or the file as its class"
+
+
+def stray_tests(root: Path, sources: Iterable[Path]) -> Iterator[str]:
+    """The test files that are named after something that does not exist.
+
+    Args:
+        root: the repository; its tests are in `tests`.
+        sources: files that may be tested.
+
+    Yields:
+        A line for each test file whose name neither begins nor ends with the name of a source or of a folder,
+        nor shares a word with anything that it imports.
+    """
+    tests = sorted((root / "tests").rglob("*.py"))
+    places = [path.relative_to(root).with_suffix("") for path in (*sources, *tests)]
+    stems = {part.strip("_") for place in places for part in place.parts if not part.startswith("test_")}
+    for path in tests:
+        words = path.stem.split("_")[1:]
+        if not path.name.startswith("test_") or _runs(words) & stems:
+            continue
+        imported = _roots(" ".join(_IMPORT.findall(path.read_text())))
+        if not any(_same_root(one, other) for one in _roots(" ".join(words)) for other in imported):
+            yield f"{path.relative_to(root)}: name it as the file that it tests"
+
+
+def _runs(words: Sequence[str]) -> set[str]:
+    """The words that a name begins and ends with, joined."""
+    ends = range(1, len(words) + 1)
+    return {"_".join(words[:end]) for end in ends} | {"_".join(words[-end:]) for end in ends}
 
 
 def _lines(node: ast.ClassDef) -> int:

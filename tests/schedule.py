@@ -44,7 +44,7 @@ LONG = frozenset(
         "::test_every_part_of_a_cluster_is_upgraded_while_its_job_trains_on[0.1.0]",
         "tests/integration/test_restart_mode.py"
         "::test_slow_node_is_left_out_where_going_on_without_it_is_faster_and_stands_by",
-        "tests/integration/test_shifts.py"
+        "tests/integration/test_data_shift.py"
         "::test_a_job_switches_when_its_data_shifts_and_back_and_never_for_a_shift_that_pays_nothing",
         "tests/integration/test_zero_switches.py"
         "::test_state_policies_switch_in_place_and_training_stays_that_of_one_process",

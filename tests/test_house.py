@@ -322,6 +322,25 @@ def test_main_class_that_shares_no_word_with_its_file_is_found() -> None:
     ]
 
 
+def test_a_test_file_is_named_after_a_source_a_folder_or_what_it_imports(tmp_path: Path) -> None:
+    texts = {
+        "store/test_lease.py": "",
+        "store/test_lease_races.py": "",
+        "store/test_lost_lease.py": "",
+        "store/test_elections.py": "from elasticd.store import (\n    elect,\n)\n",
+        "store/test_fakes.py": "from tests.store.fake import Fake\n",
+        "store/test_vault.py": "import asyncio\nfrom elasticd.store import lease\nVault = lease\n",
+        "store/fake.py": "",
+        "test_releases.py": "",
+    }
+    for name, text in texts.items():
+        path = tmp_path / "tests" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    stray = house_names.stray_tests(tmp_path, [tmp_path / "elasticd/store/lease.py"])
+    assert [line.partition(":")[0] for line in stray] == ["tests/store/test_vault.py", "tests/test_releases.py"]
+
+
 def test_names_and_sentences_of_each_rule_are_counted_by_package() -> None:
     source = '''"""Whether it rains."""
 #: Seconds of a lap.
@@ -355,6 +374,7 @@ def test_house_program_ends_with_1_and_names_the_breaches(
     monkeypatch.setattr(house, "modules", lambda: {"elasticd_planner.cost.model": module})
     monkeypatch.setattr(house, "without_docstring", lambda root: [])
     monkeypatch.setattr(house_names, "grown", lambda sources, allowed: [])
+    monkeypatch.setattr(house_names, "stray_tests", lambda root, sources: [])
     module.write_text("import math\n")
     assert house.main() == 0
     module.write_text("import math\nimport time\n")

@@ -14,24 +14,24 @@ ROOT = Path(__file__).resolve().parents[2]
 #: By what they are about. Tests that start processes are left out: their processes compute on the CPU.
 SUITES = {
     "layouts": (
-        "tests/runtime/test_parity.py",
+        "tests/runtime/test_engine_parity.py",
         "tests/runtime/test_engine.py",
         "tests/runtime/test_step_samples.py",
     ),
     "streams": ("tests/runtime/test_stream.py",),
-    "micro-batches without targets": ("tests/runtime/test_masked.py",),
+    "micro-batches without targets": ("tests/runtime/test_engine_masked.py",),
     "groups and averages": ("tests/runtime/test_parameter_groups.py",),
-    "interleaved pipelines": ("tests/runtime/test_interleaved.py",),
+    "interleaved pipelines": ("tests/runtime/test_pipeline_stage_interleaved.py",),
     "lanes": ("tests/runtime/test_lanes.py",),
     "ZeRO": ("tests/runtime/test_zero.py",),
     "precision": ("tests/models/test_precision.py", "tests/runtime/test_precision.py"),
     # Two of its tests make the CPU's generators those of all devices.
     "recomputation": ("tests/models/test_recompute.py", "-k", "not draws_without_a_key"),
-    "layouts x precisions x optimizers": ("tests/models/test_matrix.py",),
-    "draws": ("tests/runtime/test_randomness.py",),
+    "layouts x precisions x optimizers": ("tests/models/test_mixed_precision_matrix.py",),
+    "draws": ("tests/runtime/test_rng.py",),
     "evaluation and averages": ("tests/runtime/test_evaluation.py",),
     "checkpoints and snapshots": ("tests/runtime/test_snapshots.py", "tests/runtime/test_memory_file.py"),
-    "moves in place": ("tests/runtime/test_in_place.py",),
+    "moves in place": ("tests/runtime/test_move.py",),
     # From the host to the device; one of its tests installs into parameters of the host.
     "moves": ("tests/migration/test_execute.py", "-k", "not training_goes_on_from_the_moved_state"),
 }

@@ -16,7 +16,7 @@ from tests.accelerators import vgpu
 from tests.accelerators.strict_process_group import StrictGroups, connected, told
 from tests.runtime import gang, test_bundles
 from tests.runtime.bundled import READS, make_recipe
-from tests.runtime.test_parity import plan_of, stage
+from tests.runtime.test_engine_parity import plan_of, stage
 
 PLAN = plan_of(
     (5, [stage(0, 1, ("a/0", 1)), stage(1, READS, ("a/1", 3), ("a/2", 1)), stage(READS, 6, ("b/0", 1))]),

@@ -24,7 +24,7 @@ from tests.models.test_balance import one_process
 from tests.models.test_experts import NEAR, PLACED
 from tests.models.texts import Text
 from tests.runtime import gang
-from tests.runtime.test_parity import unpaced
+from tests.runtime.test_engine_parity import unpaced
 
 STEPS = 2
 

@@ -31,11 +31,11 @@ from elasticd.runtime.engine import captured_passes, pipeline_stage
 from elasticd.runtime.engine.engine import DRAIN_SECONDS, Engine, first_state
 from elasticd.runtime.engine.parallelism import ParallelismOptions
 from elasticd.runtime.engine.pass_watch import FIRST
-from tests.accelerators import shared_gpu, test_drills, test_training, vgpu
+from tests.accelerators import shared_gpu, test_nccl_drills, test_training, vgpu
 from tests.accelerators.strict_process_group import StrictGroups, connected
 from tests.accelerators.test_training import PLANS
-from tests.runtime import gang, test_captured_passes, test_cut_sequences, test_parity
-from tests.runtime.test_parity import SEED, make_recipe, plan_of, stage, unpaced
+from tests.runtime import gang, test_captured_passes, test_cut_sequences, test_engine_parity
+from tests.runtime.test_engine_parity import SEED, make_recipe, plan_of, stage, unpaced
 
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 with_nccl = [
@@ -52,7 +52,9 @@ LAYOUTS = ("pipelines of 2 and 3 stages, zero 2", "tp3+tp1 beside tp2")
 TWO = ("a/0", "a/1")
 #: Drills of whole jobs whose tensors go over NCCL.
 OVER_NCCL = [
-    (moment, how) for moment in (*test_drills.MOMENTS, *test_drills.CUT_MOMENTS) for how in test_drills.HOW
+    (moment, how)
+    for moment in (*test_nccl_drills.MOMENTS, *test_nccl_drills.CUT_MOMENTS)
+    for how in test_nccl_drills.HOW
 ]
 
 
@@ -83,14 +85,14 @@ def over_gloo(device: str, store: Any, kind: str, plan: Plan) -> dict[str, Any]:
     """One member of a plan, all on one device of this kind."""
     accelerator = of_kind(kind, 0)
     groups = PlanGroups("plan/1", device, "127.0.0.1", store)
-    return test_parity.trained(device, plan, groups, accelerator, GlooCommunicators)
+    return test_engine_parity.trained(device, plan, groups, accelerator, GlooCommunicators)
 
 
 @pytest.mark.parametrize("kind", [KINDS[0], pytest.param("cuda", marks=gpu)])
 def test_one_device_trains_as_the_cpu_does(kind: str) -> None:
     if kind == "vgpu":
         vgpu.needed()
-    test_parity.check(ALONE, gang.run(__file__, "over_gloo", ["a/0"], kind, ALONE))
+    test_engine_parity.check(ALONE, gang.run(__file__, "over_gloo", ["a/0"], kind, ALONE))
 
 
 @pytest.mark.gpu
@@ -98,7 +100,7 @@ def test_one_device_trains_as_the_cpu_does(kind: str) -> None:
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_processes_that_share_a_gpu_train_over_gloo(name: str) -> None:
     plan = PLANS[name]
-    test_parity.check(plan, gang.run(__file__, "over_gloo", plan.members, "cuda", plan))
+    test_engine_parity.check(plan, gang.run(__file__, "over_gloo", plan.members, "cuda", plan))
 
 
 def without_waits(device: str, store: Any) -> float:
@@ -121,7 +123,7 @@ def without_waits(device: str, store: Any) -> float:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_step_on_a_gpu_has_no_synchronization() -> None:
     (loss,) = gang.run(__file__, "without_waits", ["a/0"]).values()
-    assert loss == pytest.approx(test_parity.reference(3)[0][2], rel=1e-9)
+    assert loss == pytest.approx(test_engine_parity.reference(3)[0][2], rel=1e-9)
 
 
 def captured(device: str, store: Any, kind: str, plan: Plan) -> dict[str, Any]:
@@ -200,7 +202,7 @@ def over_nccl(device: str, store: Any, kind: str, plan: Plan) -> dict[str, Any]:
     accelerator = of_kind(kind, plan.rank(device))
     groups = PlanGroups("plan/1", device, "127.0.0.1", store)
     connect = connected([]) if kind == "vgpu" else nccl_communicators
-    return test_parity.trained(device, plan, groups, accelerator, connect)
+    return test_engine_parity.trained(device, plan, groups, accelerator, connect)
 
 
 @pytest.mark.nccl
@@ -209,7 +211,7 @@ def over_nccl(device: str, store: Any, kind: str, plan: Plan) -> dict[str, Any]:
 def test_a_layout_trains_over_nccl_as_in_one_process(name: str) -> None:
     """On vgpu `test_training` has it."""
     plan = PLANS[name]
-    test_parity.check(plan, gang.run(__file__, "over_nccl", plan.members, "cuda", plan))
+    test_engine_parity.check(plan, gang.run(__file__, "over_nccl", plan.members, "cuda", plan))
 
 
 def cut_over_nccl(device: str, store: Any, plan: Plan, made_by: str) -> dict[str, Any]:
@@ -230,14 +232,14 @@ def test_cut_sequences_train_over_nccl_as_in_one_process(name: str, made_by: str
 @pytest.mark.skipif(not (torch.cuda.is_available() and nccl.available()), reason="needs a GPU and NCCL")
 @pytest.mark.parametrize(("moment", "how"), OVER_NCCL)
 def test_survivors_of_a_step_over_nccl_go_on_exactly(moment: str, how: str) -> None:
-    test_drills.survived(moment, how, "cuda")
+    test_nccl_drills.survived(moment, how, "cuda")
 
 
 @pytest.mark.nccl
 @pytest.mark.skipif(not (torch.cuda.is_available() and nccl.available()), reason="needs a GPU and NCCL")
 @pytest.mark.parametrize("zero", [0, 2])
 def test_a_switch_over_nccl_is_exact(zero: int) -> None:
-    test_drills.switched(zero, "cuda")
+    test_nccl_drills.switched(zero, "cuda")
 
 
 def pair(kind: str, device: str, store: Any, name: str) -> tuple[PlanGroups, DeviceCommunicators, Accelerator]:

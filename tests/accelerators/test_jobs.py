@@ -10,11 +10,11 @@ import pytest
 from elasticd.checkpoints.folder import scan, sound
 from elasticd.testing.waiting import until
 from tests.accelerators import vgpu
-from tests.integration import test_in_place, train
+from tests.integration import test_switch_in_place, train
 from tests.integration.cluster import SLOW, Cluster
 from tests.integration.test_faults import PLANS, SETTINGS
-from tests.integration.test_in_place import MEMORY
-from tests.integration.test_switches import check_exactness
+from tests.integration.test_switch import check_exactness
+from tests.integration.test_switch_in_place import MEMORY
 
 
 @pytest.mark.slow
@@ -47,7 +47,9 @@ def test_a_job_on_the_device_switches_and_survives_a_death_exactly(tmp_path: Pat
 def test_an_old_copy_that_does_not_fit_beside_the_new_one_waits_in_host_memory() -> None:
     """No snapshot is made: in place this switch would not be allowed."""
     vgpu.needed()
-    with Cluster(test_in_place.NODES, plans=test_in_place.PLANS, settings=SETTINGS, memory=MEMORY) as cluster:
+    with Cluster(
+        test_switch_in_place.NODES, plans=test_switch_in_place.PLANS, settings=SETTINGS, memory=MEMORY
+    ) as cluster:
         cluster.run(Path(train.__file__), vgpu=True, job={"parallelism": {"device": "vgpu"}})
         cluster.runs(1, steps=4)
         cluster.pace("a/0", SLOW)

@@ -35,16 +35,16 @@ from tests.runtime import (
     gang,
     test_context_parallel,
     test_cut_sequences,
+    test_engine_parity,
     test_lanes,
     test_packed,
-    test_parity,
 )
 
 #: A pipeline of interleaved chunks with unequal tensor parallelism; and pipelines of unlike depth.
 HERE = ("interleaved and uneven beside a plain pipeline", "pipelines of 2 and 3 stages")
 #: State apart from values, so that gradients and values go between processes, too.
 SHARDED = {
-    f"{name}, zero {zero}": test_parity.PLANS[name].replace(state=StatePolicy(zero=zero, replicas=2))
+    f"{name}, zero {zero}": test_engine_parity.PLANS[name].replace(state=StatePolicy(zero=zero, replicas=2))
     for zero, name in zip((1, 2), HERE, strict=True)
 }
 #: Lanes of unlike width, and lanes beside other pipelines with their state apart.
@@ -56,7 +56,7 @@ LANES = {
         (2, "three lanes of unlike width beside a deeper pipeline"),
     )
 }
-PLANS = test_parity.PLANS | SHARDED | LANES
+PLANS = test_engine_parity.PLANS | SHARDED | LANES
 #: Communicators of a device, where sets of holders are to have none.
 FEW = 5
 
@@ -70,7 +70,7 @@ def worker(device: str, store: Any, plan: Plan) -> dict[str, Any]:
     made: list[StrictGroups] = []
     connect = connected(made)
     with vgpu.counting(plan.rank(device)) as spent:
-        found = test_parity.trained(device, plan, groups, accelerator, connect)
+        found = test_engine_parity.trained(device, plan, groups, accelerator, connect)
     log = made[0].log.entries
     counts = {"launches": spent.launches, "waits": spent.synchronizations, "communicators": made[0].made}
     return found | counts | {"noted": vgpu.settled_errors(), "log": log}
@@ -87,7 +87,7 @@ def test_gradients_of_sets_without_a_communicator_go_as_messages(monkeypatch: py
     vgpu.needed()
     monkeypatch.setattr(channels, "MOST", FEW)
     plan = PLANS["three lanes of unlike width beside a deeper pipeline, zero 2"]
-    layouts = Layouts(test_parity.make_recipe().model.spec, plan)
+    layouts = Layouts(test_engine_parity.make_recipe().model.spec, plan)
     own, sets = channels.own_sets(layouts), {each.devices for each in reductions(layouts)}
     assert own < {devices for devices in sets if len(devices) > 1}
     check(plan, "worker_with_few")
@@ -105,17 +105,17 @@ def test_a_layout_on_the_device_trains_like_one_process_on_the_cpu(name: str) ->
 def check(plan: Plan, member: str = "worker") -> None:
     """Trains under a plan, in a process for each device, and looks at all that is promised."""
     results = gang.run(__file__, member, plan.members, plan)
-    test_parity.check(plan, results)
+    test_engine_parity.check(plan, results)
     for device, result in results.items():
         assert result["launches"] > 100, f"{device} computed on the CPU"
         assert not result["noted"], device
     logs = {device: result["log"] for device, result in results.items()}
     assert deadlock(logs) is None
     assert deadlock(in_one_queue(logs)) is None
-    recipe = test_parity.make_recipe()
+    recipe = test_engine_parity.make_recipe()
     predicted = [
         launches(Layouts(recipe.model.spec, plan), recipe.feed.dealing(plan, step)(), recipe.schedule)
-        for step in range(test_parity.STEPS)
+        for step in range(test_engine_parity.STEPS)
     ]
     listed = channels.channels_by_device(Layouts(recipe.model.spec, plan))
     for device, result in results.items():
@@ -153,8 +153,8 @@ def trained_on_cuts(
     recipe = getattr(test_cut_sequences, made_by)(accelerator=accelerator, connect=connect)
     layouts = Layouts(recipe.model.spec, plan)
     engine = Engine(recipe, layouts, groups, unpaced)
-    engine.adopt(first_state(recipe.model, layouts, device, test_parity.SEED, accelerator=accelerator))
-    done = [engine.step(step, lambda: 0) for step in range(test_parity.STEPS)]
+    engine.adopt(first_state(recipe.model, layouts, device, test_engine_parity.SEED, accelerator=accelerator))
+    done = [engine.step(step, lambda: 0) for step in range(test_engine_parity.STEPS)]
     engine.settle()
     return {
         "losses": [each.outcome.vote.loss for each in done],
@@ -182,7 +182,7 @@ def test_cut_sequences_on_the_device_train_like_one_process_on_the_cpu(name: str
     layouts = Layouts(recipe.model.spec, plan)
     predicted = [
         launches(layouts, recipe.feed.dealing(plan, step)(), recipe.schedule)
-        for step in range(test_parity.STEPS)
+        for step in range(test_engine_parity.STEPS)
     ]
     listed = channels.channels_by_device(layouts, cuts=True)
     for device, result in results.items():

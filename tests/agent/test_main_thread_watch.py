@@ -46,7 +46,7 @@ from elasticd.wire.main_thread import (
 from elasticd.wire.worker import from_worker
 from tests.machines.agent_scene import hello, run, told
 from tests.machines.cast import JOB
-from tests.machines.test_coordinator_faults import running
+from tests.machines.test_recovery import running
 
 
 class Rank:

@@ -23,7 +23,7 @@ from elasticd.runtime.engine.engine import first_state
 from elasticd.runtime.model.model import Model
 from examples import train_gpt2
 from tests.checkpoints.support import write
-from tests.runtime.test_parity import plan_of, stage
+from tests.runtime.test_engine_parity import plan_of, stage
 
 CUT = plan_of((8, [stage(0, 1, ("a/0", 3), ("a/1", 1)), stage(1, 2, ("b/0", 1))]))
 WHOLE = plan_of((8, [stage(0, 2, ("a/0", 1))]))

@@ -20,9 +20,9 @@ from elasticd.coordinator.events.event_log import EventRecord
 from elasticd.records import ConfigRecord
 from tests.cli.answers import Answers, long_text, serving
 from tests.cli.support import call
-from tests.cli.test_bare import DOCTOR, READING
-from tests.cli.test_looking import record
+from tests.cli.test_app_without_extras import DOCTOR, READING
 from tests.cli.test_status import PLAN, STATUS
+from tests.cli.test_top_and_why import record
 from tests.house import PACKAGES
 
 ROOT = Path(__file__).parents[2]

@@ -15,8 +15,8 @@ from elasticd.coordinator.api_types import JobStatus, RestartStatus
 from elasticd.coordinator.events.event_log import EventRecord
 from tests.cli.answers import Answers, serving
 from tests.cli.support import call, refused
-from tests.cli.test_looking import record
 from tests.cli.test_status import STATUS
+from tests.cli.test_top_and_why import record
 
 RESTARTING = RestartStatus(
     job="torch",

@@ -56,7 +56,7 @@ def secured_leader(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Leader]
 
 
 #: Well-formed requests may be refused: a device that is not there, a value that changes nothing. Who is let in
-#: has tests of its own (test_access).
+#: has tests of its own (test_auth).
 UNASKED = [positive_data_acceptance, ignored_auth]
 bounded = settings(
     max_examples=EXAMPLES, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)

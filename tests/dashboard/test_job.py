@@ -23,7 +23,7 @@ from elasticd.testing.waiting import until
 from tests.coordinator.test_metrics import samples
 from tests.dashboard.serving import Stream
 from tests.integration.cluster import JOB, SLOW, Cluster
-from tests.integration.test_switches import PLANS, SCRIPT, SETTINGS
+from tests.integration.test_switch import PLANS, SCRIPT, SETTINGS
 
 
 class Stage:

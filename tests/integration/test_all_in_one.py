@@ -27,7 +27,7 @@ from tests.integration import train_example
 from tests.integration.cluster import Cluster
 from tests.integration.test_modules_live import ledger_of, said, weights_of
 from tests.integration.test_moe_example import wait
-from tests.integration.test_stops import stop
+from tests.integration.test_stop_request import stop
 from tests.models.mixture import Margins
 
 pytest.importorskip("transformers")

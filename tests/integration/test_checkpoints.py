@@ -20,7 +20,7 @@ from tests import forkserver
 from tests.forkserver import Forked
 from tests.integration import train
 from tests.integration.cluster import JOB, ROOT, Cluster
-from tests.integration.test_switches import plan_of, stage
+from tests.integration.test_switch import plan_of, stage
 
 SCRIPT = Path(train.__file__)
 #: A group of unequal shares beside a device by itself; later one group of other shares on two devices.
@@ -246,7 +246,7 @@ def torchrun(cluster: Cluster, workers: int, **options: Any) -> Forked:
     return forkserver.start("torch.distributed.run", *command, str(SCRIPT), environment=environment, output=log)
 
 
-@pytest.mark.full  # test_any_script stops a job of `elasticd run`, which goes on from its checkpoint
+@pytest.mark.full  # test_run_any_script stops a job of `elasticd run`, which goes on from its checkpoint
 @pytest.mark.slow
 def test_under_real_torchruns_too(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"

@@ -21,7 +21,7 @@ from tests.models.layouts import Training, plan_of
 from tests.models.mixture import LAYERS, VOCABULARY
 from tests.models.test_balance import one_process
 from tests.models.texts import Text
-from tests.runtime.test_parity import stage
+from tests.runtime.test_engine_parity import stage
 
 #: How near one process losses, weights and balances are.
 NEAR = 1e-10

@@ -17,7 +17,7 @@ from elasticd.models import Decoder
 from elasticd.testing.waiting import until
 from tests.integration import train
 from tests.integration.cluster import SLOW, Cluster
-from tests.integration.test_switches import check_exactness
+from tests.integration.test_switch import check_exactness
 
 SCRIPT = Path(train.__file__)
 SETTINGS = JobSettings(retry_seconds=0.5)

@@ -18,7 +18,7 @@ from tests.integration import train_modules
 from tests.integration.cluster import Cluster
 from tests.integration.test_checkpoints import killed, ledger, options
 from tests.integration.test_modules_live import by_hand, compare_weights
-from tests.integration.test_stops import stop
+from tests.integration.test_stop_request import stop
 from tests.runtime.image_model import pipeline, plan_of, stage
 
 SCRIPT = Path(train_modules.__file__)

@@ -18,7 +18,7 @@ from elasticd.testing.waiting import until
 from tests.integration import train, train_loop
 from tests.integration.cluster import ROOT, Cluster
 from tests.integration.test_checkpoints import ledger as all_lines
-from tests.integration.test_switches import check_exactness, plan_of, stage
+from tests.integration.test_switch import check_exactness, plan_of, stage
 
 SCRIPT = Path(train_loop.__file__)
 SETTINGS = JobSettings(retry_seconds=0.5)

@@ -18,7 +18,7 @@ from elasticd.testing.waiting import until
 from tests import forkserver
 from tests.integration import train
 from tests.integration.cluster import JOB, Cluster
-from tests.integration.test_switches import SETTINGS, plan_of, stage
+from tests.integration.test_switch import SETTINGS, plan_of, stage
 
 SCRIPT = Path(train.__file__)
 

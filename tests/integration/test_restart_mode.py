@@ -35,7 +35,7 @@ def test_plain_script_runs_to_its_end_over_two_nodes(script: Path, shared_etcd: 
         assert sorted(job.losses()) == list(range(12))
 
 
-# In make test test_any_script kills a worker of a script with FSDP2 and looks at each step; here a worker of
+# In make test test_run_any_script kills a worker of a script with FSDP2 and looks at each step; here one of
 # another node is killed where the status of a plain torchrun is looked at.
 @pytest.mark.full
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)

@@ -15,7 +15,7 @@ from elasticd_planner.spec.batch import Sampler
 from elasticd.machines.job.state.job_state import JobSettings
 from tests.integration import rolls_back, train
 from tests.integration.cluster import Cluster
-from tests.integration.test_switches import plan_of, stage
+from tests.integration.test_switch import plan_of, stage
 from tests.scripts.corpus import ordinary as o
 
 SETTINGS = JobSettings(retry_seconds=0.5)

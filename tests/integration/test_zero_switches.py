@@ -9,7 +9,7 @@ from elasticd_planner.spec.plan import StatePolicy
 
 from elasticd.testing.waiting import until
 from tests.integration.cluster import SLOW, Cluster
-from tests.integration.test_switches import SCRIPT, SETTINGS, check_exactness, plan_of, stage
+from tests.integration.test_switch import SCRIPT, SETTINGS, check_exactness, plan_of, stage
 
 PLANS = {
     # two unlike pipelines on all five devices; each has replicas of the other's state

@@ -15,7 +15,7 @@ from elasticd.machines.job.state.job_state import OVER
 from elasticd.wire.coordinator import End
 from elasticd.wire.worker import DrainNotice
 from tests.machines.cast import JOB
-from tests.machines.test_coordinator_faults import ROOM
+from tests.machines.test_recovery import ROOM
 from tests.machines.world import World
 
 #: Seconds that a user gives the workers, and those after which a scene is given up.

@@ -20,7 +20,7 @@ from elasticd.machines.job.state.job_state import JobPhase, JobSettings, JobStat
 from elasticd.machines.job.state.snapshot_sets import SnapshotSets
 from elasticd.wire.coordinator import Crossed
 from tests.machines.cast import node_record
-from tests.machines.test_vaults import held, plan
+from tests.machines.test_snapshot_sets import held, plan
 
 
 def with_node(state: CoordinatorState, name: str = "alpha") -> CoordinatorState:

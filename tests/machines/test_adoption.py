@@ -14,7 +14,7 @@ from elasticd.wire.coordinator import ToClient
 from elasticd.wire.worker import Rejected, RunningPlan
 from tests.machines.cast import JOB, FakeWorker
 from tests.machines.checked import KEYS
-from tests.machines.test_coordinator_takeover import train_until
+from tests.machines.test_restored_job import train_until
 from tests.machines.world import World
 
 #: The highest number that workers have heard of: of a proposal that was given up.

@@ -15,7 +15,7 @@ from elasticd.wire.rendezvous import Joined, Leave
 from elasticd.wire.worker import Hello, Report
 from tests.machines.asked import refused
 from tests.machines.cast import JOB, spec
-from tests.machines.test_coordinator_faults import ROOM
+from tests.machines.test_recovery import ROOM
 from tests.machines.world import World
 
 

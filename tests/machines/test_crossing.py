@@ -13,7 +13,7 @@ from elasticd.machines.coordinator.node_links import GATHER_SECONDS, Links, cros
 from elasticd.machines.job.state.events import CoordinatorNote, CoordinatorTick, Received
 from elasticd.wire.coordinator import Crossed, FromClient
 from elasticd.wire.worker import Switched
-from tests.machines.test_coordinator_faults import running
+from tests.machines.test_recovery import running
 from tests.machines.world import World
 
 RING = ("n0", "n1", "n2", "n3")

@@ -32,7 +32,7 @@ from elasticd.wire.worker import Finished, Report, StoreCall
 from tests.cli.test_status import PLAN
 from tests.machines.cast import node_record
 from tests.machines.checked import KEYS
-from tests.machines.test_coordinator_faults import running
+from tests.machines.test_recovery import running
 from tests.machines.world import World
 
 GOOD = ["demo", "a", "7", "llama-3.1_70b", "x" * LONGEST, "..a"]

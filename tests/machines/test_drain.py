@@ -7,7 +7,7 @@ import msgspec
 from elasticd.machines.job.state.events import AgentUp, CoordinatorSend, NodeDrained
 from elasticd.machines.job.state.job_state import JobPhase
 from elasticd.wire.coordinator import Drain
-from tests.machines.test_coordinator_faults import ROOM
+from tests.machines.test_recovery import ROOM
 from tests.machines.world import World
 
 

@@ -8,8 +8,8 @@ from elasticd_planner.spec.cluster import node_of
 from elasticd.machines.job.state.job_state import JobPhase
 from elasticd.records import DoneRecord, Proposal
 from elasticd.wire.worker import DrainNotice
-from tests.machines.test_coordinator_faults import recovered, running
 from tests.machines.test_drain import drain, train_until
+from tests.machines.test_recovery import recovered, running
 from tests.machines.world import World
 
 WHY = "it has drained, and the job goes on without it"

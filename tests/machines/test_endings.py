@@ -13,7 +13,7 @@ from elasticd.wire.coordinator import End
 from elasticd.wire.worker import DrainNotice, Finished, PeersLost, Saved, SaveFailed
 from tests import sizes
 from tests.machines.cast import JOB, FakeWorker
-from tests.machines.test_coordinator_faults import ROOM
+from tests.machines.test_recovery import ROOM
 from tests.machines.walk import whole
 from tests.machines.world import World
 

@@ -24,7 +24,7 @@ from elasticd.machines.job.state.events import Configured
 from elasticd.machines.job.state.job_state import JobPhase, JobSettings, JobState
 from elasticd.machines.job.state.transaction import Transaction
 from elasticd.records import JobSpec
-from tests.machines.test_coordinator_faults import running
+from tests.machines.test_recovery import running
 from tests.models.mixture import EXPERTS, LAYERS, Mixture
 from tests.planner.models import plan as plan_of
 from tests.planner.models import planned

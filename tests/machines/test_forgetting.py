@@ -24,8 +24,8 @@ from elasticd.wire.rendezvous import Join
 from elasticd.wire.worker import Rejected
 from tests.machines.cast import JOB, node_record
 from tests.machines.checked import KEYS
-from tests.machines.test_coordinator_faults import running
 from tests.machines.test_coordinator_lives import started
+from tests.machines.test_recovery import running
 from tests.machines.world import World
 
 WEEK = 7 * 86_400.0

@@ -8,7 +8,7 @@ from elasticd.machines.job.state.events import Received
 from elasticd.machines.job.state.job_state import JobPhase, JobSettings
 from elasticd.wire.coordinator import Frozen
 from tests.machines.cast import JOB
-from tests.machines.test_coordinator_faults import recovered, running
+from tests.machines.test_recovery import recovered, running
 from tests.machines.world import World
 
 HOW = "it is stopped"

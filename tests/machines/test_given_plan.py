@@ -10,10 +10,10 @@ from elasticd_planner.layout.annotations import Annotation
 from elasticd.machines.job.assembly import difference
 from elasticd.machines.job.state.job_state import JobPhase
 from tests.machines import cast
-from tests.machines.test_coordinator_faults import ROOM, recovered, running
 from tests.machines.test_drain import train_until
 from tests.machines.test_draining import depart, left, members, tell
-from tests.machines.test_paused import slowed
+from tests.machines.test_recovery import ROOM, recovered, running
+from tests.machines.test_replan_paused import slowed
 from tests.machines.world import World
 
 #: The planner would use all four devices, and no TP group across nodes.

@@ -14,8 +14,8 @@ from elasticd.machines.job.state.job_state import JobPhase, JobSettings
 from elasticd.wire.main_thread import Halted
 from elasticd.wire.worker import Saved
 from tests.machines.cast import JOB, node_record
-from tests.machines.test_coordinator_faults import ROOM, recovered, running
 from tests.machines.test_draining import members
+from tests.machines.test_recovery import ROOM, recovered, running
 from tests.machines.world import World
 
 #: As an agent tells of a computation in the first two steps under a plan.

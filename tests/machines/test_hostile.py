@@ -22,7 +22,7 @@ from elasticd.wire.coordinator import AgentHello
 from elasticd.wire.rendezvous import StepTime
 from tests import sizes
 from tests.machines.hostile import Hostile
-from tests.machines.test_coordinator_faults import running
+from tests.machines.test_recovery import running
 
 MESSAGES = sizes.number(full=20_000, quick=1_500)
 

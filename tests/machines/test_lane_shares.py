@@ -10,7 +10,7 @@ from elasticd_planner.spec.step_measurements import Step
 from elasticd.machines.job.measurements import lane_shares
 from elasticd.machines.job.state.job_state import JobPhase, JobState
 from elasticd.machines.job.state.transaction import Transaction
-from tests.machines.test_coordinator_faults import running
+from tests.machines.test_recovery import running
 from tests.planner.test_module_measurements import BOTH, ENCODER, measured
 
 

@@ -13,8 +13,8 @@ from tests.machines.cast import JOB, FakeWorker, spec
 from tests.machines.checked import KEYS
 from tests.machines.meshed import Meshed
 from tests.machines.test_adoption import adopt, wiped
-from tests.machines.test_coordinator_faults import recovered
 from tests.machines.test_drain import drain, nodes_of, train_until
+from tests.machines.test_recovery import recovered
 from tests.machines.world import World
 
 HSDP = "replicate, shard", "shard"
@@ -362,7 +362,7 @@ def test_a_worker_whose_model_is_another_one_is_told_the_first_tensor_that_diffe
 
 
 def test_the_history_of_a_job_of_pipelines_is_read_as_before() -> None:
-    from tests.machines.test_coordinator_faults import running as pipelined
+    from tests.machines.test_recovery import running as pipelined
 
     world = pipelined()
     assert isinstance(newest(world), HistoryRecord)

@@ -17,7 +17,7 @@ from elasticd.wire.coordinator import TryReach, Unreached
 from elasticd.wire.worker import PeersLost, Refused, StateReport
 from tests import sizes
 from tests.machines.test_checkpoints import save
-from tests.machines.test_coordinator_faults import ROOM, recovered
+from tests.machines.test_recovery import ROOM, recovered
 from tests.machines.world import World
 
 NODES = ("alpha", "beta", "gamma")

@@ -7,7 +7,7 @@ import pytest
 from elasticd.machines.job.lifecycle.phase_time import waited_seconds
 from elasticd.machines.job.state.job_state import JobPhase
 from elasticd.wire.worker import Rejected, StayedOnPlan
-from tests.machines.test_coordinator_takeover import proposed
+from tests.machines.test_restored_job import proposed
 from tests.machines.world import World
 
 DAY = 86_400.0

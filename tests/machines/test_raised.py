@@ -14,8 +14,8 @@ from elasticd.machines.job.state.job_state import JobPhase
 from elasticd.records import DoneRecord, Thrown
 from elasticd.wire.worker import DrainNotice, Raised
 from tests.machines.cast import FakeWorker
-from tests.machines.test_coordinator_faults import recovered, running
 from tests.machines.test_draining import members
+from tests.machines.test_recovery import recovered, running
 from tests.machines.world import World
 
 BAD = "bad sample 17 at 0x7f3a, of <object at 0x55aa>"

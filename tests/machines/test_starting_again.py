@@ -23,8 +23,8 @@ from elasticd.wire.rendezvous import Join, Joined, Leave, WorkerFailure
 from elasticd.wire.worker import Closed, Rejected
 from tests.machines.cast import JOB
 from tests.machines.checked import KEYS
-from tests.machines.test_coordinator_faults import running
 from tests.machines.test_coordinator_lives import started
+from tests.machines.test_recovery import running
 from tests.machines.world import World
 
 KEY_ERROR = WorkerFailure(kind="KeyError", text="'inputs'", traceback="Traceback ...", code=1)

@@ -9,8 +9,8 @@ from elasticd.machines.job.state.job_state import JobPhase
 from tests import sizes
 from tests.machines.cast import JOB
 from tests.machines.stop_scene import END_SECONDS, StopScene
-from tests.machines.test_coordinator_faults import running
 from tests.machines.test_draining import tell
+from tests.machines.test_recovery import running
 from tests.machines.walk import whole
 
 SCENES = sizes.number(full=1500, quick=24)

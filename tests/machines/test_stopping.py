@@ -14,8 +14,8 @@ from elasticd.records import DoneRecord
 from elasticd.wire.coordinator import End
 from elasticd.wire.worker import Closed
 from tests.machines.cast import JOB
-from tests.machines.test_coordinator_faults import running
 from tests.machines.test_draining import tell
+from tests.machines.test_recovery import running
 from tests.machines.world import KEYS, World
 
 

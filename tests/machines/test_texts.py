@@ -25,8 +25,8 @@ from elasticd.wire.worker import (
     Refused,
     StayedOnPlan,
 )
-from tests.machines.test_coordinator_faults import running
 from tests.machines.test_coordinator_lives import slowed
+from tests.machines.test_recovery import running
 from tests.machines.world import KEYS, World
 
 LONG = "x" * 100_000

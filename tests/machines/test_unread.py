@@ -7,7 +7,7 @@ from elasticd.machines.job.state.job_state import JobPhase
 from elasticd.wire.coordinator import ToClient, Unread
 from elasticd.wire.worker import FromWorker, Hello, Rejected
 from tests.machines.cast import JOB
-from tests.machines.test_coordinator_faults import ROOM, recovered
+from tests.machines.test_recovery import ROOM, recovered
 from tests.machines.world import World
 
 ODD = "beta/1"

@@ -12,7 +12,7 @@ import pytest
 from elasticd.machines.job.state.job_state import OVER
 from tests import sizes
 from tests.machines.meshed import MeshWalk
-from tests.machines.test_coordinator_faults import recovered
+from tests.machines.test_recovery import recovered
 from tests.machines.walk import Walk, whole
 
 SEEDS = sizes.number(full=1500, quick=15)

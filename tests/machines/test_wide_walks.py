@@ -12,7 +12,7 @@ import pytest
 
 from elasticd.machines.job.state.job_state import OVER, JobPhase
 from tests import sizes
-from tests.machines.test_coordinator_faults import recovered
+from tests.machines.test_recovery import recovered
 from tests.machines.wide_walk import CELLS, Cell, WideWalk
 
 WALKS = sizes.number(full=3600, quick=90)

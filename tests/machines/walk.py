@@ -15,7 +15,7 @@ from elasticd.wire.rendezvous import Joined
 from elasticd.wire.worker import PeersLost
 from tests.machines.cast import JOB
 from tests.machines.checked import KEYS
-from tests.machines.test_coordinator_faults import ROOM, recovered
+from tests.machines.test_recovery import ROOM, recovered
 from tests.machines.world import World
 
 #: Bytes of a device: for a whole replica, and for parts of one alone.

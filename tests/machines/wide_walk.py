@@ -54,7 +54,7 @@ from elasticd.wire.worker import (
     SaveFailed,
 )
 from tests.machines.cast import JOB, FakeWorker, Outcome
-from tests.machines.test_coordinator_faults import recovered
+from tests.machines.test_recovery import recovered
 from tests.machines.walk import MOVES, Walk
 
 Cell = tuple[JobPhase, type]

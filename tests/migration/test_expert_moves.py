@@ -18,7 +18,7 @@ from elasticd_planner.spec.model import item_size
 from elasticd_planner.spec.plan import HeldExperts, Plan, Stage, StatePolicy, Strategy
 
 from tests.models.mixture import EXPERTS, LAYERS, Mixture
-from tests.runtime.test_parity import plan_of, stage
+from tests.runtime.test_engine_parity import plan_of, stage
 
 SPEC = Mixture().describe().spec
 DEVICES = ["a/0", "a/1", "b/0"]

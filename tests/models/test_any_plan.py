@@ -17,7 +17,7 @@ from elasticd.models import next_token_loss
 from elasticd.runtime.model.validation import replace_dropouts
 from examples.train_gpt2 import GPT, describe
 from tests import sizes
-from tests.models import precise, test_matrix
+from tests.models import precise, test_mixed_precision_matrix
 from tests.models.layouts import BATCH, Run, Training, alone, furthest, plan_of, under
 from tests.models.texts import Text
 
@@ -100,10 +100,10 @@ def test_any_plan_trains_like_one_process(plan: Plan) -> None:
     assert furthest(found, expected, {name: name for name in names}) < (1e-11, "")
 
 
-@given(plans(test_matrix.LAYERS))
+@given(plans(test_mixed_precision_matrix.LAYERS))
 @settings(max_examples=sizes.number(full=4, quick=2), derandomize=True)
 def test_so_it_does_under_master_weights(plan: Plan) -> None:
     """Finer ones, so that nothing hides in rounding."""
     finer = "fp32 under fp64"
-    made, expected = test_matrix.course("gpt", finer, "adamw")
-    assert precise.apart(made, precise.under(made, plan), expected) < test_matrix.NEAR[finer]
+    made, expected = test_mixed_precision_matrix.course("gpt", finer, "adamw")
+    assert precise.apart(made, precise.under(made, plan), expected) < test_mixed_precision_matrix.NEAR[finer]

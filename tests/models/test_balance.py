@@ -43,7 +43,7 @@ from tests.models.test_huggingface import theirs
 from tests.models.test_huggingface_cut import Cut
 from tests.models.test_recompute import again_in
 from tests.models.texts import Text
-from tests.runtime import test_parity
+from tests.runtime import test_engine_parity
 
 LAYOUTS = PLANS | PLACED
 BOTH = Balance(loss=0.05, bias=0.01, router="blocks.*.router", parameter="blocks.*.shift")
@@ -208,7 +208,7 @@ OF_FAMILIES: dict[str, Plan] = {
             (5, 3),
             [
                 placed(
-                    test_parity.stage(
+                    test_engine_parity.stage(
                         0, LAYERS, *((f"{n}/{i}", 1) for n in "ab" for i in (0, 1)), lanes=(2, 2)
                     ),
                     ((0, 4), (1, 5, 7), (2,), (3, 6)),

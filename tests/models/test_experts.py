@@ -46,7 +46,7 @@ from tests.models.test_huggingface import made, theirs
 from tests.models.test_huggingface_cut import Cut
 from tests.models.test_recompute import again_in
 from tests.models.texts import Text
-from tests.runtime.test_parity import plan_of, stage
+from tests.runtime.test_engine_parity import plan_of, stage
 
 transformers = pytest.importorskip("transformers")
 

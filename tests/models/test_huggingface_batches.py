@@ -26,7 +26,7 @@ from tests import sizes
 from tests.models.chats import VOCABULARY, Chats, tokenizer
 from tests.models.families import double_throughout
 from tests.models.layouts import BATCH, SEED, Training, furthest, layouts_of, optimizer, plan_of, under
-from tests.runtime.test_parity import stage as lanes
+from tests.runtime.test_engine_parity import stage as lanes
 
 transformers = pytest.importorskip("transformers")
 

@@ -22,8 +22,8 @@ from tests.models.layouts import Training, furthest, under
 from tests.models.test_huggingface import LAYERS, OTHERS, made
 from tests.models.texts import Text
 from tests.runtime.test_cut_sequences import Cutting
+from tests.runtime.test_engine_parity import plan_of, stage
 from tests.runtime.test_packed import length
-from tests.runtime.test_parity import plan_of, stage
 
 pytest.importorskip("transformers")
 

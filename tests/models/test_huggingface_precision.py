@@ -15,7 +15,7 @@ from tests.models.families import Whole
 from tests.models.layouts import Training
 from tests.models.precise import Course, alone, apart, under
 from tests.models.test_huggingface import made, theirs
-from tests.models.test_matrix import LAYOUTS, NEAR, OPTIMIZERS, PRECISIONS
+from tests.models.test_mixed_precision_matrix import LAYOUTS, NEAR, OPTIMIZERS, PRECISIONS
 from tests.models.texts import Text
 
 

@@ -30,11 +30,11 @@ from tests.checkpoints.support import write
 from tests.models.families import Whole, double_throughout
 from tests.models.layouts import SEED, Training, alone, plan_of, stage
 from tests.models.texts import Text
-from tests.runtime.test_interleaved import moved
+from tests.runtime.test_pipeline_stage_interleaved import moved
 
 pytest.importorskip("peft")
 
-from tests.models.test_lora import LAYERS, PLANS, TP3, adapted, base
+from tests.models.test_adapters import LAYERS, PLANS, TP3, adapted, base
 
 ONE = plan_of((8, [stage(0, LAYERS, ("a/0", 1))]))
 

@@ -24,7 +24,7 @@ from elasticd.runtime.api.pretrained_folder import Folder
 from elasticd.runtime.engine.engine import Engine
 from tests import sizes
 from tests.models.layouts import Training, plan_of, stage, under
-from tests.models.test_lora import KINDS, LAYERS, adapted, base
+from tests.models.test_adapters import KINDS, LAYERS, adapted, base
 from tests.models.test_lora_checkpoints import saved
 from tests.models.texts import Text
 

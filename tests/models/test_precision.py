@@ -31,7 +31,7 @@ from tests.migration.ranks import copy_of
 from tests.migration.ranks import together as at_once
 from tests.models.layouts import BATCH, SEED
 from tests.models.precise import Course, alone, apart, engine_of, together, under, whole_planes
-from tests.models.test_matrix import NEAR, PLAIN, PRECISIONS, course
+from tests.models.test_mixed_precision_matrix import NEAR, PLAIN, PRECISIONS, course
 
 BEFORE = PLAIN["tp3 uneven beside a pipeline"]
 AFTER = PLAIN["tp1 to tp4 and back"].replace(number=2, state=StatePolicy(zero=1, replicas=2))

@@ -59,7 +59,7 @@ def in_words(whole: Any, plan: Mapping[str, Any], **said: Any) -> Model:
     return Model(embed=whole.embed, blocks=whole.blocks, head=whole.head, width=32, tp_plan=plan, **said)
 
 
-@pytest.mark.full  # `test_words_cut_as_rules_do` says that these are the rules of test_own.py
+@pytest.mark.full  # `test_words_cut_as_rules_do` says that these are the rules of test_foreign_models.py
 @pytest.mark.parametrize("name", [name for name in PLANS if "tp" in name])
 def test_a_gpt_in_words_trains_like_one_process(name: str) -> None:
     made = gpt()

@@ -119,10 +119,10 @@ NOT_HERE = {
     r"(\.venv/bin/)?python -m pytest -m (gpu|nccl)": "needs GPUs; elsewhere these tests are skipped",
     r"\.venv/bin/python benchmarks/_on_a_gpu\.py .*": "needs a GPU; tests/benchmarks/test_on_a_gpu.py tries it",
     r"torchrun --nnodes=2:8 .*": "two nodes of eight devices; tests/integration/test_restart_mode.py has fewer",
-    r"elasticd run --job my-job --nnodes 2:8 .*": "the same; tests/integration/test_any_script.py has one node",
-    r"srun .*": "needs Slurm; tests/integration/test_slurm_text.py runs it as a step of one task",
+    r"elasticd run --job my-job --nnodes 2:8 .*": "tests/integration/test_run_any_script.py has one node",
+    r"srun .*": "needs Slurm; tests/integration/test_operations_slurm.py runs it as a step of one task",
     r"elasticd adopt .*": "needs an etcd that was lost; tests/integration/test_adopted_job.py loses one",
-    r"elasticd forget --node .*": "needs a node that died; tests/integration/test_nodes_leaving.py forgets one",
+    r"elasticd forget --node .*": "needs a node that died; tests/integration/test_absent_nodes.py forgets one",
     r"elasticd security init /etc/.*": "writes to /etc; tests/cli/test_security.py writes to a folder",
     r"elasticd checkpoint export FOLDER/NAME out.safetensors --module .*": "needs a job of several modules: "
     "tests/runtime/test_module_jobs",

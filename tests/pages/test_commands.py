@@ -84,7 +84,7 @@ def test_a_command_is_run_in_a_clones_folder(command: str, folder: Path) -> None
     _ends_well(folder, given(command, folder))
 
 
-@pytest.mark.full  # tests/cli/test_up.py and test_looking.py run commands of a cluster
+@pytest.mark.full  # tests/cli/test_up.py and test_top_and_why.py run commands of a cluster
 @pytest.mark.slow
 def test_commands_of_a_cluster_are_run_beside_a_job_and_after_it(folder: Path) -> None:
     (folder / "train.py").write_text(TRAIN.format(steps=100_000))

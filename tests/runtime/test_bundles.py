@@ -24,7 +24,7 @@ from elasticd.runtime.model.validation import ModelError
 from tests import sizes
 from tests.runtime import gang
 from tests.runtime.bundled import READS, SEED, Block, Named, Text, loss, make_recipe, reference
-from tests.runtime.test_parity import plan_of, stage
+from tests.runtime.test_engine_parity import plan_of, stage
 
 STEPS = 3
 ONE = plan_of((8, [stage(0, 6, ("a/0", 1))]))

@@ -32,7 +32,7 @@ from elasticd.runtime.telemetry.comm_timer import Stopwatch
 from elasticd.runtime.telemetry.step_times import CAPTURED, Telemetry
 from tests.runtime import gang
 from tests.runtime.test_engine import engine_on
-from tests.runtime.test_parity import CONFIG, Text, make_recipe, plan_of, stage
+from tests.runtime.test_engine_parity import CONFIG, Text, make_recipe, plan_of, stage
 
 ALONE = plan_of((8, [stage(0, 6, ("a/0", 1))]))
 #: An interleaved pipeline, whose devices sum gradients with the one that has all of the model.

@@ -43,7 +43,7 @@ from tests import sizes
 from tests.compiling import breaks, graphs
 from tests.integration.train_experts import BALANCE
 from tests.models import mixture
-from tests.runtime.test_parity import plan_of, stage, unpaced
+from tests.runtime.test_engine_parity import plan_of, stage, unpaced
 
 CONFIG = DecoderConfig(vocabulary=40, width=16, layers=4, heads=8, kv_heads=2, hidden=22, dtype=torch.float64)
 needs_a_compiler = pytest.mark.skipif(

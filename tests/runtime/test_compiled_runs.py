@@ -33,7 +33,7 @@ from elasticd.runtime.model.model import Model
 from elasticd.runtime.model.tp_rules import Column, Row, UnitsOf
 from tests.compiling import breaks, graphs
 from tests.runtime.test_compiled_blocks import Lengthening, recipe_of
-from tests.runtime.test_parity import plan_of, stage, unpaced
+from tests.runtime.test_engine_parity import plan_of, stage, unpaced
 
 Compile = Literal["chunks"] | bool
 ONE = plan_of((8, [stage(0, 4, ("a/0", 1))]))

@@ -39,7 +39,7 @@ from elasticd.wire.worker import (
     Welcome,
     from_worker,
 )
-from tests.machines.test_vaults import plan as made_plan
+from tests.machines.test_snapshot_sets import plan as made_plan
 from tests.runtime.test_model import decoder
 
 

@@ -32,10 +32,10 @@ from elasticd.runtime.engine.recipe import Recipe
 from elasticd.runtime.parallel import context_parallel
 from tests import sizes
 from tests.planner.test_context_exchange import cut
-from tests.runtime import gang, test_lanes, test_parity
+from tests.runtime import gang, test_engine_parity, test_lanes
 from tests.runtime.test_engine import engine_on
+from tests.runtime.test_engine_parity import Text, make_recipe, plan_of, stage
 from tests.runtime.test_packed import HeldOutText, check, dropping, in_threads, length, packed, trained
-from tests.runtime.test_parity import Text, make_recipe, plan_of, stage
 
 ONES = (1, 1, 1, 1)
 PLANS = {
@@ -126,7 +126,7 @@ class Eights(Text):
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         drawn = torch.Generator().manual_seed(index)
-        ids = torch.randint(0, test_parity.CONFIG.vocabulary, (self.length(index) + 1,), generator=drawn)
+        ids = torch.randint(0, test_engine_parity.CONFIG.vocabulary, (self.length(index) + 1,), generator=drawn)
         return {"inputs": ids[:-1], "targets": ids[1:]}
 
 
@@ -140,7 +140,7 @@ class Evenly(Cutting):
 def by_heads(**changes: Any) -> Recipe:
     """A model whose heads have keys each, so that fewer bytes move if lanes divide heads."""
     with torch.device("meta"):
-        model = Decoder(replace(test_parity.CONFIG, kv_heads=test_parity.CONFIG.heads)).describe()
+        model = Decoder(replace(test_engine_parity.CONFIG, kv_heads=test_engine_parity.CONFIG.heads)).describe()
     data = DataOptions(length=Eights.length, packing=Packing())
     made = replace(make_recipe(), **{"model": model, "data": data, "dataset": Eights(), **changes})
     return replace(made, source=Evenly(made.sampler, SamplePrefetcher(made.dataset, 0), Eights.length, 1))
@@ -162,7 +162,7 @@ def test_drawn_cuts_train_like_one_process(name: str, policy: str) -> None:
 @pytest.mark.parametrize("name", sizes.beside(["TP 1 beside 3 + 1, two stages"], PLANS))
 def test_sequences_that_memory_cuts_train_like_one_process(name: str, policy: str) -> None:
     plan = PLANS[name].replace(state=POLICIES[policy])
-    dealt = [cut_by_memory().feed.dealing(plan, step)() for step in range(test_parity.STEPS)]
+    dealt = [cut_by_memory().feed.dealing(plan, step)() for step in range(test_engine_parity.STEPS)]
     pieces = [p for each in dealt for row in each.pipelines[0] for lane in row.lanes for p in lane]
     assert any(piece.tokens < piece.length for piece in pieces)
     check(plan, in_threads(plan, cut_by_memory))
@@ -200,8 +200,8 @@ def test_attention_under_torchs_checkpoint_trains_like_one_process(recompute: bo
 
     def make() -> Recipe:
         with torch.device("meta"):
-            model = Decoder(test_parity.CONFIG)
-            model.blocks = torch.nn.ModuleList(Checkpointing(test_parity.CONFIG) for _ in model.blocks)
+            model = Decoder(test_engine_parity.CONFIG)
+            model.blocks = torch.nn.ModuleList(Checkpointing(test_engine_parity.CONFIG) for _ in model.blocks)
         return cutting(model=model.describe(), parallelism=ParallelismOptions(recompute=recompute))
 
     check(PLANS["2 + 1, uneven, in two stages"], in_threads(PLANS["2 + 1, uneven, in two stages"], make))
@@ -282,7 +282,7 @@ def apart_from_one_device(make: Callable[[], Recipe], found: dict[str, dict[str,
 
 
 def test_slices_of_tokens_between_cut_modules_train_like_one_process() -> None:
-    plan = test_parity.plan_of(
+    plan = test_engine_parity.plan_of(
         (
             (5, 3),
             [stage(0, 6, ("a/0", 5), ("a/1", 3), ("b/0", 1), lanes=(2, 1), sequence_parallel=True)],
@@ -325,7 +325,9 @@ def test_single_precision_trains_as_one_device_does() -> None:
         for parameter, (start, stop, value) in result["weights"].items():
             there = tuple(map(slice, start, stop))
             apart += float(np.square(value - alone["weights"][parameter][2][there], dtype=np.float64).sum())
-            first = make_recipe().model.first_value(parameter, Box(start=start, stop=stop), test_parity.SEED)
+            first = make_recipe().model.first_value(
+                parameter, Box(start=start, stop=stop), test_engine_parity.SEED
+            )
             size += float(np.square(value - first.numpy(), dtype=np.float64).sum())
         assert apart < 1e-8 * size, f"{math.sqrt(apart / size)} of the update"
 
@@ -336,7 +338,7 @@ def test_half_precision_trains_as_one_device_does() -> None:
     def losses(plan: Plan, make: Callable[..., Recipe]) -> list[float | None]:
         def run(memory: MemoryPlanGroups) -> list[float | None]:
             engine = engine_on(memory, make(**options), plan)
-            return [engine.step(step, lambda: 0).outcome.vote.loss for step in range(test_parity.STEPS)]
+            return [engine.step(step, lambda: 0).outcome.vote.loss for step in range(test_engine_parity.STEPS)]
 
         return run_threads(plan.members, run)[plan.members[0]]
 
@@ -375,7 +377,9 @@ def test_an_evaluation_cuts_sequences_as_the_training_does() -> None:
 
 def worker(device: str, store: Any, plan: Plan) -> dict[str, Any]:
     """As one of several processes, over gloo."""
-    return trained(device, plan, PlanGroups("plan/1", device, "127.0.0.1", store), cutting(), test_parity.STEPS)
+    return trained(
+        device, plan, PlanGroups("plan/1", device, "127.0.0.1", store), cutting(), test_engine_parity.STEPS
+    )
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from elasticd.runtime.data.options import DataOptions
 from elasticd.runtime.data.packing import pack
 from elasticd.runtime.data.prefetch import NothingRead, SampleError, SamplePrefetcher
 from elasticd.runtime.data.sample_ledger import expected_hash, expected_hashes, hash_samples
-from tests.runtime.test_parity import plan_of, stage
+from tests.runtime.test_engine_parity import plan_of, stage
 
 
 class Numbers:

@@ -25,7 +25,7 @@ from elasticd.runtime.switch.copies import Copies
 from elasticd.runtime.switch.switcher import Switcher
 from elasticd.runtime.telemetry.comm_timer import Stopwatch
 from elasticd.testing.waiting import until
-from tests.runtime.test_parity import make_recipe, plan_of, stage, unpaced
+from tests.runtime.test_engine_parity import make_recipe, plan_of, stage, unpaced
 
 
 class Moment:

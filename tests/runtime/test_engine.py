@@ -21,7 +21,7 @@ from elasticd.runtime.engine.engine import Engine, first_state
 from elasticd.runtime.engine.pipeline_stage import all_forward
 from elasticd.runtime.engine.recipe import Recipe
 from tests.runtime.state_reader import StateReader
-from tests.runtime.test_parity import SEED, Text, make_recipe, plan_of, stage, unpaced
+from tests.runtime.test_engine_parity import SEED, Text, make_recipe, plan_of, stage, unpaced
 
 TWO_STAGES = plan_of((8, [stage(0, 3, ("a/0", 1)), stage(3, 6, ("a/1", 1))]))
 UNEQUAL = plan_of(

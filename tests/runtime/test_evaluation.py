@@ -32,9 +32,9 @@ from tests import sizes
 from tests.models.test_sequence_parallel import sliced
 from tests.runtime.state_reader import StateReader
 from tests.runtime.test_engine import TWO_STAGES, UNEQUAL, Torn, engine_on
-from tests.runtime.test_interleaved import PLANS as INTERLEAVED
+from tests.runtime.test_engine_parity import CONFIG, SEED, Text, make_recipe, plan_of, stage
 from tests.runtime.test_lanes import PLANS as LANES
-from tests.runtime.test_parity import CONFIG, SEED, Text, make_recipe, plan_of, stage
+from tests.runtime.test_pipeline_stage_interleaved import PLANS as INTERLEAVED
 
 DECAY, STEPS = 0.75, sizes.number(full=3, quick=2)
 PLANS = {

@@ -37,15 +37,15 @@ from tests import sizes
 from tests.runtime import (
     image_model,
     test_cut_sequences,
-    test_interleaved,
+    test_engine_parity,
     test_lanes,
     test_modules,
-    test_parity,
+    test_pipeline_stage_interleaved,
 )
 from tests.runtime.test_engine import engine_on
+from tests.runtime.test_engine_parity import CONFIG, plan_of, stage
 from tests.runtime.test_messages import recipe_of
 from tests.runtime.test_module_steps import Sized
-from tests.runtime.test_parity import CONFIG, plan_of, stage
 
 TOKENS = 12
 #: On a team: (channel, method, bytes of a tensor). Of messages: their channel is the sender and the receiver.
@@ -133,12 +133,12 @@ RECOMPUTING = plan_of(
 )
 MIXED = "three lanes of unlike width beside a deeper pipeline"
 CASES: dict[str, tuple[Plan, dict[str, Any]]] = {
-    **{name: (plan, {}) for name, plan in test_parity.PLANS.items()},
+    **{name: (plan, {}) for name, plan in test_engine_parity.PLANS.items()},
     "lanes in two stages": (test_lanes.PLANS["2 + 1, uneven, in two stages"], {}),
     "interleaved lanes": (test_lanes.PLANS["interleaved, fewer rows than stages in one lane"], {}),
     "micro-batches of two": (test_lanes.PLANS["two pipelines of lanes, micro-batches of two"], {}),
     "zero 1": (test_lanes.PLANS[MIXED].replace(state=StatePolicy(zero=1, replicas=1)), {}),
-    "zero 2": (test_interleaved.PLANS["zero 2 beside another interleaved pipeline"], {}),
+    "zero 2": (test_pipeline_stage_interleaved.PLANS["zero 2 beside another interleaved pipeline"], {}),
     "bf16, zero 2": (
         test_lanes.PLANS[MIXED].replace(state=StatePolicy(zero=2, replicas=2)),
         {"precision": Precision(compute=torch.bfloat16)},

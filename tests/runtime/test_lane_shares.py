@@ -20,7 +20,7 @@ from elasticd.runtime.data.step_samples import MapStyleSamples
 from elasticd.runtime.engine.batches_ahead import BatchesAhead
 from elasticd.runtime.threads import DaemonThreads
 from tests.runtime.test_engine import engine_on
-from tests.runtime.test_parity import CONFIG, make_recipe, plan_of, stage
+from tests.runtime.test_engine_parity import CONFIG, make_recipe, plan_of, stage
 
 LINEAR = 1000
 LANES = plan_of(

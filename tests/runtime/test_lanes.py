@@ -17,10 +17,10 @@ from elasticd_planner.spec.plan import Plan, StatePolicy
 from elasticd.runtime.comm.in_memory import MemoryPlanGroups, run_threads
 from elasticd.runtime.data.options import DataOptions
 from tests import sizes
-from tests.runtime import gang, test_parity
+from tests.runtime import gang, test_engine_parity
 from tests.runtime.test_engine import engine_on
-from tests.runtime.test_interleaved import moved, trained
-from tests.runtime.test_parity import CLIP, make_recipe, plan_of, reference, stage
+from tests.runtime.test_engine_parity import CLIP, make_recipe, plan_of, reference, stage
+from tests.runtime.test_pipeline_stage_interleaved import moved, trained
 
 PLANS = {
     "1 + 1": plan_of(((5, 3), [stage(0, 6, ("a/0", 1), ("b/0", 1), lanes=(1, 1))])),
@@ -131,13 +131,13 @@ def test_lanes_train_like_one_process(
 
 def worker(device: str, store: Any, plan: Plan) -> dict[str, Any]:
     """As one of several processes, over gloo."""
-    return test_parity.worker(device, store, plan)
+    return test_engine_parity.worker(device, store, plan)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sizes.beside(["2 + 1, uneven, in two stages"], PLANS))
 def test_processes_train_like_one(name: str) -> None:
-    test_parity.check(PLANS[name], gang.run(__file__, "worker", PLANS[name].members, PLANS[name]))
+    test_engine_parity.check(PLANS[name], gang.run(__file__, "worker", PLANS[name].members, PLANS[name]))
 
 
 def test_samples_dealt_to_lanes_by_their_lengths_train_alike(

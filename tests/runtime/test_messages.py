@@ -40,14 +40,14 @@ from elasticd.runtime.model.tp_rules import Column, Row, Rule
 from elasticd.runtime.parallel.gradient_reduction import gradient_dtype
 from tests import sizes
 from tests.models.layouts import Training
-from tests.models.test_odd_modules import Whole
-from tests.models.test_odd_modules import training as of_odd_modules
+from tests.models.test_validation import Whole
+from tests.models.test_validation import training as of_odd_modules
 from tests.runtime.test_engine import Torn, engine_on
+from tests.runtime.test_engine_masked import Masked, mean_loss
+from tests.runtime.test_engine_parity import CONFIG, make_recipe, plan_of, stage
 from tests.runtime.test_evaluation import Held
-from tests.runtime.test_interleaved import PLANS as INTERLEAVED
 from tests.runtime.test_lanes import PLANS as LANES
-from tests.runtime.test_masked import Masked, mean_loss
-from tests.runtime.test_parity import CONFIG, make_recipe, plan_of, stage
+from tests.runtime.test_pipeline_stage_interleaved import PLANS as INTERLEAVED
 
 STEPS = 2
 

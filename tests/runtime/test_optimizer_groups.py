@@ -21,7 +21,7 @@ from elasticd.runtime.model.optimizer_check import NotCarried
 from elasticd.runtime.model.parameter_groups import OptimizerError, ParameterGroups
 from elasticd.runtime.model.tp_rules import Column, Row, UnitsOf
 from tests.runtime.test_engine import engine_on
-from tests.runtime.test_parity import plan_of, stage
+from tests.runtime.test_engine_parity import plan_of, stage
 
 Named = Iterable[tuple[str, nn.Parameter]]
 WIDTH, VOCABULARY, BATCH, STEPS = 8, 11, 8, 4

@@ -25,7 +25,7 @@ from elasticd.wire.worker import (
     Switched,
     from_worker,
 )
-from tests.machines.test_vaults import plan as made_plan
+from tests.machines.test_snapshot_sets import plan as made_plan
 
 
 def swapped(number: int) -> Switched:

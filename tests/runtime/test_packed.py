@@ -30,13 +30,13 @@ from elasticd.runtime.data.step_samples import MapStyleSamples
 from elasticd.runtime.engine.parallelism import ParallelismOptions
 from elasticd.runtime.engine.recipe import Recipe
 from tests import sizes
-from tests.runtime import gang, test_lanes, test_parity
+from tests.runtime import gang, test_engine_parity, test_lanes
 from tests.runtime.test_engine import engine_on
-from tests.runtime.test_parity import Text, make_recipe, plan_of, reference, stage
+from tests.runtime.test_engine_parity import Text, make_recipe, plan_of, reference, stage
 
 PLANS = {
     "one device": plan_of((8, [stage(0, 6, ("a/0", 1))])),
-    **test_parity.PLANS,
+    **test_engine_parity.PLANS,
     **test_lanes.PLANS,
 }
 POLICIES = test_lanes.POLICIES
@@ -79,25 +79,27 @@ def trained(device: str, plan: Plan, groups: PlanGroups, recipe: Recipe, steps: 
 def in_threads(plan: Plan, make: Callable[[], Recipe] = packed) -> dict[str, dict[str, Any]]:
     return run_threads(
         plan.members,
-        lambda memory: trained(memory.me, plan, cast(PlanGroups, memory), make(), test_parity.STEPS),
+        lambda memory: trained(memory.me, plan, cast(PlanGroups, memory), make(), test_engine_parity.STEPS),
     )
 
 
 def worker(device: str, store: Any, plan: Plan) -> dict[str, Any]:
     """As one of several processes, over gloo."""
-    return trained(device, plan, PlanGroups("plan/1", device, "127.0.0.1", store), packed(), test_parity.STEPS)
+    return trained(
+        device, plan, PlanGroups("plan/1", device, "127.0.0.1", store), packed(), test_engine_parity.STEPS
+    )
 
 
 def check(plan: Plan, found: dict[str, dict[str, Any]], recipe: Recipe | None = None) -> None:
-    losses, _, weights = reference(test_parity.STEPS, recipe)
+    losses, _, weights = reference(test_engine_parity.STEPS, recipe)
     sampler = (recipe or make_recipe()).sampler
     for device, result in found.items():
         assert result["losses"] == pytest.approx(losses, abs=1e-10)
         assert [sorted(each) for each in result["samples"]] == [
-            sorted(sampler.samples(step)) for step in range(test_parity.STEPS)
+            sorted(sampler.samples(step)) for step in range(test_engine_parity.STEPS)
         ]
         assert result["tokens"] == [
-            sum(map(length, sampler.samples(step))) for step in range(test_parity.STEPS)
+            sum(map(length, sampler.samples(step))) for step in range(test_engine_parity.STEPS)
         ], "no padding"
         for name, (start, stop, value) in result["weights"].items():
             whole = weights[name][tuple(map(slice, start, stop))]
@@ -160,7 +162,7 @@ def test_recomputed_blocks_know_their_row() -> None:
 def test_telemetry_counts_each_sequence_once_and_no_padding() -> None:
     plan = PLANS["one device"]
     measured = in_threads(plan)["a/0"]["measured"]
-    mine = [length(i) for i in make_recipe().sampler.samples(test_parity.STEPS - 1)]
+    mine = [length(i) for i in make_recipe().sampler.samples(test_engine_parity.STEPS - 1)]
     assert measured.tokens == sum(mine)
     assert measured.squares == sum(n * n for n in mine)
     assert (measured.longest, sum(measured.lengths.values())) == (max(mine), len(mine))
@@ -351,8 +353,8 @@ class DroppingBlock(Block):
 def dropping(make: Callable[[], Recipe]) -> Recipe:
     """The same job with such blocks."""
     with torch.device("meta"):
-        model = Decoder(test_parity.CONFIG)
-        model.blocks = torch.nn.ModuleList(DroppingBlock(test_parity.CONFIG) for _ in model.blocks)
+        model = Decoder(test_engine_parity.CONFIG)
+        model.blocks = torch.nn.ModuleList(DroppingBlock(test_engine_parity.CONFIG) for _ in model.blocks)
         return replace(make(), model=model.describe())
 
 
@@ -384,10 +386,10 @@ class HeldOutText(Text):
 @pytest.mark.parametrize("name", ["pipelines of 2 and 3 stages", "2 + 1, uneven, in two stages"])
 def test_an_evaluation_packs_as_the_training_does_and_gives_the_same_mean(name: str) -> None:
     batch = pad([HeldOutText()[i] for i in range(21)])
-    model = Decoder(test_parity.CONFIG)
+    model = Decoder(test_engine_parity.CONFIG)
     with torch.no_grad():
         for each, parameter in model.named_parameters():
-            value = make_recipe().model.first_value(each, Box.whole(parameter.shape), test_parity.SEED)
+            value = make_recipe().model.first_value(each, Box.whole(parameter.shape), test_engine_parity.SEED)
             parameter.copy_(value)
         total, count = next_token_loss(model(batch), batch)
     plan = PLANS[name]
@@ -427,10 +429,10 @@ def test_a_batch_of_the_script_is_packed_by_the_tokens_of_its_samples() -> None:
         vote = engine.step(0, lambda: 0).outcome.vote
         return vote.loss, vote.tokens
 
-    model, whole = Decoder(test_parity.CONFIG), pad(batch)
+    model, whole = Decoder(test_engine_parity.CONFIG), pad(batch)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            value = make_recipe().model.first_value(name, Box.whole(parameter.shape), test_parity.SEED)
+            value = make_recipe().model.first_value(name, Box.whole(parameter.shape), test_engine_parity.SEED)
             parameter.copy_(value)
         total, count = next_token_loss(model(whole), whole)
     for loss, tokens in run_threads(plan.members, run).values():

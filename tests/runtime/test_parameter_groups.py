@@ -22,7 +22,7 @@ from elasticd.runtime.data.collate import pad
 from elasticd.runtime.engine.engine import Engine
 from elasticd.runtime.engine.recipe import Recipe
 from tests.runtime.test_engine import TWO_STAGES, UNEQUAL, engine_on
-from tests.runtime.test_parity import CONFIG, SEED, Text, make_recipe
+from tests.runtime.test_engine_parity import CONFIG, SEED, Text, make_recipe
 
 STEPS = 4
 RATES = (1e-2, 3e-3)

@@ -14,7 +14,7 @@ from elasticd.runtime.comm.groups import PlanGroups
 from tests import sizes
 from tests.models.layouts import plan_of, stage
 from tests.models.precise import alone, apart, engine_of, together
-from tests.models.test_matrix import NEAR, course
+from tests.models.test_mixed_precision_matrix import NEAR, course
 from tests.runtime import gang
 
 pytestmark = pytest.mark.slow

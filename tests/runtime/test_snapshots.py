@@ -25,7 +25,7 @@ from elasticd.wire.snapshots import Held, Snapped
 from elasticd.wire.worker import Welcome
 from tests import sizes
 from tests.runtime import gang
-from tests.runtime.test_parity import SEED, plan_of, stage, unpaced
+from tests.runtime.test_engine_parity import SEED, plan_of, stage, unpaced
 from tests.runtime.test_zero import STEPS, check, recipe
 
 #: The step that is gone back to, and the one that the survivors had come to.

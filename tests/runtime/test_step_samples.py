@@ -18,7 +18,7 @@ from elasticd.runtime.data.options import DataOptions
 from elasticd.runtime.data.prefetch import SampleError, SamplePrefetcher
 from elasticd.runtime.data.step_samples import BatchesDiffer, MapStyleSamples
 from tests.runtime.test_engine import UNEQUAL, engine_on
-from tests.runtime.test_parity import BATCH, Text, make_recipe
+from tests.runtime.test_engine_parity import BATCH, Text, make_recipe
 
 STEPS = 3
 

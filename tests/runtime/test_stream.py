@@ -37,8 +37,8 @@ from elasticd.runtime.engine.engine import DATA, Engine
 from elasticd.runtime.engine.recipe import Recipe
 from tests import sizes
 from tests.runtime.test_engine import TWO_STAGES, UNEQUAL, engine_on
+from tests.runtime.test_engine_parity import BATCH, SEED, Text, make_recipe
 from tests.runtime.test_lanes import PLANS as LANES
-from tests.runtime.test_parity import BATCH, SEED, Text, make_recipe
 
 STEPS = 6
 

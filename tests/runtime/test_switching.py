@@ -44,7 +44,7 @@ from elasticd.wire.worker import (
     StateReport,
     Switched,
 )
-from tests.integration.test_switches import plan_of, stage
+from tests.integration.test_switch import plan_of, stage
 from tests.runtime.test_control import WELCOME, Agent
 
 CONFIG = DecoderConfig(vocabulary=16, width=16, layers=3, heads=4, kv_heads=2, hidden=12)

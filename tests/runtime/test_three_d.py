@@ -11,8 +11,8 @@ from elasticd_planner.spec.plan import StatePolicy
 from elasticd.runtime.comm.groups import PlanGroups
 from elasticd.runtime.comm.in_memory import run_threads
 from tests import sizes
-from tests.runtime import gang, test_parity
-from tests.runtime.test_parity import plan_of, stage
+from tests.runtime import gang, test_engine_parity
+from tests.runtime.test_engine_parity import plan_of, stage
 
 #: TP inside a node, a pipeline's stages on two nodes: a mesh (pp, dp, tp) of 2 x 2 x 2.
 PLAN = plan_of(
@@ -29,7 +29,9 @@ ADDRESSES = {"a": "127.0.0.1", "b": "127.0.0.2"}
 
 def worker(device: str, store: Any, plan: Any) -> dict[str, Any]:
     """As one of eight processes, over gloo."""
-    return test_parity.trained(device, plan, PlanGroups("plan/1", device, ADDRESSES[node_of(device)], store))
+    return test_engine_parity.trained(
+        device, plan, PlanGroups("plan/1", device, ADDRESSES[node_of(device)], store)
+    )
 
 
 @pytest.mark.parametrize("name", sizes.beside(["2 x 2 x 2, zero 1"], PLANS))
@@ -38,13 +40,13 @@ def test_three_dimensions_train_like_one_process(name: str) -> None:
     assert {(len(p.stages), len(s.devices)) for p in plan.pipelines for s in p.stages} == {(2, 2)}
     assert len(plan.pipelines) == 2
     found = run_threads(
-        plan.members, lambda memory: test_parity.trained(memory.me, plan, cast(PlanGroups, memory))
+        plan.members, lambda memory: test_engine_parity.trained(memory.me, plan, cast(PlanGroups, memory))
     )
-    test_parity.check(plan, found)
+    test_engine_parity.check(plan, found)
 
 
 @pytest.mark.slow
-@pytest.mark.full  # tests/integration/test_three_d_example.py has processes
+@pytest.mark.full  # tests/integration/test_three_d.py has processes
 @pytest.mark.parametrize("name", PLANS)
 def test_eight_processes_on_two_nodes_train_like_one(name: str) -> None:
-    test_parity.check(PLANS[name], gang.run(__file__, "worker", PLANS[name].members, PLANS[name]))
+    test_engine_parity.check(PLANS[name], gang.run(__file__, "worker", PLANS[name].members, PLANS[name]))

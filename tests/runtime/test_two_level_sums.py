@@ -22,8 +22,8 @@ from elasticd.runtime.comm.groups import Cancelled, Group, PeerLost, PlanGroups
 from elasticd.runtime.comm.groups_by_plan import GroupsByPlan
 from elasticd.runtime.comm.two_level_sums import TwoLevelTeam
 from tests import sizes
-from tests.runtime import gang, test_parity
-from tests.runtime.test_parity import plan_of, stage
+from tests.runtime import gang, test_engine_parity
+from tests.runtime.test_engine_parity import plan_of, stage
 
 #: Two nodes of two; three nodes of two.
 FOUR = ("a/0", "a/1", "b/0", "b/1")
@@ -277,7 +277,7 @@ class Watched(GlooCommunicators):
 def trained(device: str, store: Any, plan: Plan, part: int) -> dict[str, Any]:
     two_level_sums.PART = part
     plan_groups = groups_of(device, store)
-    return test_parity.trained(device, plan, plan_groups, connect=Watched) | {"teams": Watched.count}
+    return test_engine_parity.trained(device, plan, plan_groups, connect=Watched) | {"teams": Watched.count}
 
 
 @pytest.mark.slow
@@ -285,7 +285,7 @@ def trained(device: str, store: Any, plan: Plan, part: int) -> dict[str, Any]:
 def test_processes_on_two_nodes_train_like_one(name: str) -> None:
     plan = PLANS[name]
     results = gang.run(__file__, "trained", plan.members, plan, 1 << 12)
-    test_parity.check(plan, results)
+    test_engine_parity.check(plan, results)
     for device, result in results.items():
         assert result["teams"], device
         for other in results.values():

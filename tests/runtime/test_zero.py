@@ -23,7 +23,7 @@ from elasticd.runtime.engine.engine import Engine, first_state
 from elasticd.runtime.engine.recipe import Recipe
 from tests import sizes
 from tests.runtime import gang
-from tests.runtime.test_parity import (
+from tests.runtime.test_engine_parity import (
     CLIP,
     CONFIG,
     PLANS,

@@ -33,7 +33,7 @@ def cases(representatives: list[str], names: list[str]) -> list[object]:
 @pytest.mark.parametrize(
     "name",
     cases(
-        # Dropouts in cut modules: tests/models/test_draws.py.
+        # Dropouts in cut modules: tests/models/test_torch_draws.py.
         ["nanogpt", "saving_after_the_loop", "seq2seq"],
         TRAINED,
     ),

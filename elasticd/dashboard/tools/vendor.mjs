@@ -3,7 +3,7 @@
 //     npm ci && npm run vendor
 //
 // The files are committed, so that neither a user nor the CI needs node. vendor.json has each file's SHA-256 and
-// where it comes from; tests/dashboard/test_vendored.py compares.
+// where it comes from; tests/dashboard/test_vendor.py compares.
 
 import { createHash } from "node:crypto";
 import { cpSync, mkdirSync, readFileSync, writeFileSync } from "node:fs";

@@ -17,7 +17,7 @@ A word counts as it was when the vote's record was made, whatever came meanwhile
 may be told to give up or to close, and one whose thread still writes may be told to give up: it is free
 when its thread has let go.
 
-Invariants (tests/machines/test_saving.py walks the interleavings): at most one checkpoint is under way; it is
+Invariants (`test_checkpointing.py` walks the interleavings): at most one checkpoint is under way; it is
 closed only after all that began it have written; and no rank copies before its last copy is on disk or given
 up.
 """

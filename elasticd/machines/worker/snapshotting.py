@@ -11,7 +11,7 @@ without room for the share is not free. Where there is no memory for a file, the
 A worker that is let in by another agent, or as another incarnation, leaves the files that it had handed over to
 whoever has them, and makes others.
 
-Invariants (tests/machines/test_snapping.py): a slot in use is never copied into nor made anew; all ranks copy
+Invariants (`test_snapshotting.py`): a slot in use is never copied into nor made anew; all ranks copy
 at the same steps; a bit that was said holds until that vote ends, whatever comes meanwhile.
 """
 

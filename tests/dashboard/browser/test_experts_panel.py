@@ -15,7 +15,7 @@ from playwright.sync_api import Browser, expect
 from elasticd.coordinator import live_types as live
 from elasticd.dashboard.job_page import job_view
 from elasticd.dashboard.single_file import single_file
-from tests.dashboard.test_experts_panel import plan_with
+from tests.dashboard.test_job_page_experts import plan_with
 from tests.dashboard.test_views import NOW, VIEWER, board, job, node
 
 BLOCKS, EXPERTS, DEVICES = 4, 16, ("a/0", "a/1", "b/0", "b/1")

@@ -11,7 +11,7 @@ from elasticd.wire.rendezvous import Join
 from elasticd.wire.snapshots import SnapshotInventory, SnapshotSetComplete
 from tests.coordinator.agents import agent, coordinating, get, until
 from tests.machines.cast import JOB, node_record
-from tests.machines.test_vaults import NOW, held, plan
+from tests.machines.test_snapshot_sets import NOW, held, plan
 
 DEVICES = ["alpha/0", "beta/0"]
 

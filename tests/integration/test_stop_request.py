@@ -15,7 +15,7 @@ from tests import sizes
 from tests.integration import train
 from tests.integration.cluster import Cluster
 from tests.integration.test_checkpoints import options
-from tests.integration.test_switches import plan_of, stage
+from tests.integration.test_switch import plan_of, stage
 
 SCRIPT = Path(train.__file__)
 #: Seconds that a stop takes at most, on a machine that is busy with other things.

@@ -12,7 +12,7 @@ from elasticd.machines.job.assembly import difference, with_known_bytes
 from elasticd.records import JobSpec, ModuleSpec
 from elasticd.wire.worker import Rejected
 from tests.machines.cast import FakeWorker, spec
-from tests.machines.test_coordinator_faults import running
+from tests.machines.test_recovery import running
 from tests.machines.world import World
 
 

@@ -20,7 +20,7 @@ from tests.accelerators import vgpu
 from tests.accelerators.strict_process_group import connected
 from tests.accelerators.test_training import PLANS
 from tests.runtime import gang
-from tests.runtime.test_parity import CLIP, CONFIG, SEED, Text, make_recipe, plan_of, stage, unpaced
+from tests.runtime.test_engine_parity import CLIP, CONFIG, SEED, Text, make_recipe, plan_of, stage, unpaced
 
 #: Waits of the host in a step beyond those of the user's own code; launches as a multiple of the plain loop's.
 WAITS, LAUNCHES = 2, 1.03

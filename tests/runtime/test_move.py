@@ -16,7 +16,7 @@ from elasticd.runtime.switch.copies import Copies
 from elasticd.runtime.switch.move import move, prepare
 from tests.runtime import gang
 from tests.runtime.state_reader import StateReader
-from tests.runtime.test_parity import unpaced
+from tests.runtime.test_engine_parity import unpaced
 from tests.runtime.test_snapshots import NEW, OLD, first, held_by
 from tests.runtime.test_zero import STEPS, check, recipe
 

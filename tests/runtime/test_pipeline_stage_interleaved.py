@@ -18,7 +18,7 @@ from elasticd_planner.spec.plan import Plan, StatePolicy
 from elasticd.runtime.comm.in_memory import MemoryPlanGroups, run_threads
 from tests.migration.ranks import together
 from tests.runtime.test_engine import all_forward_all_backward, engine_on, most_kept
-from tests.runtime.test_parity import CLIP, make_recipe, plan_of, reference, stage
+from tests.runtime.test_engine_parity import CLIP, make_recipe, plan_of, reference, stage
 
 PLANS = {
     "two stages, two chunks": plan_of(

@@ -22,7 +22,7 @@ from elasticd.runtime.engine.recipe import Recipe
 from elasticd.runtime.model import rng
 from elasticd.runtime.model.model import Model
 from tests.runtime.test_engine import engine_on
-from tests.runtime.test_parity import CONFIG, make_recipe, plan_of, stage
+from tests.runtime.test_engine_parity import CONFIG, make_recipe, plan_of, stage
 
 ALONE = plan_of((8, [stage(0, 6, ("a/0", 1))]))
 SECTIONS = 8  # of the model: embedding, six blocks, head

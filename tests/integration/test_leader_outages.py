@@ -224,7 +224,7 @@ def test_all_of_etcd_is_down_and_comes_back(job: Fleet) -> None:
     fenced(job, revision)
 
 
-@pytest.mark.full  # tests/store/test_contract.py has a watch that begins before what was compacted, on etcd
+@pytest.mark.full  # tests/store/test_protocol.py has a watch that begins before what was compacted, on etcd
 def test_etcd_that_was_compacted_while_a_leader_fell_is_read_afresh(job: Fleet) -> None:
     """All watches are broken by the restart, and begin before what was compacted."""
     longest = calm(job)

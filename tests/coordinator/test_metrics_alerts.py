@@ -32,7 +32,7 @@ from elasticd.wire.node_health import DeviceHealth, Health
 from elasticd.wire.worker import Report
 from tests import sizes
 from tests.machines.cast import node_record, spec
-from tests.machines.test_vaults import plan
+from tests.machines.test_snapshot_sets import plan
 
 RULES = Path(__file__).resolve().parents[2] / "docs" / "grafana" / "alerts.yaml"
 ALERTS = re.findall(r"- alert: (\w+)", RULES.read_text())

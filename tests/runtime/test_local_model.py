@@ -20,7 +20,7 @@ from elasticd.runtime.model.local_model import local_model
 from tests import sizes
 from tests.planner.drawn_plans import drawn_plan
 from tests.runtime.test_engine import engine_on
-from tests.runtime.test_parity import BATCH, CONFIG, make_recipe, stage
+from tests.runtime.test_engine_parity import BATCH, CONFIG, make_recipe, stage
 
 DEVICES = tuple(f"n{node}/{local}" for node in range(3) for local in range(3))
 SEEDS = sizes.beside(range(2), range(40))

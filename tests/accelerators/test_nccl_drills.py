@@ -21,7 +21,7 @@ from tests import sizes
 from tests.accelerators import vgpu
 from tests.integration import train
 from tests.integration.cluster import SLOW, Cluster
-from tests.integration.test_switches import check_exactness, plan_of, stage
+from tests.integration.test_switch import check_exactness, plan_of, stage
 
 SETTINGS = JobSettings(retry_seconds=0.5)
 #: The device that dies or freezes.

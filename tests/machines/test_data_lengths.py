@@ -16,7 +16,7 @@ from elasticd.machines.job.state.job_state import JobPhase, JobSettings, JobStat
 from elasticd.machines.job.state.transaction import Transaction
 from elasticd.records import ModuleSpec, ProfileRecord
 from tests.machines.cast import spec
-from tests.machines.test_coordinator_faults import running
+from tests.machines.test_recovery import running
 from tests.machines.world import World
 from tests.planner.models import cluster
 from tests.planner.test_module_measurements import (

@@ -28,7 +28,7 @@ from elasticd.machines.job.state.job_state import JobPhase, fresh
 from tests.coordinator.agents import agent, coordinating, until
 from tests.coordinator.test_live_feed import known_of, running_world
 from tests.dashboard.serving import SOON, Page, serving, streaming
-from tests.dashboard.test_forgotten import news_of
+from tests.dashboard.test_report_forgotten import news_of
 from tests.dashboard.test_views import HELLO, JOB, NOW, PLAN, VIEWER, job
 from tests.machines.cast import node_record
 

@@ -19,7 +19,7 @@ from elasticd.store.memory import MemoryStore
 from elasticd.testing.waiting import until
 from tests.integration import train
 from tests.integration.cluster import Cluster
-from tests.integration.test_switches import plan_of, stage
+from tests.integration.test_switch import plan_of, stage
 
 SCRIPT = Path(train.__file__)
 #: Two replicas: either of them may be lost.

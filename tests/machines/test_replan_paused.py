@@ -6,7 +6,7 @@ import msgspec
 
 from elasticd.machines.job.state.events import Configured
 from elasticd.machines.job.state.job_state import JobPhase
-from tests.machines.test_coordinator_faults import recovered, running
+from tests.machines.test_recovery import recovered, running
 from tests.machines.world import World
 
 

@@ -12,7 +12,7 @@ from elasticd_planner.spec.plan import Plan
 from tests import sizes
 from tests.integration import train
 from tests.integration.cluster import SLOW, Cluster
-from tests.integration.test_switches import SETTINGS, check_exactness, plan_of, stage
+from tests.integration.test_switch import SETTINGS, check_exactness, plan_of, stage
 
 #: TP 2, then unequal shares; the other device of the second stage stays alone.
 PLANS = {

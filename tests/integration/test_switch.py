@@ -62,7 +62,7 @@ PLANS = {
 }
 
 
-@pytest.mark.full  # test_zero_switches moves more; devices stand by in test_precision and test_own_loop
+@pytest.mark.full  # test_zero_switches moves more; devices stand by in test_mixed_precision and test_own_loop
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_plans_switch_in_place_and_training_stays_that_of_one_process() -> None:

@@ -11,8 +11,8 @@ from elasticd_planner.spec.model import fused_parameters
 
 from elasticd.runtime.api.full_state_dict import alone, as_modules, named
 from examples.train_gpt2 import GPT, describe
+from tests.runtime.test_engine_parity import CONFIG
 from tests.runtime.test_evaluation import PLANS
-from tests.runtime.test_parity import CONFIG
 
 
 @pytest.mark.parametrize("name", PLANS)

@@ -12,7 +12,7 @@ from elasticd.machines.job.state.job_state import JobPhase
 from elasticd.machines.job.state.transaction import Transaction
 from elasticd.wire.coordinator import FromClient
 from elasticd.wire.worker import Prepared, Report, StateReport, Switched
-from tests.machines.test_coordinator_faults import recovered
+from tests.machines.test_recovery import recovered
 from tests.machines.world import World
 
 _NODES = ("alpha", "beta", "gamma", "delta")

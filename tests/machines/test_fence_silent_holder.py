@@ -6,7 +6,7 @@ import pytest
 
 from elasticd.machines.job.state.job_state import JobPhase
 from elasticd.wire.worker import PeersLost
-from tests.machines.test_coordinator_faults import recovered, running
+from tests.machines.test_recovery import recovered, running
 from tests.machines.world import World
 
 

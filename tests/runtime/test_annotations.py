@@ -14,7 +14,7 @@ from elasticd.runtime.comm.groups import PlanGroups
 from elasticd.runtime.comm.in_memory import run_threads
 from elasticd.runtime.comm.running_group import HERE
 from tests import sizes
-from tests.runtime import test_parity
+from tests.runtime import test_engine_parity
 
 #: The devices that ran each call, of the test at hand.
 SEEN: set[tuple[str, ...]] = set()
@@ -39,15 +39,15 @@ class Mixing(decoders.Block):
 )
 def test_they_train_like_one_process(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decoders, "Block", Mixing)
-    monkeypatch.setattr(test_parity, "described", test_parity.described.__wrapped__)
-    plain = test_parity.reference.__wrapped__(test_parity.STEPS)
-    monkeypatch.setattr(test_parity, "reference", lambda: plain)
-    plan = test_parity.PLANS[name]
+    monkeypatch.setattr(test_engine_parity, "described", test_engine_parity.described.__wrapped__)
+    plain = test_engine_parity.reference.__wrapped__(test_engine_parity.STEPS)
+    monkeypatch.setattr(test_engine_parity, "reference", lambda: plain)
+    plan = test_engine_parity.PLANS[name]
     SEEN.clear()
     found = run_threads(
-        plan.members, lambda memory: test_parity.trained(memory.me, plan, cast(PlanGroups, memory))
+        plan.members, lambda memory: test_engine_parity.trained(memory.me, plan, cast(PlanGroups, memory))
     )
-    test_parity.check(plan, found)
+    test_engine_parity.check(plan, found)
     assert {stage.devices for _, _, stage in plan.walk()} == SEEN
 
 

@@ -12,7 +12,7 @@ from elasticd.testing.waiting import until
 from tests import sizes
 from tests.integration import train
 from tests.integration.cluster import Cluster
-from tests.integration.test_switches import ledger, plan_of, stage, worst_difference
+from tests.integration.test_switch import ledger, plan_of, stage, worst_difference
 
 SCRIPT = Path(train.__file__)
 SETTINGS = JobSettings(retry_seconds=0.5)

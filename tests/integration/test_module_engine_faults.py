@@ -17,7 +17,7 @@ from tests import sizes
 from tests.integration import train_modules
 from tests.integration.cluster import SLOW, Cluster
 from tests.integration.test_modules_live import by_hand, compare, said
-from tests.integration.test_older import whole_snapshot
+from tests.integration.test_snapshot_restore import whole_snapshot
 from tests.runtime.image_model import pipeline, plan_of, stage
 
 SCRIPT = Path(train_modules.__file__)

@@ -9,7 +9,7 @@ from elasticd_planner.spec.sequence_lengths import even
 
 from elasticd.machines.job.state.events import Configured
 from elasticd.machines.job.state.job_state import JobPhase
-from tests.machines.test_coordinator_faults import ROOM, recovered, running
+from tests.machines.test_recovery import ROOM, recovered, running
 from tests.machines.world import World
 
 

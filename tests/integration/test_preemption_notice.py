@@ -14,7 +14,7 @@ from tests import sizes
 from tests.integration import train
 from tests.integration.cluster import Cluster
 from tests.integration.test_faults import PLANS
-from tests.integration.test_switches import check_exactness, plan_of, stage
+from tests.integration.test_switch import check_exactness, plan_of, stage
 
 SCRIPT = Path(train.__file__)
 SETTINGS = JobSettings(retry_seconds=0.5)

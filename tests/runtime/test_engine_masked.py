@@ -18,7 +18,7 @@ from elasticd.runtime.data.collate import pad
 from elasticd.runtime.engine.engine import Engine, first_state
 from elasticd.runtime.engine.recipe import Recipe
 from tests.runtime.test_engine import TWO_STAGES
-from tests.runtime.test_parity import CONFIG, SEED, Text, make_recipe
+from tests.runtime.test_engine_parity import CONFIG, SEED, Text, make_recipe
 
 STEPS = 2
 

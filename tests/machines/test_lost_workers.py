@@ -9,7 +9,7 @@ from elasticd.machines.job.state.job_state import JobPhase
 from elasticd.records import Fence, decode
 from elasticd.wire.worker import PeersLost, StateReport
 from tests.machines.cast import FakeWorker
-from tests.machines.test_coordinator_faults import recovered, running
+from tests.machines.test_recovery import recovered, running
 from tests.machines.world import World
 
 BETA = {"beta/0": "i0-beta/0", "beta/1": "i0-beta/1"}

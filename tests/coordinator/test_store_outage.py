@@ -39,7 +39,7 @@ import os, sys
 import msgspec
 from elasticd.wire.worker import from_worker
 from tests.agent.support import Trainer
-from tests.coordinator.test_outage import switch
+from tests.coordinator.test_store_outage import switch
 hello = msgspec.structs.replace(from_worker(sys.argv[2].encode()), pid=os.getpid())
 trainer = Trainer(sys.argv[1])
 trainer.sock.settimeout(None)

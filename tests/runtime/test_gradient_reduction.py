@@ -13,12 +13,12 @@ from elasticd_planner.spec.plan import StatePolicy
 from elasticd.runtime.comm.groups import PlanGroups
 from elasticd.runtime.comm.in_memory import run_threads
 from tests import sizes
-from tests.runtime import test_messages, test_parity
+from tests.runtime import test_engine_parity, test_messages
 from tests.runtime.test_lanes import PLANS as LANES
 
 MIXED = test_messages.MIXED
 PLANS = {
-    "tp3+tp1 beside tp2": test_parity.PLANS["tp3+tp1 beside tp2"],
+    "tp3+tp1 beside tp2": test_engine_parity.PLANS["tp3+tp1 beside tp2"],
     "lanes, zero 1": LANES[MIXED].replace(state=StatePolicy(zero=1, replicas=2)),
     "lanes, zero 2": LANES[MIXED].replace(state=StatePolicy(zero=2, replicas=1)),
 }
@@ -31,13 +31,13 @@ PLANS = {
 def test_it_trains_like_one_process(name: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(channels, "MOST", most)
     plan = PLANS[name]
-    spec = test_parity.make_recipe().model.spec
+    spec = test_engine_parity.make_recipe().model.spec
     own = channels.own_sets(Layouts(spec, plan))
     assert (most == 1) == (not own)
     found = run_threads(
-        plan.members, lambda memory: test_parity.trained(memory.me, plan, cast(PlanGroups, memory))
+        plan.members, lambda memory: test_engine_parity.trained(memory.me, plan, cast(PlanGroups, memory))
     )
-    test_parity.check(plan, found)
+    test_engine_parity.check(plan, found)
 
 
 @pytest.mark.parametrize("name", sizes.beside(["plain", "bf16"], ["plain", "bf16", "no update"]))

@@ -8,7 +8,7 @@ import pytest
 
 from elasticd.testing.waiting import until
 from tests.integration.cluster import SLOW, Cluster
-from tests.integration.test_older import (
+from tests.integration.test_snapshot_restore import (
     SCRIPT,
     SETTINGS,
     ended_exactly,
@@ -16,7 +16,7 @@ from tests.integration.test_older import (
     said,
     whole_snapshot,
 )
-from tests.integration.test_switches import plan_of, stage
+from tests.integration.test_switch import plan_of, stage
 
 #: One pipeline over three nodes: every switch changes what each of them holds.
 PLANS = {
@@ -59,7 +59,7 @@ def test_one_killed_in_the_midst_of_a_move_in_place_costs_the_steps_since_the_sn
         ended_exactly(cluster, back, steps)
 
 
-# The one above begins such a move in a job; tests/runtime/test_in_place.py has moves that end, exactly.
+# The one above begins such a move in a job; tests/runtime/test_move.py has moves that end, exactly.
 @pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.timeout(900)

@@ -16,7 +16,7 @@ from elasticd.testing.waiting import until
 from tests.integration import test_faults as faults
 from tests.integration import train
 from tests.integration.cluster import SLOW, Cluster
-from tests.integration.test_switches import SCRIPT, SETTINGS, plan_of, stage
+from tests.integration.test_switch import SCRIPT, SETTINGS, plan_of, stage
 
 
 def again(plan: Plan) -> Plan:
