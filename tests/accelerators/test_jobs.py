@@ -29,7 +29,7 @@ def test_a_job_on_the_device_switches_and_survives_a_death_exactly(tmp_path: Pat
         cluster.runs(1, steps=8)
         members = cluster.job()["members"]
         assert [member["computes_on"]["name"] for member in members] == ["vgpu:0", "vgpu:1", "vgpu:0"]
-        cluster.pace("a/1", SLOW)
+        cluster.slow("a/1")
         cluster.runs(2, steps=3)
         until(lambda: cluster.job()["snapshot"] is not None, lambda: str(cluster.job()))
         cluster.workers["b/0"].kill()

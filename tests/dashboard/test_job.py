@@ -22,7 +22,7 @@ from elasticd.dashboard.daemon import Dashboard
 from elasticd.testing.waiting import until
 from tests.coordinator.test_metrics import samples
 from tests.dashboard.serving import Stream
-from tests.integration.cluster import JOB, SLOW, Cluster
+from tests.integration.cluster import JOB, Cluster
 from tests.integration.test_switch import PLANS, SCRIPT, SETTINGS
 
 
@@ -73,7 +73,7 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
         try:
             cluster.run(SCRIPT)
             cluster.runs(1, 6)
-            cluster.pace("a/1", SLOW)
+            cluster.slow("a/1")
             cluster.runs(2, 6)
             yield Stage(cluster, dashboard, stream)
             cluster.finish()

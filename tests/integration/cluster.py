@@ -46,6 +46,8 @@ MANY = 100_000
 #: How many times slower a device is made. Beside other processes a step of these tiny models takes several
 #: times as long as its blocks are said to take, and most of the slowness is lost in that.
 SLOW = 6.0
+#: Steps after which nobody waits for the fit of the profile any more.
+FITTED_BY = 50
 
 
 class Cluster:
@@ -289,6 +291,16 @@ class Cluster:
             self.coordinator.leading.pace(device, factor)
 
         self.call(pace())
+
+    def slow(self, device: str) -> None:
+        """Slows a device once the leader has fitted the profile to steps of the first plan: until then it makes
+        no plan for a slow device, and ten steps that are `SLOW` times as long would be waited for."""
+
+        def fitted() -> bool:
+            return bool(self.events("fitted")) or (self.job().get("step") or 0) >= FITTED_BY
+
+        until(fitted, lambda: str([event["text"] for event in self.events()]))
+        self.pace(device, SLOW)
 
     def checkpoint(self) -> None:
         async def ask() -> None:

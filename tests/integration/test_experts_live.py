@@ -13,7 +13,7 @@ from elasticd_planner.spec.plan import HeldExperts, Stage
 from elasticd.machines.job.state.job_state import JobSettings
 from elasticd.models import next_token_loss
 from tests.integration import train_experts
-from tests.integration.cluster import SLOW, Cluster
+from tests.integration.cluster import Cluster
 from tests.integration.test_modules_live import die_and_finish, ledger_of, weights_of
 from tests.integration.train import optimizer
 from tests.integration.train_experts import BALANCE, whole
@@ -48,7 +48,7 @@ def test_experts_move_while_a_job_trains_and_the_one_device_that_has_some_dies()
     with Cluster({"a": 2, "b": 1}, plans=PLANS, settings=JobSettings(retry_seconds=0.5)) as cluster:
         cluster.run(Path(train_experts.__file__), job={"checkpointing": {"snapshot_every": 2}})
         cluster.runs(1, steps=6)
-        cluster.pace("a/0", SLOW)
+        cluster.slow("a/0")
         cluster.runs(2, steps=6)
         steps = die_and_finish(cluster)
         alone = whole()

@@ -16,7 +16,7 @@ from elasticd.machines.job.state.job_state import JobSettings
 from elasticd.testing.waiting import until
 from tests import sizes
 from tests.integration import train
-from tests.integration.cluster import SLOW, Cluster
+from tests.integration.cluster import Cluster
 from tests.integration.test_switch import check_exactness, plan_of, stage
 
 SCRIPT = Path(train.__file__)
@@ -102,7 +102,7 @@ def test_a_worker_killed_at_any_moment_of_a_switch_costs_one_device(moment: str)
     with Cluster({"a": 2, "b": 1}, plans=PLANS, settings=SETTINGS) as cluster:
         cluster.run(SCRIPT, **{"b/0": {"die_at": moment}})
         cluster.runs(1, steps=12)
-        cluster.pace("a/1", SLOW)
+        cluster.slow("a/1")
         until(
             lambda: cluster.events("fenced") and cluster.job()["phase"] in ("running", "done"),
             lambda: str([event["text"] for event in cluster.events()]),
@@ -221,7 +221,7 @@ def test_an_agent_that_is_started_again_gets_its_workers_back() -> None:
         before = cluster.job()["members"]
         cluster.restart_agent("a")
         until(lambda: cluster.events("agent_restarted"), lambda: str(cluster.events()))
-        cluster.pace("a/1", SLOW)
+        cluster.slow("a/1")
         until(lambda: len(cluster.events("recorded")) == 2, lambda: str(cluster.events()))
         after = cluster.job()["members"]
         assert [(m["device"], m["incarnation"]) for m in after] == [

@@ -16,7 +16,7 @@ from elasticd.machines.job.state.job_state import JobSettings
 from elasticd.models import Decoder
 from elasticd.testing.waiting import until
 from tests.integration import train
-from tests.integration.cluster import SLOW, Cluster
+from tests.integration.cluster import Cluster
 from tests.integration.test_switch import check_exactness
 
 SCRIPT = Path(train.__file__)
@@ -89,7 +89,7 @@ def test_one_annotated_plan_switches_to_another_on_other_ranks() -> None:
     with Cluster({"a": 4, "b": 3}, plans=plans, settings=SETTINGS) as cluster:
         cluster.run(SCRIPT, layers=8)
         cluster.runs(1, steps=12)
-        cluster.pace("a/1", SLOW)
+        cluster.slow("a/1")
         cluster.runs(2, steps=3)
         assert sorted(cluster.job()["plan"]["binding"]) == ["b/0", "b/1", "b/2"]
         steps = cluster.finish()

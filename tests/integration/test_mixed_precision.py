@@ -15,7 +15,7 @@ from msgspec import structs
 from elasticd.testing.waiting import until
 from tests.integration import test_faults as faults
 from tests.integration import train
-from tests.integration.cluster import SLOW, Cluster
+from tests.integration.cluster import Cluster
 from tests.integration.test_switch import SCRIPT, SETTINGS, plan_of, stage
 
 
@@ -43,7 +43,7 @@ def test_a_job_in_float16_that_recomputes_switches_in_place_and_learns_like_one_
         parallelism = {"zero": 1, "replicas": 2, "precision": "fp16", "recompute": "plan"}
         cluster.run(SCRIPT, job={"parallelism": parallelism})
         cluster.runs(1, steps=12, seconds=180)
-        cluster.pace("a/1", SLOW)
+        cluster.slow("a/1")
         cluster.runs(2, steps=3, seconds=180)
         steps = cluster.finish()
         codes = cluster.wait(300)

@@ -22,7 +22,7 @@ from elasticd.machines.job.state.job_state import JobSettings
 from elasticd.testing.waiting import until
 from tests import forkserver, sizes
 from tests.integration import train_modules
-from tests.integration.cluster import ROOT, SLOW, Cluster
+from tests.integration.cluster import ROOT, Cluster
 from tests.runtime.image_model import (
     BATCH,
     SEED,
@@ -65,7 +65,7 @@ def test_a_device_that_only_encodes_becomes_slow_and_a_device_of_both_dies(model
         cluster.run(SCRIPT, model=model)
         cluster.runs(1, steps=6)
         first = layouts_of(cluster)
-        cluster.pace("a/0", SLOW)
+        cluster.slow("a/0")
         cluster.runs(2, steps=6)
         # Others may have been slow besides, on a busy machine.
         assert "a/0" in {event["data"]["device"] for event in cluster.events("slow")}, said(cluster)
@@ -91,8 +91,7 @@ def test_the_planner_places_both_modules_anew_for_a_slow_device_and_for_a_dead_o
     with Cluster({"a": 2, "b": 1}, settings=JobSettings(retry_seconds=0.5)) as cluster:
         cluster.run(SCRIPT, model=model)
         cluster.runs(1, steps=6)
-        until(lambda: cluster.events("fitted"), lambda: said(cluster))  # else slow blocks are taken for normal
-        cluster.pace("a/0", SLOW)
+        cluster.slow("a/0")
         slow = until(
             lambda: [each for each in cluster.events("slow") if each["data"]["device"] == "a/0"],
             lambda: said(cluster),

@@ -70,7 +70,7 @@ def test_plans_switch_in_place_and_training_stays_that_of_one_process() -> None:
         cluster.run(SCRIPT)
         cluster.runs(1, steps=12)
         pids = {member["device"]: member["pid"] for member in cluster.job()["members"]}
-        cluster.pace("a/1", SLOW)
+        cluster.slow("a/1")
         cluster.runs(2, steps=3)
         cluster.pace("b/0", SLOW)
         cluster.pace("a/1", 1.0)
@@ -140,7 +140,7 @@ def test_a_plan_that_one_rank_refuses_is_given_up_and_training_goes_on_exactly(m
     with Cluster({"a": 2, "b": 1}, plans=plans, settings=settings) as cluster:
         cluster.run(SCRIPT, **{"b/0": {"refuse": moment}})
         cluster.runs(1, steps=12)
-        cluster.pace("a/1", SLOW)
+        cluster.slow("a/1")
         until(lambda: cluster.events("aborted"), lambda: str([e["text"] for e in cluster.events()]))
         until(lambda: cluster.job()["phase"] == "running")
         assert cluster.job()["plan"]["number"] == 1

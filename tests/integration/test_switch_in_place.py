@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from elasticd.testing.waiting import until
-from tests.integration.cluster import SLOW, Cluster
+from tests.integration.cluster import Cluster
 from tests.integration.test_snapshot_restore import (
     SCRIPT,
     SETTINGS,
@@ -44,7 +44,7 @@ def test_one_killed_in_the_midst_of_a_move_in_place_costs_the_steps_since_the_sn
         cluster.run(SCRIPT, **options)
         whole_snapshot(cluster, 4)
         survivors = {device: cluster.workers[device].pid for device in ("a/0", "c/0")}
-        cluster.pace("a/0", SLOW)
+        cluster.slow("a/0")
         until(lambda: cluster.workers["b/0"].poll() is not None, lambda: said(cluster), seconds=240)
         assert cluster.workers["b/0"].returncode == -signal.SIGKILL, said(cluster)
         assert proposed_in_place(cluster), said(cluster)
@@ -67,7 +67,7 @@ def test_state_that_does_not_fit_twice_moves_in_place_and_training_stays_exact()
     with Cluster(NODES, plans=PLANS, settings=SETTINGS, memory=MEMORY) as cluster:
         cluster.run(SCRIPT, job={"checkpointing": {"snapshot_every": 2}}, round=ROUND)
         whole_snapshot(cluster, 4)
-        cluster.pace("a/0", SLOW)
+        cluster.slow("a/0")
         until(lambda: len(cluster.events("recorded")) == 2, lambda: said(cluster), seconds=240)
         assert proposed_in_place(cluster), said(cluster)
         back = recorded_from(cluster)

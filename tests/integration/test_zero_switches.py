@@ -42,7 +42,7 @@ def test_state_policies_switch_in_place_and_training_stays_that_of_one_process()
         cluster.run(SCRIPT, job={"parallelism": {"zero": 1, "replicas": 2}})
         cluster.runs(1, steps=12, seconds=150)
         assert cluster.job()["plan"]["state"] == {"zero": 1, "replicas": 2}
-        cluster.pace("a/1", SLOW)
+        cluster.slow("a/1")
         carried = until(lambda: with_carriers(cluster), lambda: [e["text"] for e in cluster.events()])
         assert carried["carriers"] == ("b/0", "b/1")
         assert set(carried["binding"]) == {"a/0", "a/1", "a/2", "b/0", "b/1"}
