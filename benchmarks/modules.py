@@ -189,7 +189,7 @@ PARTS = {
     "step": Part(step_rows, TRAINING, {"layers": 1}),
     "strict": Part(exact_rows, TRAINING, {"plans": 1}),
     "borders": Part(border_rows, TRAINING, {"plans": 2}),
-    "switch": Part(switch_rows, PRODUCT, {"switches": 1}),
+    "switch": Part(switch_rows, PRODUCT, {"runs": 1, "switches": 1}),
     "parity": Part(parity_rows, TRAINING, {"models": 1, "placements": 2}),
 }
 
