@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from elasticd.runtime.comm.groups import Group
 from elasticd.runtime.comm.in_memory import MemoryPlanGroups, run_threads
 from elasticd.runtime.model.local_model import LocalParameter
 from elasticd.runtime.parallel.gradient_reduction import GradientReducer, Parameters, sum_of_squares
+from elasticd.runtime.reference.live_bytes import LiveBytes
 
 BOTH = ("a/0", "b/0")
 SECTIONS = ("embed", "blocks.0", "head")
@@ -153,6 +155,56 @@ def test_gradients_of_several_boxes_lie_in_their_bucket_alone() -> None:
 
     expected = [[[0.0, 2.0, 4.0]], [[6.0, 8.0, 10.0]]]
     assert run_threads(BOTH, worker) == dict.fromkeys(BOTH, (True, expected))
+
+
+class Unsummed:
+    """A team whose sums are there at once, and are this device's terms."""
+
+    def begin_all_reduce(self, tensor: torch.Tensor) -> None:
+        pass
+
+    def finish(self, work: None) -> None:
+        pass
+
+    def team(self, channel: Channel) -> Any:
+        return self
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_gradients_that_are_cut_to_pieces_lie_in_memory_once(several: bool) -> None:
+    """Of one box, or of several, each in pieces of several sets of devices."""
+    width, count = 64, 16
+    runs = ((0, 4), (6, 8)) if several else ((0, 6),)
+    boxes = tuple(Box(start=(start, 0), stop=(stop, width)) for start, stop in runs)
+    cells = [(row, row + 2) for start, stop in runs for row in range(start, stop, 2)]
+    module = nn.ModuleList(nn.Linear(width, 6, bias=False) for _ in range(count))
+    parameters = {f"{at}.weight": LocalParameter(boxes, layer.weight) for at, layer in enumerate(module)}
+    listed = [
+        Bucket(
+            devices=BOTH,
+            pieces=(Piece(name=name, box=Box(start=(start, 0), stop=(stop, width)), counting=BOTH),),
+            dtype="float32",
+            counter=BOTH[0],
+        )
+        for name in reversed(parameters)
+        for start, stop in cells
+    ]
+    everyone = cast(Any, SimpleNamespace(me=BOTH[0], members=BOTH))
+    peers = Peers(everyone=everyone, communicators=cast(Any, Unsummed()), channels=())
+    reducer = GradientReducer(BOTH[0], (), listed, (), peers, parameters, {"head": module})
+    with LiveBytes(module.parameters()) as live:
+        for _, parameter in parameters.values():
+            parameter.grad = torch.arange(6.0 * width).view(6, width)
+        terms = live.now
+        reducer.section_done("head")
+        reducer()
+    most, one = live.most, 6 * width * 4
+    live.begin()
+    assert live.now == terms == count * one
+    assert most <= terms + 2 * one
+    for _, parameter in parameters.values():
+        assert parameter.grad is not None
+        assert torch.equal(parameter.grad, torch.arange(6.0 * width).view(6, width))
 
 
 def test_squares_are_exact_to_the_gradients_precision_and_do_not_overflow() -> None:

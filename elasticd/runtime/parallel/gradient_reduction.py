@@ -3,9 +3,11 @@
 The sets, their pieces and the devices that count come from the layouts
 (elasticd_planner.layout.gradient_reduction), so that replicas, unequal shards, tied copies and pipelines of any
 shape are one case. A bucket's all-reduce begins as soon as the last micro-batch has left the sections that its
-pieces belong to, and is waited for after all passes. A gradient that lies in one bucket completely is dropped
-then, because its sum stays in the bucket. If only the devices that keep the optimizer's state keep gradients
-(ZeRO 2), what a device keeps is copied out of the bucket, and the bucket is dropped.
+pieces belong to, and is waited for after all passes. A gradient is dropped once all of its pieces are in
+buckets, so that it does not lie in memory twice. Where each of its boxes is one piece, its sums stay there.
+Otherwise it is made anew from them, bucket by bucket, each of which is dropped then. If only the devices that
+keep the optimizer's state keep gradients (ZeRO 2), what a device keeps is copied out of the bucket, and the
+bucket is dropped.
 
 A device without a gradient of a piece adds zeros to its sum. Which parameters a backward pass of the step
 reached on this device, `reached` says. The vote tells of all devices, and a parameter that none has reached has
@@ -169,14 +171,14 @@ class GradientReducer:
             self._flying[index] = flat, self._teams[index].begin_all_reduce(flat)
 
     def _flattened(self, bucket: Bucket) -> Tensor:
-        """This device's term of a bucket. Gradients that are in it completely are dropped."""
+        """This device's term of a bucket. Gradients all of whose pieces are in buckets by now are dropped."""
         flat = torch.cat([self._term(piece).reshape(-1) for piece in bucket.pieces])
         self._look(bucket.pieces)
         self._flat_bytes += _bytes(flat)
         self._note(0)
         for piece in bucket.pieces:
             self._left[piece.name] -= 1
-            if not self._left[piece.name] and (piece.name in self._in_buckets or not self._keep_all):
+            if not self._left[piece.name]:
                 self._parameters[piece.name].tensor.grad = None
         return flat
 
