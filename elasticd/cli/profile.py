@@ -364,7 +364,7 @@ def _notes(samples: Samples, measured: MeasuredProfile) -> list[Text]:
         Text.assemble(("AdamW: ", "dim"), f"{1e9 * profile.optimizer_seconds:.3f} ns a byte of its state"),
     ]
     if (experts := profile.experts) is not None:
-        said = f"{experts.part:.0%} of a block with some, each row in {experts.chosen} of {experts.count}"
+        said = f"{experts.part:.0%} of a mean block, each row in {experts.chosen} of {experts.count}"
         lines.append(Text.assemble(("experts: ", "dim"), said))
     for width, fixed in profile.collective_seconds.items():
         each = profile.collective_token_seconds[width]

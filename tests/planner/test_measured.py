@@ -65,7 +65,7 @@ def test_kinds_of_block_count_as_often_as_the_model_has_them() -> None:
     assert found.profile.block.fixed_seconds == pytest.approx(mean * TRUTH["block"][0])
 
 
-def test_experts_are_a_part_of_the_block_that_they_are_the_largest_part_of() -> None:
+def test_experts_are_a_part_of_the_mean_block() -> None:
     two = msgspec.structs.replace(SPEC, kinds=(*SPEC.kinds, SPEC.kinds[0][:4]), layers=(0, 1, 1, 0, 1))
     made = samples(two)
     of_experts = tuple(
@@ -77,7 +77,7 @@ def test_experts_are_a_part_of_the_block_that_they_are_the_largest_part_of() -> 
     found = measured_profile(made)
     assert [fit.section for fit in found.fits] == ["embed", "block.0", "block.1", "experts.1", "block", "head"]
     assert found.profile.experts is not None
-    assert found.profile.experts.part == pytest.approx(0.45)
+    assert found.profile.experts.part == pytest.approx(0.45 * 2 / 1.6)  # of the slower of two kinds
     assert (found.profile.experts.chosen, found.profile.experts.count) == (2, 8)
     without = measured_profile(samples(two)).profile
     assert without.experts is None

@@ -122,13 +122,13 @@ class SectionProfile(Value, frozen=True, kw_only=True):
 class ExpertProfile(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The experts of a block, measured where each has as many rows as any other."""
 
-    part: float  # of the seconds of a token in such a block, those of its experts
+    part: float  # the seconds of a token in them over those in a mean block, with experts or without
     chosen: int  # experts of a row
     count: int  # of all experts
 
     def __post_init__(self) -> None:
         if not 0 <= self.part < 1:
-            refuse(f"experts: part {self.part} must be from 0 to less than 1: of the seconds of a block")
+            refuse(f"experts: part {self.part} must be from 0 to less than 1: of the seconds of a mean block")
         if not 1 <= self.chosen <= self.count:
             refuse(f"experts: chosen {self.chosen} must be from 1 to the count, {self.count}")
 

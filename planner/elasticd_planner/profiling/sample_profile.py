@@ -57,7 +57,7 @@ def measured_profile(samples: Samples) -> MeasuredProfile:
         collective_seconds={width: found[0] for width, found in lines.items()},
         collective_token_seconds={width: found[1] for width, found in lines.items()},
         bundle_bytes=samples.bundle_bytes,
-        experts=_expert_profile(samples, kinds, experts),
+        experts=_expert_profile(samples, block, experts),
         forward=block.forward,
         recompute_factor=block.recompute if block.recompute is not None else 1 + block.forward,
         optimizer_seconds=update.seconds / update.state if update is not None and update.state else 0.0,
@@ -75,14 +75,11 @@ def _experts(samples: Samples, kind: int, *, one_size: bool) -> SectionFit | Non
 
 
 def _expert_profile(
-    samples: Samples, blocks: Sequence[SectionFit], experts: Sequence[SectionFit | None]
+    samples: Samples, block: SectionFit, experts: Sequence[SectionFit | None]
 ) -> ExpertProfile | None:
-    """The experts by their part of the seconds by token, of the kind of block in which it is the largest."""
-    parts = [
-        own.coefficients.per_token / block.coefficients.per_token
-        for block, own in zip(blocks, experts, strict=True)
-        if own is not None and block.coefficients.per_token > 0
-    ]
+    """The experts by their seconds by token over those of a mean block, of the kind in which they are most."""
+    each = block.coefficients.per_token
+    parts = [own.coefficients.per_token / each for own in experts if own is not None]
     if not parts:
         return None
     part = min(max(parts), MOST_OF_EXPERTS)

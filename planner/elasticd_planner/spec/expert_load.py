@@ -18,7 +18,7 @@ class ExpertLoad(Value, frozen=True, kw_only=True):
     """Rows of the experts of each block, and what experts cost."""
 
     rows: dict[int, tuple[float, ...]]  # by block with experts: rows of each one in a step, in the mean
-    part: float  # of the computation of such a block, that of its experts
+    part: float  # the computation of a block's experts over that of a mean block, with experts or without
     expert_bytes: int  # of the parameters of one expert of a block
     replicas: int = -1  # that a block of a lane may have, at most; -1: one less than devices
     same: tuple[tuple[int, ...], ...] = ()  # blocks that share their experts, which are placed alike
@@ -58,7 +58,7 @@ def costed(
         rows: of each expert of each block in a step.
         chosen: experts of a row.
         replicas: that a block may have, at most; -1: one less than devices.
-        part: of the computation of a block with experts, that of its experts, as measured; 0: by the shapes.
+        part: the computation of a block's experts over that of a mean block, as measured; 0: by the shapes.
     """
     counts = expert_counts(model)
     sparse = {block: own for block, own in rows.items() if counts.get(block) == len(own)}
@@ -75,7 +75,7 @@ def costed(
     size = sum(math.prod(p.shape) * item_size(p.dtype) for p in _sparsest(model) if p.experts)
     return ExpertLoad(
         rows=sparse,
-        part=part or expert_part(model, sample_tokens, chosen, count),
+        part=part or part_of_mean(model, sample_tokens, chosen),
         expert_bytes=round(size / count),
         replicas=replicas,
         same=tuple(tuple(sorted(group)) for group in same if group <= sparse.keys()),
@@ -95,6 +95,27 @@ def expert_part(model: ModelSpec, sample_tokens: float, chosen: float, count: in
     routed = chosen * _elements(kind, experts=True) / count
     others = _elements(kind, experts=False) + model.width * sample_tokens
     return min(routed / (routed + others), MOST_OF_EXPERTS)
+
+
+def part_of_mean(model: ModelSpec, sample_tokens: float, chosen: float) -> float:
+    """The computation of a block's experts over that of a mean block, by the model's shapes. Blocks count as
+    alike, and those without experts may be larger or smaller than those with some.
+
+    Args:
+        model: with rules for experts.
+        sample_tokens: of a sample, for what attention costs beside experts.
+        chosen: experts of a row.
+    """
+    counts = expert_counts(model)
+    routed, work = [], []
+    for block, kind in enumerate(model.layers):
+        parameters = model.kinds[kind]
+        own = chosen * _elements(parameters, experts=True) / counts[block] if block in counts else 0.0
+        routed.append(own)
+        # Of experts that no plan places all count, as of any other parameter.
+        others = _elements(parameters, experts=False) + model.width * sample_tokens
+        work.append(own + others + (0 if own else _elements(parameters, experts=True)))
+    return min(max(routed) * len(work) / sum(work), MOST_OF_EXPERTS)
 
 
 def _sparsest(model: ModelSpec) -> tuple[Parameter, ...]:
