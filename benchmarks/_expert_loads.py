@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from elasticd_planner.numeric import Floats
 from elasticd_planner.placement.expert_placement import arrivals, busiest, least_busiest, placed
 from elasticd_planner.spec.plan import HeldExperts, SplitExperts
 
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 #: Experts on devices.
 SIZES = ((64, 8), (128, 16))
 #: Pairs of a row and an expert in a step.
@@ -78,14 +81,58 @@ def contiguous(experts: int, devices: int) -> HeldExperts:
     return tuple(tuple(part.tolist()) for part in np.array_split(np.arange(experts), devices))
 
 
-def score(experts: int, devices: int, slow: float, drift: float, steps: int, *, stays: bool = True) -> Score:
-    """Places a drifting load every `EVERY` steps, one of the devices being slow, and scores later steps."""
+def trained(experts: int, steps: int) -> Iterator[Floats]:
+    """Rows of each expert of a block, step by step, while the model of examples/train_moe.py trains: its router
+    learns and drifts, beside a balance loss."""
+    sys.path.insert(0, str(EXAMPLES))
+    import torch
+    import train_moe
+
+    options = train_moe.parser().parse_args(["--layers=1", f"--experts={experts}", "--width=16", "--tokens=32"])
+    model, data = train_moe.make_model(options), train_moe.Windows(options.tokens)
+    update = train_moe.optimizer(model.parameters())
+    (block,), rows = model.blocks, np.zeros(experts)
+    samples = PAIRS // options.tokens // block.chosen
+    balance = torch.zeros(())
+
+    def noted(_: object, __: object, logits: torch.Tensor) -> None:
+        nonlocal balance
+        chances = logits.softmax(-1)
+        counts = torch.bincount(chances.topk(block.chosen).indices.flatten(), minlength=experts)
+        rows[:] = counts.numpy()
+        balance = experts * (counts / counts.sum() * chances.mean(0)).sum()
+
+    block.router.register_forward_hook(noted)
+    order = np.random.default_rng(0).permutation(len(data))
+    for step in range(steps):
+        listed = [data[int(order[(step * samples + at) % len(order)])] for at in range(samples)]
+        batch = {key: torch.stack([sample[key] for sample in listed]) for key in listed[0]}
+        update.zero_grad()
+        total, count = train_moe.loss(model(batch), batch)
+        (total / count + options.balance * balance).backward()
+        update.step()
+        yield rows.copy()
+
+
+def score(
+    experts: int,
+    devices: int,
+    slow: float,
+    drift: float,
+    steps: int,
+    *,
+    stays: bool = True,
+    loads: Iterable[Floats] | None = None,
+) -> Score:
+    """Places a drifting load every `EVERY` steps, one of the devices being slow, and scores later steps. loads:
+    of each step, in the place of drawn ones."""
     rng = np.random.default_rng(experts + devices)
+    loads = drifting(experts, steps, rng, drift, stays=stays) if loads is None else loads
     slowdown = [1.0, slow, *[1.0] * (devices - 2)]
     last: deque[Floats] = deque(maxlen=EVERY)
     even = contiguous(experts, devices)
     scores, exact, moved, ours, theirs = [], [], [], None, None
-    for step, load in enumerate(drifting(experts, steps, rng, drift, stays=stays)):
+    for step, load in enumerate(loads):
         if ours is not None and theirs is not None:
             bound = least_busiest(load, slowdown)
             held = ((ours.held, ours.splits), theirs, (even, ()))

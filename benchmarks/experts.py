@@ -21,7 +21,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import _expert_exchange
 import _expert_loads as expert_loads
-from _frame import PRODUCT, TRAINING, Part, module_rows, run
+import _expert_step
+from _frame import PLANNER, PRODUCT, TRAINING, Part, module_rows, run
 from _results import Row, row
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -52,9 +53,11 @@ LIMIT_SECONDS = 1800.0
 
 
 def class_rows(classes: int = len(CLASSES)) -> Iterator[Row]:
-    """A step in two stages, each a TP group, against plain torch: losses and weights within 1e-6."""
+    """A step in two stages, each a TP group, against plain torch: losses and weights within 1e-6. Of all
+    classes it writes their rows in docs/huggingface.md, which are of columns."""
     names = [f"{name}ForCausalLM" for name in CLASSES[:classes]]
     trains: set[str] = set()
+    table: dict[str, families.Family] = {}
     wrong = failed = 0
     families.LIMIT = LIMIT_SECONDS
     families.tried(families.found("LlamaForCausalLM"))  # so that the forks need not import torch's parts
@@ -68,11 +71,15 @@ def class_rows(classes: int = len(CLASSES)) -> Iterator[Row]:
                 failed += not apart
                 print(f"{name}, {cut_in}: {family}", flush=True)
                 continue
+            if cut_in == "columns":
+                table[name] = family
             if family.outcome == "trains":
                 trains.add(name)
                 cut += "experts" in family.cut
         title = f"of the {len(names)} classes with experts: these are cut, in {cut_in} where that can be"
         yield row(title, cut, "classes", goal=f">= {least}", met=cut >= least)
+    if classes == len(CLASSES):
+        families.renew(names, table.values())
     title = f"of the {len(names)} classes with experts: train"
     yield row(title, len(trains), "classes", goal=">= 46", met=len(trains) >= 46)
     yield row("of these, trained otherwise than in one process", wrong, "classes", goal="0", met=not wrong)
@@ -156,6 +163,30 @@ def placement_rows(
         yield row(title, moved, "experts", kind="simulated", goal="<= 4", met=moved <= 4)
 
 
+def trained_rows(steps: int = 200, sizes: Sequence[tuple[int, int]] = expert_loads.SIZES) -> Iterator[Row]:
+    """Placements of the loads of a router that learns, made every 20 steps from the last 20."""
+    torch.set_num_threads(1)
+    scores = []
+    for experts, devices in sizes:
+        loads = [*expert_loads.trained(experts, steps)][expert_loads.EVERY :]  # which follow its first values
+        for slow in (1.0, 2.0):
+            scores.append(expert_loads.score(experts, devices, slow, 0.0, steps, loads=loads))
+    names = " and ".join(f"{experts} on {devices}" for experts, devices in sizes)
+    words = f"loads of a router that learns, {names}"
+    later = max(score.later for score in scores)
+    title = f"{words}: busiest device over bound on later steps, mean of each, worst"
+    yield row(title, later, "", goal="<= 1.10", met=later <= 1.10)
+    slow = max(score.later / score.eplb for score in scores if score.slow > 1)
+    title = f"{words}: the same over that of EPLB's placement, one device 2 x slow, worst"
+    yield row(title, slow, "", goal="<= 0.60", met=slow <= 0.60)
+    alike = max(score.later / score.eplb for score in scores if score.slow == 1)
+    title = f"{words}: the same over that of EPLB's placement with D copies, devices alike, worst"
+    yield row(title, alike, "", goal="<= 1.03", met=alike <= 1.03)
+    even = min(score.contiguous for score in scores)
+    yield row(f"{words}: the same with contiguous experts, least", even, "")
+    yield row(f"{words}: experts moved a placement, most", max(score.moved for score in scores), "experts")
+
+
 def peers_rows(steps: int = 20) -> Iterator[Row]:
     """Four processes over gloo: rows to experts and back by us and by transformers' `AllToAllEP`, in turn."""
     with tempfile.TemporaryDirectory() as folder:
@@ -178,15 +209,33 @@ def peers_rows(steps: int = 20) -> Iterator[Row]:
     yield row(title, ratio, "", goal="<= 1.10", met=ratio <= 1.10)
 
 
+def step_rows(steps: int = 12) -> Iterator[Row]:
+    """Four processes over gloo: steps of a small Qwen3-MoE by us and by transformers' own experts, in turn."""
+    with tempfile.TemporaryDirectory() as folder:
+        _expert_step.model().save_pretrained(folder)
+        found = gang.run(_expert_step.__file__, "worker", _expert_step.DEVICES, folder, steps, seconds=400)
+    taken = {
+        name: [max(each["seconds"][name][step] for each in found.values()) for step in range(2, steps)]
+        for name in ("ours", "theirs")
+    }
+    ratio = statistics.median(one / other for one, other in zip(taken["ours"], taken["theirs"], strict=True))
+    title = "seconds of a step of a Qwen3-MoE on 4 processes over those of transformers' own experts and FSDP"
+    yield row(f"{title}, median of pairs", ratio, "", goal="<= 1.10", met=ratio <= 1.10)
+
+
 PARTS = {
+    "step": Part(step_rows, TRAINING, {"steps": 3}),
     "peers": Part(peers_rows, TRAINING, {"steps": 4}),
     "emulated": Part(module_rows("_expert_emulated"), TRAINING, {"smallest": True}),
+    "all": Part(module_rows("_all_at_once"), TRAINING, {"smallest": True}),
     "moves": Part(module_rows("_expert_moves"), PRODUCT, {"smallest": True}),
+    "plans": Part(module_rows("_expert_plans"), PLANNER, {"smallest": True}),
     "placement": Part(
         placement_rows,
         ("planner/elasticd_planner/placement",),
         {"steps": 60, "sizes": ((64, 8),), "drifts": (0.01,)},
     ),
+    "trained": Part(trained_rows, PRODUCT, {"steps": 60, "sizes": ((16, 4),)}),
     "placed": Part(placed_rows, TRAINING, {"cases": 1}),
     "parity": Part(parity_rows, TRAINING, {"cases": 2}),
     "classes": Part(class_rows, TRAINING, {"classes": 2}),

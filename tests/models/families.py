@@ -12,7 +12,7 @@ import multiprocessing
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -306,6 +306,12 @@ def main() -> int:
         print(row.get(name, f"{name}: WRONG: {family}\n"), end="", flush=True)
         _write({known: row for known, row in rows().items() if known in every and known != name} | row)
     return min(1, wrong)
+
+
+def renew(names: Collection[str], families: Iterable[Family]) -> None:
+    """Writes the rows of some classes anew; one of which no family is known has none."""
+    kept = {known: row for known, row in rows().items() if known not in names}
+    _write(kept | {family.name: family.row() for family in families})
 
 
 def _write(known: dict[str, str]) -> None:
