@@ -191,6 +191,7 @@ def _experts(job: JobState, *, brief: bool) -> ExpertsStatus | None:
     plan, known = job.plan, job.expert_rows
     if not isinstance(plan, Plan) or not known.mean or known.plan != plan.number:
         return None
+    plan = plan.loss_view
     load = ExpertLoad(rows=known.mean, part=0.0, expert_bytes=0)
     held = held_by_device(plan, load)
     parts = {block: load.weights(block) for block in load.rows}

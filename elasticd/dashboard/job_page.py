@@ -151,12 +151,12 @@ def lost(news: JobNews, now: float) -> tuple[views.LostTime, ...]:
 def experts(known: KnownCluster, job: str) -> views.ExpertsView | None:
     """The load of experts and the devices that have them, by what was reported last and the plan in force."""
     plan, rows = known.cluster.plans.get(job), known.cluster.expert_rows.get(job)
-    if not rows or not isinstance(plan, Plan) or len(plan.modules) > 1:
+    if not rows or not isinstance(plan, Plan):
         return None
     load = ExpertLoad(rows=rows, part=0.0, expert_bytes=0)
     groups = [
         views.ExpertGroup(pipeline=p, lane=lane, stage=s, devices=group.devices, blocks=blocks)
-        for p, pipeline in enumerate(plan.pipelines)
+        for p, pipeline in enumerate(plan.loss_view.pipelines)
         for s, stage in enumerate(pipeline.stages)
         for lane, group, own in _expert_groups(stage, load)
         if (blocks := tuple(_expert_block(group, block, load, known.cluster.rates) for block in own))

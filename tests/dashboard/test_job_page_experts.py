@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import msgspec
 import pytest
-from elasticd_planner.spec.plan import Pipeline, Plan, Stage, Strategy
+from elasticd_planner.spec.plan import Edge, ModulePlan, Pipeline, Plan, Stage, Strategy
 
 from elasticd.coordinator import live_types as live
 from elasticd.dashboard import views
@@ -59,6 +59,17 @@ def test_placed_experts_and_those_by_shares_have_their_devices_and_the_busiest_o
     assert first.over == pytest.approx(2 * 0.6 / (1 / 1.5))
     assert (second.block, second.holders) == (1, ((0,), (0,), (1,), (1,)))
     assert second.over == pytest.approx(2 * 0.5 / (1 / 1.5))
+
+
+def test_of_several_modules_the_experts_are_those_of_the_one_with_the_loss() -> None:
+    alone = plan_with(Pipeline(stages=(PLACED,), micro_batches=4))
+    encoder = Pipeline(stages=(Stage(start=0, stop=2, devices=("a/1",), shares=(1,)),), micro_batches=1)
+    modules = (
+        ModulePlan(module="vision", items="images", pipelines=(encoder,)),
+        msgspec.structs.replace(alone.module, module="language"),
+    )
+    strategy = Strategy(modules=modules, edges=(Edge(source="vision", target="language"),))
+    assert view_of(alone.replace(strategies=(strategy,))) == view_of(alone) is not None
 
 
 def test_lanes_that_share_experts_are_one_group_and_others_one_each() -> None:

@@ -14,7 +14,7 @@ from elasticd_planner.detection.stragglers import RateState, observe
 from elasticd_planner.problem import Problem
 from elasticd_planner.spec.expert_load import ExpertLoad, costed
 from elasticd_planner.spec.measurement import Measurement
-from elasticd_planner.spec.plan import Pipeline, Plan, Stage
+from elasticd_planner.spec.plan import Edge, ModulePlan, Pipeline, Plan, Stage, Strategy
 from elasticd_planner.spec.step_measurements import Step
 
 from elasticd.coordinator.metrics import _modules_of
@@ -23,7 +23,7 @@ from elasticd.machines.job.measurements import expert_rows
 from elasticd.machines.job.state.events import Configured
 from elasticd.machines.job.state.job_state import JobPhase, JobSettings, JobState
 from elasticd.machines.job.state.transaction import Transaction
-from elasticd.records import JobSpec
+from elasticd.records import JobSpec, ModuleSpec
 from tests.machines.test_recovery import running
 from tests.models.mixture import EXPERTS, LAYERS, Mixture
 from tests.planner.models import plan as plan_of
@@ -34,6 +34,25 @@ DEVICES = ["n0/0", "n0/1", "n0/2", "n0/3"]
 PLAN = plan_of((8, [(LAYERS, DEVICES, [2, 2, 2, 2])])).replace(number=3)
 #: Most rows go to the experts of the first device.
 HOT = (400, 200, 50, 50, 25, 25, 25, 25)
+
+
+#: The same beside an encoder, on a device of its own and on two of these.
+ENCODER = ModulePlan(
+    module="vision",
+    items="images",
+    pipelines=tuple(
+        Pipeline(stages=(Stage(start=0, stop=2, devices=(device,), shares=(8,)),), micro_batches=1)
+        for device in ("n1/0", "n0/1", "n0/2")
+    ),
+)
+BESIDE = PLAN.replace(
+    strategies=(
+        Strategy(
+            modules=(ENCODER, msgspec.structs.replace(PLAN.module, module="language")),
+            edges=(Edge(source="vision", target="language"),),
+        ),
+    )
+)
 
 
 def turn_of(plan: Plan = PLAN, **settings: Any) -> Any:
@@ -152,6 +171,29 @@ def test_a_load_is_known_once_all_lanes_have_reported_a_step() -> None:
     expert_rows.reported(cast(Transaction, turn), report(0, HOT))
     assert turn.job.experts is not None
     assert expert_rows.work(cast(Transaction, turn), PLAN)["n0/0"] > 1  # before the step is judged
+
+
+def test_a_load_of_a_language_model_beside_an_encoder_is_planned_for() -> None:
+    """Devices of the encoder alone report no rows, and are not waited for."""
+    turn = turn_of(BESIDE)
+    modules = [ModuleSpec(name="vision", model=MODEL, items="images"), ModuleSpec(name="language", model=MODEL)]
+    turn.set(spec=msgspec.structs.replace(turn.job.spec, modules=tuple(modules)))
+    assert expert_rows.unjudged(cast(Transaction, turn), BESIDE)
+    alone_encodes = msgspec.structs.replace(report(0, HOT, "n1/0"), tokens=0, expert_rows={})
+    expert_rows.reported(cast(Transaction, turn), alone_encodes)
+    expert_rows.reported(cast(Transaction, turn), report(0, HOT))
+    load = turn.job.experts
+    assert load is not None
+    assert load.rows == dict.fromkeys(range(LAYERS), HOT)
+    assert not expert_rows.unjudged(cast(Transaction, turn), BESIDE)
+    alone = turn_of()
+    expert_rows.reported(cast(Transaction, alone), report(0, HOT))
+    work = expert_rows.work(cast(Transaction, turn), BESIDE)
+    assert work == expert_rows.work(cast(Transaction, alone), PLAN)
+    assert {*work} <= {*DEVICES}
+    status = _experts(turn.job, brief=False)
+    assert status is not None
+    assert status == _experts(alone.job, brief=False)
 
 
 def test_until_a_load_is_known_no_device_is_judged_and_a_restored_one_is_used() -> None:

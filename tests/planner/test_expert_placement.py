@@ -94,6 +94,32 @@ def test_memory_for_few_experts_is_respected() -> None:
         placed([4.0, 3.0, 2.0, 1.0], [1.0, 1.0], ((0, 1, 2, 3),))
 
 
+def test_where_memory_is_full_experts_change_places() -> None:
+    rng = np.random.default_rng(3)
+    even = tuple(tuple(range(8 * device, 8 * device + 8)) for device in range(8))
+    load = (1 / np.arange(1, 65) ** 0.5)[rng.permutation(64)].tolist()
+    before = busiest(load, [1.0] * 8, even) / least_busiest(load, [1.0] * 8)
+    found = placed(load, [1.0] * 8, even, slots=[8] * 8, replicas=7)
+    after = found.busiest / least_busiest(load, [1.0] * 8)
+    assert before > 1.2
+    assert after < 1.06
+    assert [len(own) for own in found.held] == [8] * 8
+    assert {expert for own in found.held for expert in own} == {*range(64)}
+    assert arrivals(even, found.held) <= 24
+    assert placed(load, [1.0] * 8, found.held, slots=[8] * 8, replicas=7).held == found.held
+
+
+@pytest.mark.parametrize("load", [[0.0] * 8, [1.0, *[0.0] * 7], [0.0, *[1.0] * 7], [1e-300] * 8, [1e300] * 8])
+def test_loads_of_hostile_routers_are_placed(load: list[float]) -> None:
+    """No row at all, all rows to one expert, an expert that no row chooses, sums at the ends of doubles."""
+    for slots in ((), [2] * 4):
+        for held in ((), ((0, 1), (2, 3), (4, 5), (6, 7)), ((0, 1, 2, 3, 4, 5, 6, 7), (), (), ())):
+            found = placed(load, [1.0, 2.0, 1.0, 1.0], held, slots=slots)
+            assert {expert for own in found.held for expert in own} == {*range(8)}
+            assert all(len(own) <= most for own, most in zip(found.held, slots, strict=False))
+            assert all(sum(split[1:]) > 0 for split in found.splits)
+
+
 def test_a_drifted_load_is_divided_anew_before_an_expert_moves() -> None:
     load = [12.0, 5.0, 5.0, 4.0, 3.0, 3.0]
     before = placed(load, [1.0, 1.0, 1.0])

@@ -6,10 +6,13 @@ import msgspec
 import numpy as np
 import pytest
 from elasticd_planner.cost.model_profile import ModelProfile, SectionProfile
-from elasticd_planner.problem import Problem, SearchSpace
+from elasticd_planner.placement.state_movement import expert_bytes_beyond_shares
+from elasticd_planner.problem import ModuleProblem, Problem, SearchSpace
 from elasticd_planner.profiling.fit import fit, predicted_seconds
+from elasticd_planner.search.module_cost import ModuleCosts
+from elasticd_planner.search.packed import cost_of
 from elasticd_planner.search.planner import plan
-from elasticd_planner.spec.expert_load import ExpertLoad, costed, fractions_in, held_by_device
+from elasticd_planner.spec.expert_load import ExpertLoad, costed, expert_part, fractions_in, held_by_device
 from elasticd_planner.spec.measurement import Measurement
 from elasticd_planner.spec.model import Cut, Units
 from elasticd_planner.spec.packed_sequences import PackedSequences
@@ -141,10 +144,114 @@ def test_memory_limits_how_many_experts_a_device_has() -> None:
     assert 1.0 < unevenness(found, load, {}) < unevenness(made(problem()), load, {})
 
 
-def test_a_packed_plan_keeps_experts_by_shares() -> None:
-    packed = PackedSequences(sequences=8.0, lengths=even(100.0), longest=100, linear=96)
-    given = problem(packed=packed)
-    assert plan(msgspec.structs.replace(given, experts=load_of())) == plan(given)
+def packed_problem(**more: Any) -> Problem:
+    """Of sequences that are cut over lanes of two devices."""
+    lengths = PackedSequences(sequences=8.0, lengths=even(100.0), longest=100, linear=96, row_tokens=60)
+    given = problem(packed=lengths, **more)
+    return msgspec.structs.replace(given, search_space=SearchSpace(fixed_tp=2, lanes=2))
+
+
+def test_experts_of_a_packed_plan_are_placed_in_each_lane() -> None:
+    load, rates = load_of(), {"n0/1": 1.5}
+    by_share, found = made(packed_problem(rates=rates)), made(packed_problem(rates=rates, experts=load))
+    assert [len(pipeline.packed) for pipeline in found.pipelines] == [2]
+    assert unevenness(by_share, load, rates) > 1.2
+    assert unevenness(found, load, rates) <= 1.02
+    assert not any(stage.shared_blocks for pipeline in found.pipelines for stage in pipeline.stages)
+    assert found.prediction is not None
+    few = made(packed_problem(rates=rates, experts=msgspec.structs.replace(load, replicas=0)))
+    assert few.prediction is not None
+    assert found.prediction.bound_seconds <= found.prediction.step_seconds < few.prediction.step_seconds
+    answer = plan(packed_problem(rates=rates, experts=load, current=found))
+    assert answer.plan is not None
+    assert answer.plan.strategies == found.strategies
+    assert answer.current_seconds == found.prediction.step_seconds
+
+
+def test_experts_of_a_packed_plan_take_no_memory_from_its_rows() -> None:
+    """Where rows need all memory, devices swap experts, and have no copies of them."""
+    load = load_of(expert_bytes=10**6)
+    profile = msgspec.structs.replace(
+        problem().profile,
+        block=SectionProfile(seconds=1e-4, cut_bytes=EXPERTS * 10**6, cut_activation=1e5, whole_bytes=1000),
+    )
+    given = msgspec.structs.replace(packed_problem(memory=500 * 10**6), profile=profile)
+    assert given.packed is not None
+    most = sum(cost_of(unbounded(given, 100)).capacity(made(given))[0])
+    given = unbounded(given, most // 4 * 4)
+    by_share, found = made(given), made(msgspec.structs.replace(given, experts=load))
+    assert len(found.pipelines) == 1
+    assert found.prediction is not None
+    assert max(found.prediction.memory.values()) <= 500 * 10**6
+    blocks = held_by_device(found, load)
+    assert sum(len(own) for device in blocks.values() for own in device.values()) == 2 * LAYERS * EXPERTS
+    assert 1.0 < unevenness(found, load, {}) < unevenness(by_share, load, {})
+
+
+def unbounded(given: Problem, longest: int) -> Problem:
+    """The problem with rows as long as memory holds, and a sequence of this length."""
+    assert given.packed is not None
+    packed = msgspec.structs.replace(given.packed, row_tokens=10**6, longest=longest)
+    return msgspec.structs.replace(given, packed=packed)
+
+
+def module_problem(**more: Any) -> Problem:
+    """The mixture beside an encoder of images."""
+    rows = 64.0
+    encoder = ModelProfile(
+        name="vision",
+        layers=2,
+        share_units=16,
+        tokens=rows,
+        block=SectionProfile(seconds=1e-5, cut_bytes=1000),
+        boundary_bytes=64.0,
+    )
+    vision = ModuleProblem(
+        name="vision", profile=encoder, items="images", items_a_sample=1.5, rows_an_item=rows
+    )
+    return msgspec.structs.replace(problem(**more), module="language", modules=(vision,))
+
+
+@pytest.mark.parametrize("rates", [{}, {"n0/1": 2.0}])
+def test_experts_of_a_language_model_beside_an_encoder_are_placed(rates: dict[str, float]) -> None:
+    load = load_of()
+    by_share, found = made(module_problem(rates=rates)), made(module_problem(rates=rates, experts=load))
+    assert unevenness(by_share.loss_view, load, rates) > 1.2
+    assert unevenness(found.loss_view, load, rates) <= 1.02
+    assert "experts placed by load" in found.reason
+    assert found.prediction is not None
+    costs = ModuleCosts(module_problem(rates=rates, experts=load))
+    assert costs.timed(found) == found
+    assert found.prediction.step_seconds == costs.seconds(found) < costs.seconds(costs.timed(by_share))
+    assert found.prediction.memory == costs.memory(found)
+    assert found.prediction.bound_seconds <= found.prediction.step_seconds
+    answer = plan(module_problem(rates=rates, experts=load, current=found))
+    assert answer.plan is not None
+    assert answer.plan.strategies == found.strategies
+    assert answer.current_seconds == found.prediction.step_seconds
+    unloaded = made(module_problem(rates=rates, current=found))
+    assert unloaded.strategies[0].untimed == found.strategies[0].untimed, "it stays"
+    smaller = module_problem(rates=rates, current=found, devices=3)
+    assert "; experts are divided by shares again: no load of them is known" in made(smaller).reason
+
+
+def test_few_experts_move_beside_an_encoder() -> None:
+    load = load_of()
+    running = made(module_problem(experts=load))
+    drifted = msgspec.structs.replace(
+        load,
+        rows=load.rows | {0: tuple(rows * (1.5 if e == 3 else 1.0) for e, rows in enumerate(load.rows[0]))},
+    )
+    found = made(module_problem(experts=drifted, current=running))
+    before, after = held_by_device(running.loss_view, load), held_by_device(found.loss_view, load)
+    moved = sum(len({*after[d][b]} - {*before[d][b]}) for d in after for b in after[d])
+    assert moved <= 4
+    profile = module_problem().profile
+    assert (
+        0
+        <= expert_bytes_beyond_shares(profile, drifted, running, found)
+        == moved * 1000 * (1 + profile.optimizer_factor)
+    )
 
 
 def test_after_a_device_was_lost_the_others_keep_their_experts() -> None:
@@ -220,6 +327,22 @@ def test_blocks_of_modules_of_unlike_numbers_of_experts_are_left_out() -> None:
     load = costed(two, 50, dict.fromkeys(range(4), (1.0,) * 8), 2.0)
     assert load is not None
     assert {*load.rows} == {0, 2, 3}
+
+
+def test_the_part_of_experts_is_that_of_the_mean_block() -> None:
+    """Dense blocks beside sparse ones: all blocks count as alike, and what experts take stays what it is."""
+    block = tuple(MODEL.section("blocks.0"))
+    wide = msgspec.structs.replace(next(p for p in block if p.name == "router.weight"), shape=(8, 4096))
+    dense = tuple(p for p in block if not p.experts and p.name != wide.name)
+    mixed = msgspec.structs.replace(MODEL, kinds=(*MODEL.kinds, (*dense, wide)), layers=(0, 1, 0, 1))
+    rows = dict.fromkeys(range(4), (1.0,) * 8)
+    alike, load = costed(MODEL, 50, rows, 2.0), costed(mixed, 50, rows, 2.0)
+    assert alike is not None
+    assert load is not None
+    assert alike.part == pytest.approx(expert_part(MODEL, 50, 2.0, 8))
+    elements = [sum(np.prod(p.shape) for p in kind if not p.experts) + MODEL.width * 50 for kind in mixed.kinds]
+    own = 2 / 8 * sum(np.prod(p.shape) for p in block if p.experts)
+    assert load.part == pytest.approx(own / ((elements[0] + own + elements[1]) / 2))
 
 
 def test_a_fit_takes_what_an_uneven_load_costs_for_no_overhead() -> None:

@@ -222,13 +222,14 @@ def _fit(turn: Transaction, plan: Plan) -> None:
 def _fit_modules(turn: Transaction, plan: Plan, profile: ModelProfile, steps: tuple[Step, ...]) -> ModelProfile:
     """Fits the profiles of all modules. Returns that of the module with the loss. Raises Invalid as `fit`."""
     job, settings, loss = turn.job, turn.settings, plan.loss_module.module
+    load = expert_rows.in_force(turn)
 
     def modules(profiles: Mapping[str, ModelProfile]) -> tuple[ModuleProblem, ...]:
         return tuple(msgspec.structs.replace(each, profile=profiles[each.name]) for each in job.modules)
 
     def predicted(profiles: Mapping[str, ModelProfile]) -> float:
         own, others = profiles[loss], modules(profiles)
-        return step_prediction.modules_seconds(plan, settings, own, others, job.rates.rates)
+        return step_prediction.modules_seconds(plan, settings, own, others, job.rates.rates, load)
 
     links, known = step_prediction.links_of(settings), _profiles(turn, plan, profile)
     fitted = fit_modules(known, plan, steps, links, predicted, job.rates.rates)

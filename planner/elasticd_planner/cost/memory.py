@@ -45,9 +45,10 @@ def memory_by_device(plan: Plan, cost: CostModel) -> dict[str, int]:
 def pipeline_memory(pipeline: Pipeline, cost: CostModel) -> dict[str, int]:
     """Bytes that each device of one pipeline needs, by the cost of its plan."""
     return {
-        device: math.ceil(_needs(lane, index, stage, position, cost.for_stage(stage)))
+        device: math.ceil(_needs(lane, index, stage, position, own))
         for lane in pipeline.by_lane
         for index, stage in enumerate(lane.stages)
+        for own in (cost.for_stage(stage),)
         for position, device in enumerate(stage.devices)
     }
 
@@ -94,9 +95,10 @@ def most_tokens(lane: Pipeline, sized: Callable[[float], CostModel], memory: Map
 
     most = float(_MOST)
     for index, stage in enumerate(full.stages):
-        seen: set[tuple[int, int]] = set()
+        seen: set[tuple[int, int, int]] = set()
+        placed = bool(sized(most).beside_shares(stage))  # members of equal shares may need unlike memory
         for position, device in enumerate(stage.devices):
-            key = stage.shares[position], memory[device]
+            key = stage.shares[position], memory[device], position if placed else 0
             if key in seen:
                 continue
             seen.add(key)

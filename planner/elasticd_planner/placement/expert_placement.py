@@ -6,8 +6,9 @@ T = sum(w) / sum(1 / x). A placement that fills device after device meets T with
 
 A load drifts. Replicas make up for most of that at no cost: with the same holders other parts of the rows are
 even again, for which nothing moves (a maximum flow finds them). Where that is not enough, single experts move
-from the devices that have too much, one after the other. Only if that fails a placement is made anew; it splits
-the heaviest experts, so that their changes are spread, too.
+from the devices that have too much, one after the other, or change places with lighter ones where memory is
+full. Only if that fails a placement is made anew; it splits the heaviest experts, so that their changes are
+spread, too.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ WHOLE = 1 << 16
 HEAVY = 2
 #: A placement within this of the bound stays as it is.
 TOLERANCE = 0.001
-#: Where moves of single experts come within this of the bound, no placement is made anew.
+#: Where moves of single experts come within this of the bound, or of a new placement, none is made anew.
 NEAR = 0.02
 
 
@@ -99,7 +100,7 @@ def placed(
         best = search.near(holders, limit)
     if best is None or best.busiest > max(limit, search.bound * (1 + NEAR)):
         new = search.new()
-        if best is None or new.busiest < best.busiest * (1 - EQUAL):
+        if best is None or new.busiest * (1 + NEAR) < best.busiest:
             best = new
     return search.placement(best, total)
 
@@ -176,7 +177,7 @@ class _Search:
             d for d in range(len(room)) if d not in spread.tight and room[d] > 0 and counts[d] < self._slots[d]
         ]
         if not targets:
-            return None
+            return self._swapped(spread, holders, room)
         target = max(targets, key=lambda d: (room[d], -d))
         excess = min(-sum(room[d] for d in spread.tight), room[target])
         here = [e for e, on in enumerate(holders) if len(on) == 1 and on <= spread.tight and self._weights[e]]
@@ -189,6 +190,32 @@ class _Search:
         else:
             expert = min(here, key=lambda e: abs(self._weights[e] - excess))
             holders[expert] = {target}
+        return holders
+
+    def _swapped(
+        self, spread: _Spread, holders: list[set[int]], room: Sequence[float]
+    ) -> list[set[int]] | None:
+        """For where no device has memory for more: an expert of a device that has too much, and a lighter one
+        of the device with most room, change places."""
+        roomy = [d for d in range(len(room)) if d not in spread.tight and room[d] > 0]
+        if not roomy:
+            return None
+        target = max(roomy, key=lambda d: (room[d], -d))
+        most = room[target] + (spread.busiest - self.bound) * self._speed[target]
+        pairs = [
+            (heavy, light)
+            for heavy, on in enumerate(holders)
+            if len(on) == 1 and on <= spread.tight
+            for light, others in enumerate(holders)
+            if others == {target} and 0 < self._weights[heavy] - self._weights[light] < most
+        ]
+        if not pairs:
+            return None
+        excess = min(-min(room[d] for d in spread.tight), room[target])
+        heavy, light = min(
+            pairs, key=lambda pair: (abs(self._weights[pair[0]] - self._weights[pair[1]] - excess), pair)
+        )
+        holders[heavy], holders[light] = holders[light], holders[heavy]
         return holders
 
     def _heavy(self, expert: int) -> float:

@@ -111,10 +111,8 @@ def bytes_by_member(
 
 def expert_bytes_beyond_shares(profile: ModelProfile, load: ExpertLoad, old: Plan, new: Plan) -> int:
     """Bytes of experts that devices lack beyond those that `bytes_to_move` counts by shares (below 0: fewer),
-    of plans of one module."""
-    if len(old.modules) > 1 or len(new.modules) > 1:
-        return 0
-    before, after = held_by_device(old, load), held_by_device(new, load)
+    of the module with the loss."""
+    before, after = held_by_device(old.loss_view, load), held_by_device(new.loss_view, load)
     was, now = holders(old, profile.share_units), holders(new, profile.share_units)
     beyond = 0.0
     for device, blocks in after.items():

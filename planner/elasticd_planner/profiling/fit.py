@@ -142,10 +142,10 @@ def predicted_seconds(
 ) -> float:
     """Seconds of a step of `plan` by `profile`, at these slowdowns. Of `cluster` only the links count.
     `packed`: the sequences of a step, where they are packed in rows; inf where the plan does not hold the
-    longest one. `load`: of the experts of a plan that is not packed."""
-    cost = ProfileCost(profile)
+    longest one. `load`: of the experts."""
+    cost = ProfileCost(profile, load=load)
     if packed is None or not plan.packed:
-        return step_seconds(plan, cluster, rates, ProfileCost(profile, load=load))
+        return step_seconds(plan, cluster, rates, cost)
     rows = PackedCost(cost=cost, cluster=cluster, rates=rates, packed=packed, micro_batch=plan.micro_batch)
     return rows.seconds(plan)
 

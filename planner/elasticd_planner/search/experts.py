@@ -3,29 +3,34 @@
 The search divides experts by shares, and counts them as even as these. A placement makes that nearly true: the
 devices of a lane compute its experts' rows in proportion to their speed, or as near to it as memory allows.
 Blocks whose devices are even enough stay as they are. The running plan is placed anew, too: where the layout
-that was found is no better, experts alone move. After a device was lost the others keep their experts. Packed
-plans keep shares: their rows follow from the memory that experts would take.
+that was found is no better, experts alone move. After a device was lost the others keep their experts. Of
+several modules those of the module with the loss are placed.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field
 
 import msgspec
 
-from elasticd_planner.cost.memory import fits, memory_by_device
-from elasticd_planner.cost.model import step_seconds
-from elasticd_planner.cost.profile_cost import ProfileCost
+from elasticd_planner.cost.memory import fits
 from elasticd_planner.numeric import EQUAL
-from elasticd_planner.placement.expert_placement import WHOLE, arrivals, busiest, least_busiest, placed
+from elasticd_planner.placement.expert_placement import (
+    WHOLE,
+    BlockPlacement,
+    arrivals,
+    busiest,
+    least_busiest,
+    placed,
+)
 from elasticd_planner.problem import Answer, Problem
 from elasticd_planner.search.given_plan import missing
-from elasticd_planner.search.options import setting_of, task_of
-from elasticd_planner.spec.cluster import rate_of
+from elasticd_planner.search.placed_plans import PlacedPlans, placed_plans, with_pipelines
+from elasticd_planner.spec.cluster import Rates, rate_of
 from elasticd_planner.spec.expert_load import ExpertLoad, blocks_of, held_by_device, held_in
-from elasticd_planner.spec.plan import HeldExperts, Plan, SplitExperts, Stage, Strategy
-from elasticd_planner.spec.plan_summary import describe
+from elasticd_planner.spec.plan import HeldExperts, Pipeline, Plan, SplitExperts, Stage
 
 #: A block whose busiest device is within this of the bound stays as it is.
 EVEN = 0.02
@@ -48,8 +53,6 @@ def answer(problem: Problem, found: Answer, tolerance: float) -> Answer:
     if made.plan is None or problem.current is None or not _places(problem.current) or _places(made.plan):
         return made
     why = "no load of them is known" if problem.experts is None else "that is even enough"
-    if problem.packed is not None or len(made.plan.modules) > 1:
-        why = "plans of packed rows, and of several modules, place none"
     reason = f"{made.plan.reason}; experts are divided by shares again: {why}"
     return msgspec.structs.replace(made, plan=made.plan.replace(reason=reason))
 
@@ -60,15 +63,13 @@ def _places(plan: Plan) -> bool:
 
 def _answer(problem: Problem, found: Answer, tolerance: float) -> Answer:
     load, plan = problem.experts, found.plan
-    if load is None or plan is None or plan.prediction is None or len(plan.modules) > 1:
+    if load is None or plan is None or plan.prediction is None:
         return found
-    if problem.packed is not None:
-        return found
+    plans = placed_plans(problem)
     running = problem.current if found.current_seconds is not None else None
-    now = _seconds(problem, running, load) if running is not None else None
     before = problem.current  # be it of devices that are gone
-    held = held_by_device(before, load) if before is not None and len(before.modules) == 1 else {}
-    options = [_placed(problem, plan, load, held)]
+    held = held_by_device(before.loss_view, load) if before is not None else {}
+    options = _placed(problem, plans, plan, load, held)
     if running is not None and not missing(running, problem):
         kept = plan.replace(
             strategies=running.strategies,
@@ -76,22 +77,25 @@ def _answer(problem: Problem, found: Answer, tolerance: float) -> Answer:
             carriers=running.carriers,
             idle=tuple(d.name for d in problem.cluster.devices if d.name not in set(running.members)),
         )
-        options.append(_placed(problem, kept, load, held))
-    timed = [(each, _seconds(problem, each, load)) for each in options]
-    timed = [pair for pair in timed if fits(_memory(problem, pair[0], load), problem.cluster)] or timed[:1]
-    least = min(seconds for _, seconds in timed)
+        options += _placed(problem, plans, kept, load, held)
+    timed = [(each, plans.seconds(each), plans.memory(each)) for each in options]
+    timed = [each for each in timed if fits(each[2], problem.cluster)] or timed[:1]
+    if not timed:
+        return found
+    least = min(seconds for _, seconds, _ in timed)
     slack = tolerance if running is not None else 0.0
-    near = [pair for pair in timed if pair[1] <= least * (1 + slack) * (1 + EQUAL)]
-    chosen, seconds = near[-1]  # the running layout, if it is as good
+    near = [each for each in timed if each[1] <= least * (1 + slack) * (1 + EQUAL)]
+    chosen, seconds, memory = near[-1]  # the running layout, if it is as good
     prediction = msgspec.structs.replace(
         plan.prediction,
         step_seconds=seconds,
-        bound_seconds=min(_bound(problem, chosen), seconds),
-        memory=_memory(problem, chosen, load),
+        bound_seconds=min(plans.bound(chosen), seconds),
+        memory=memory,
     )
     reason = plan.reason
     if chosen.strategies != plan.strategies:
-        reason = f"{describe(chosen, problem.rates)}{_words(chosen, held, load)}"
+        reason = f"{plans.reason(chosen)}{_words(chosen.loss_view, held, load)}"
+    now = plans.seconds(running) if running is not None else None
     made = chosen.replace(prediction=prediction, reason=reason)
     return msgspec.structs.replace(found, plan=made, current_seconds=now)
 
@@ -110,65 +114,28 @@ def _words(plan: Plan, before: Held, load: ExpertLoad) -> str:
     return "; experts placed by load" + (f", {moved} moved" if before else "")
 
 
-def _cost(problem: Problem, plan: Plan, load: ExpertLoad) -> ProfileCost:
-    cost = task_of(setting_of(plan, problem).problem(problem)).cost
-    assert isinstance(cost, ProfileCost)
-    return replace(cost, load=load)
-
-
-def _seconds(problem: Problem, plan: Plan, load: ExpertLoad) -> float:
-    return step_seconds(plan, problem.cluster, problem.rates, _cost(problem, plan, load))
-
-
-def _bound(problem: Problem, plan: Plan) -> float:
-    """Seconds that no placement beats: all work over all speed. The search's own bound is of even experts."""
-    return task_of(setting_of(plan, problem).problem(problem), hopeful=True).work_bound
-
-
-def _memory(problem: Problem, plan: Plan, load: ExpertLoad) -> dict[str, int]:
-    return memory_by_device(plan, _cost(problem, plan, load))
-
-
-def _placed(problem: Problem, plan: Plan, load: ExpertLoad, held: Held) -> Plan:
-    """The plan with experts placed, near to where they are."""
-    bare = plan.replace(
-        strategies=(
-            Strategy(
-                modules=(
-                    msgspec.structs.replace(
-                        plan.module,
-                        pipelines=tuple(
-                            msgspec.structs.replace(
-                                pipeline,
-                                stages=tuple(
-                                    msgspec.structs.replace(stage, experts=(), splits=())
-                                    for stage in pipeline.stages
-                                ),
-                            )
-                            for pipeline in plan.pipelines
-                        ),
-                    ),
-                )
-            ),
+def _placed(problem: Problem, plans: PlacedPlans, plan: Plan, load: ExpertLoad, held: Held) -> list[Plan]:
+    """The plan with experts placed, near to where they are: in each way that memory may be divided."""
+    bare = with_pipelines(plan, tuple(map(_without_experts, plan.loss_module.pipelines)))
+    each = load.expert_bytes * problem.profile.state_factor
+    placing = _Placing(rates=problem.rates, load=_alike(load), held=held)
+    options = []
+    for room in plans.rooms(bare):
+        experts = {name: size / each if each else math.inf for name, size in room.items()}
+        pipelines = tuple(
+            msgspec.structs.replace(
+                pipeline, stages=tuple(placing.stage(stage, experts) for stage in pipeline.stages)
+            )
+            for pipeline in bare.loss_module.pipelines
         )
-    )
-    load = _alike(load)
-    cost = _cost(problem, bare, load)
-    needed = memory_by_device(bare, cost)
-    each = load.expert_bytes * cost.profile.state_factor
-    room = {
-        name: max(0.0, problem.cluster.memory[name] - need) / each if each else float("inf")
-        for name, need in needed.items()
-        if name in problem.cluster.memory
-    }
-    pipelines = tuple(
-        msgspec.structs.replace(
-            pipeline, stages=tuple(_stage(problem, stage, load, held, room) for stage in pipeline.stages)
-        )
-        for pipeline in bare.pipelines
-    )
-    module = msgspec.structs.replace(bare.module, pipelines=pipelines)
-    return bare.replace(strategies=(Strategy(modules=(module,)),))
+        options.append(plans.plan_with(plan, pipelines))
+    return [option for option in options if option is not None]
+
+
+def _without_experts(pipeline: Pipeline) -> Pipeline:
+    """The pipeline with experts divided by shares."""
+    stages = (msgspec.structs.replace(stage, experts=(), splits=()) for stage in pipeline.stages)
+    return msgspec.structs.replace(pipeline, stages=tuple(stages))
 
 
 def _alike(load: ExpertLoad) -> ExpertLoad:
@@ -180,64 +147,85 @@ def _alike(load: ExpertLoad) -> ExpertLoad:
     return msgspec.structs.replace(load, rows=rows)
 
 
-def _stage(problem: Problem, stage: Stage, load: ExpertLoad, held: Held, room: Mapping[str, float]) -> Stage:
-    """A stage with the experts of its blocks placed, in each lane of several devices."""
-    experts: list[HeldExperts] = []
-    splits: list[SplitExperts] = []
-    placed_blocks: list[int] = []
-    for block in blocks_of(stage):
-        same = next((group for group in load.same if block in group), ())
-        known_at = next((at for at, other in enumerate(placed_blocks) if other in same), None)
-        placed_blocks.append(block)
-        if known_at is not None:
-            experts.append(experts[known_at])
-            splits.append(splits[known_at])
-            continue
-        lanes = [_block(problem, lane, block, load, held, room) for lane in stage.by_lane]
-        if block not in load.rows or all(lane is None for lane in lanes):
-            experts.append(())
-            splits.append(())
-            continue
-        count = len(load.rows[block])
-        own: list[tuple[int, ...]] = []
-        parts: dict[int, list[int]] = {}
-        for lane, found in zip(stage.by_lane, lanes, strict=True):
-            of_lane, divided = found if found is not None else (held_in(lane, block, count), ())
-            own += of_lane
-            known = {split[0]: split[1:] for split in divided}
-            for expert in range(count):
-                copies = sum(expert in each for each in of_lane)
-                parts.setdefault(expert, []).extend(known.get(expert, (WHOLE // max(1, copies),) * copies))
-        experts.append(tuple(own))
-        splits.append(
-            tuple((expert, *each) for expert, each in parts.items() if len(each) > 1 and len({*each}) > 1)
-        )
-    return msgspec.structs.replace(stage, experts=tuple(experts), splits=tuple(splits))
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Placing:
+    """Placements for one load, near to what devices have. Of many lanes that are alike one is made."""
 
+    rates: Rates
+    load: ExpertLoad
+    held: Held
+    #: By block, slowdowns, slots and what devices have now.
+    known: dict[tuple[int, tuple[float, ...], tuple[int, ...], HeldExperts], BlockPlacement] = field(
+        default_factory=dict
+    )
 
-def _block(
-    problem: Problem, lane: Stage, block: int, load: ExpertLoad, held: Held, room: Mapping[str, float]
-) -> tuple[HeldExperts, SplitExperts] | None:
-    """The placement of a block's experts in a lane; None: they stay divided by shares."""
-    if len(lane.devices) == 1 or block not in load.rows:
-        return None
-    weights = load.weights(block)
-    count = len(weights)
-    slowdowns = [rate_of(problem.rates, device) for device in lane.devices]
-    bound = least_busiest(weights, slowdowns)
-    by_share = held_in(lane, block, count)
-    spare = [int(room.get(device, 0.0) / max(1, lane.layers)) for device in lane.devices]
-    slots = [min(count, len(own) + more) for own, more in zip(by_share, spare, strict=True)]
-    before = tuple(held.get(device, {}).get(block, ()) for device in lane.devices)
-    even = busiest(weights, slowdowns, by_share) <= bound * (1 + EVEN)
-    if even and (before == by_share or not any(before)):
-        return None
-    most = load.replicas if load.replicas >= 0 else len(lane.devices) - 1
-    now = _complete(before, weights, slowdowns, slots, most) if any(before) else by_share
-    new = placed(weights, slowdowns, now, slots=slots, replicas=most, tolerance=EVEN)
-    if even and arrivals(before, by_share) <= arrivals(before, new.held):
-        return None
-    return new.held, new.splits
+    def stage(self, stage: Stage, room: Mapping[str, float]) -> Stage:
+        """A stage with the experts of its blocks placed, in each lane of several devices.
+
+        Args:
+            stage: without placed experts.
+            room: by device further experts that it has memory for, of all its blocks.
+        """
+        load = self.load
+        experts: list[HeldExperts] = []
+        splits: list[SplitExperts] = []
+        placed_blocks: list[int] = []
+        for block in blocks_of(stage):
+            same = next((group for group in load.same if block in group), ())
+            known_at = next((at for at, other in enumerate(placed_blocks) if other in same), None)
+            placed_blocks.append(block)
+            if known_at is not None:
+                experts.append(experts[known_at])
+                splits.append(splits[known_at])
+                continue
+            lanes = [self._block(lane, block, room) for lane in stage.by_lane]
+            if block not in load.rows or all(lane is None for lane in lanes):
+                experts.append(())
+                splits.append(())
+                continue
+            count = len(load.rows[block])
+            own: list[tuple[int, ...]] = []
+            parts: dict[int, list[int]] = {}
+            for lane, placement in zip(stage.by_lane, lanes, strict=True):
+                of_lane, divided = placement if placement is not None else (held_in(lane, block, count), ())
+                own += of_lane
+                known = {split[0]: split[1:] for split in divided}
+                for expert in range(count):
+                    copies = sum(expert in each for each in of_lane)
+                    equal = (WHOLE // max(1, copies),) * copies
+                    parts.setdefault(expert, []).extend(known.get(expert, equal))
+            experts.append(tuple(own))
+            splits.append(
+                tuple((expert, *each) for expert, each in parts.items() if len(each) > 1 and len({*each}) > 1)
+            )
+        return msgspec.structs.replace(stage, experts=tuple(experts), splits=tuple(splits))
+
+    def _block(
+        self, lane: Stage, block: int, room: Mapping[str, float]
+    ) -> tuple[HeldExperts, SplitExperts] | None:
+        """The placement of a block's experts in a lane; None: they stay divided by shares."""
+        if len(lane.devices) == 1 or block not in self.load.rows:
+            return None
+        weights = self.load.weights(block)
+        count = len(weights)
+        slowdowns = [rate_of(self.rates, device) for device in lane.devices]
+        bound = least_busiest(weights, slowdowns)
+        by_share = held_in(lane, block, count)
+        spare = [room.get(device, 0.0) / max(1, lane.layers) for device in lane.devices]
+        slots = [int(min(count, len(own) + more)) for own, more in zip(by_share, spare, strict=True)]
+        before = tuple(self.held.get(device, {}).get(block, ()) for device in lane.devices)
+        even = busiest(weights, slowdowns, by_share) <= bound * (1 + EVEN)
+        if even and (before == by_share or not any(before)):
+            return None
+        most = self.load.replicas if self.load.replicas >= 0 else len(lane.devices) - 1
+        now = _complete(before, weights, slowdowns, slots, most) if any(before) else by_share
+        key = block, tuple(slowdowns), tuple(slots), now
+        if key not in self.known:
+            self.known[key] = placed(weights, slowdowns, now, slots=slots, replicas=most, tolerance=EVEN)
+        new = self.known[key]
+        if even and arrivals(before, by_share) <= arrivals(before, new.held):
+            return None
+        return new.held, new.splits
 
 
 def _complete(

@@ -74,7 +74,7 @@ class ModuleBound:
         """Of one setting."""
         search = LargeSearch(task)
         numbers = numbers or search._numbers(every=True)
-        work, around = task.work_bound + self._item_seconds, self._around(task)
+        work, around = task.work_bound + self.item_seconds, self._around(task)
         passes, alone = _Passes(search, numbers), self._least_alone(task, known - around)
         for number in numbers:
             after = search._least_after(number)
@@ -98,7 +98,7 @@ class ModuleBound:
         return max(low, exact.best) if exact.proved else low
 
     @property
-    def _item_seconds(self) -> float:
+    def item_seconds(self) -> float:
         """Work of all items of a step over the speed of all devices."""
         modules = self._problem.modules
         return sum(self._costs.item_work(each) * self._costs.step_items(each) for each in modules) / self._speed

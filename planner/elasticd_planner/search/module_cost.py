@@ -74,17 +74,23 @@ class ModuleCosts:
         return self._profiles[name]
 
     def cost(self, view: Plan) -> ProfileCost:
-        """The cost of the module of a view, under that plan. Of a module of items a micro-batch is an item."""
-        name, problem = view.module.module, self.problem
+        """The cost of the module of a view, under that plan. Of a module of items a micro-batch is an item.
+        That of the module with the loss is of its experts' load, if the problem has one."""
+        name, problem, load = view.module.module, self.problem, None
         if name in self.modules:
             profile = self._profiles[name]
         else:
-            profile = problem.profile
+            profile, load = problem.profile, problem.experts
             if view.micro_batch != problem.micro_batch:
                 profile = profile.sized(profile.tokens / problem.micro_batch * view.micro_batch)
         near = problem.cluster.within or problem.cluster.inside
         return ProfileCost(
-            profile, state=view.state, pipelines=len(view.by_lane), members=len(view.members), near=near
+            profile,
+            state=view.state,
+            pipelines=len(view.by_lane),
+            members=len(view.members),
+            near=near,
+            load=load,
         ).under(view)
 
     def lane_seconds(self, view: Plan) -> list[tuple[Floats, Floats]]:

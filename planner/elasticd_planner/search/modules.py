@@ -37,7 +37,7 @@ from elasticd_planner.search.options import Form, form
 from elasticd_planner.search.recompute import flagged
 from elasticd_planner.search.sequence_parallel import sliced
 from elasticd_planner.search.task import EXACT_DEVICES, UnitProblem, alive
-from elasticd_planner.spec.cluster import NORMAL, Cluster, node_of, rate_of
+from elasticd_planner.spec.cluster import NORMAL, Cluster, Rates, node_of, rate_of
 from elasticd_planner.spec.plan import (
     Edge,
     ModulePlan,
@@ -592,23 +592,9 @@ class ModulePlanner:
         alone = first.prediction if first is not None else None
         bound = ModuleBound(self.problem, self.costs, alone).seconds(plan.prediction.step_seconds)
         prediction = msgspec.structs.replace(plan.prediction, bound_seconds=bound)
-        return plan.replace(number=self.number, prediction=prediction, reason=self._reason(plan))
-
-    def _reason(self, plan: Plan) -> str:
-        """One sentence for each module."""
-        parts = []
-        for module in plan.modules:
-            if not module.items:
-                parts.append(f"{module.module}: {describe(plan.view(module.module), self.problem.rates)}")
-                continue
-            lanes = module.by_lane
-            devices = [device for lane in lanes for stage in lane.stages for device in stage.devices]
-            count = f"{len(lanes)} lane{'s' if len(lanes) > 1 else ''} on {some(devices)}"
-            parts.append(
-                f"{module.module}: {count}, at most {module.ahead} micro-batches ahead, lead {module.lead}"
-            )
-        text = "; ".join(parts)
-        return text + (f"; idle: {some(plan.idle)}" if plan.idle else "")
+        return plan.replace(
+            number=self.number, prediction=prediction, reason=reason_of(plan, self.problem.rates)
+        )
 
     def _refusal(self) -> str:
         first = self.tried[0] if self.tried else None
@@ -620,6 +606,28 @@ class ModulePlanner:
         )
         reasons = "; ".join(dict.fromkeys(self.refused)) or "no device has room for a whole one"
         return f"modules of items do not fit beside {self.problem.module}: {sizes}; {reasons}; add a node"
+
+
+def reason_of(plan: Plan, rates: Rates) -> str:
+    """A plan of several modules in one sentence for each of them.
+
+    Args:
+        plan: it.
+        rates: slowdowns of devices.
+    """
+    parts = []
+    for module in plan.modules:
+        if not module.items:
+            parts.append(f"{module.module}: {describe(plan.view(module.module), rates)}")
+            continue
+        lanes = module.by_lane
+        devices = [device for lane in lanes for stage in lane.stages for device in stage.devices]
+        count = f"{len(lanes)} lane{'s' if len(lanes) > 1 else ''} on {some(devices)}"
+        parts.append(
+            f"{module.module}: {count}, at most {module.ahead} micro-batches ahead, lead {module.lead}"
+        )
+    text = "; ".join(parts)
+    return text + (f"; idle: {some(plan.idle)}" if plan.idle else "")
 
 
 def _seconds(plan: Plan) -> float:

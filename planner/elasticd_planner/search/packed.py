@@ -92,7 +92,7 @@ class _Option:
 
     def preference(self, current: Plan | None) -> tuple[int, bool, int, float]:
         """Among plans of equal time."""
-        changed = current is not None and _shape(self.plan) != _shape(current)
+        changed = current is not None and shape(self.plan) != shape(current)
         return self.moved, changed, self.lanes, round(self.seconds, 12)
 
 
@@ -144,16 +144,7 @@ class _PackedSearch:
     @cached_property
     def cost(self) -> PackedCost:
         """The cost of its plans."""
-        space = self.problem.search_space
-        alone = SearchSpace(states=space.states[:1])
-        dense = task_of(msgspec.structs.replace(self.problem, search_space=alone, packed=None)).cost
-        return PackedCost(
-            cost=dense,  # type: ignore[arg-type]  # a problem in seconds has a profile's cost
-            cluster=self.problem.cluster,
-            rates=self.problem.rates,
-            packed=self.packed,
-            micro_batch=self.problem.micro_batch,
-        )
+        return cost_of(self.problem)
 
     def answer(self, tolerance: float) -> Answer:
         """The best plan of all views."""
@@ -194,7 +185,7 @@ class _PackedSearch:
         limit = min(option.seconds for option in options) * (1 + slack) * (1 + EQUAL)
         equal = [option for option in options if option.seconds <= limit]
         chosen = min(equal, key=lambda option: option.preference(current)).plan
-        if current is not None and now is not None and _shape(chosen) == _shape(current):
+        if current is not None and now is not None and shape(chosen) == shape(current):
             chosen = chosen.replace(strategies=current.strategies)  # its first shares are of no interest now
         return Answer(plan=self.told(chosen), current_seconds=now, candidates=tried + len(options))
 
@@ -410,14 +401,9 @@ class _PackedSearch:
 
     def packed_plan(self, pipelines: Sequence[Pipeline]) -> Plan | None:
         """The packed plan of these pipelines; None where they do not hold the longest sequence."""
-        empty = packed_lanes(pipelines, [[1] * len(p.micro_batches_by_lane) for p in pipelines])
-        draft = plan_of(self.problem, empty, self.number)
-        capacity = self.cost.capacity(draft)
-        self._rooms.append(max(map(self.cost.longest, capacity)))
-        if not self.cost.holds(capacity):
-            return None
-        rows, slowdown = self.cost.rows(draft, capacity), self.cost.slowdown(draft)
-        return plan_of(self.problem, packed_lanes(pipelines, capacity, rows, slowdown), self.number)
+        plan, room = with_rows(self.problem, self.cost, pipelines, self.number)
+        self._rooms.append(room)
+        return plan
 
     def told(self, made: Plan, prefix: str = "") -> Plan:
         """A plan with its number, prediction and reason."""
@@ -549,6 +535,45 @@ class _PackedSearch:
         )
 
 
+def cost_of(problem: Problem) -> PackedCost:
+    """The cost of packed plans of a problem, under its load of experts if it has one."""
+    assert problem.packed is not None
+    alone = SearchSpace(states=problem.search_space.states[:1])
+    dense = task_of(msgspec.structs.replace(problem, search_space=alone, packed=None)).cost
+    assert isinstance(dense, ProfileCost)
+    return PackedCost(
+        cost=replace(dense, load=problem.experts),
+        cluster=problem.cluster,
+        rates=problem.rates,
+        packed=problem.packed,
+        micro_batch=problem.micro_batch,
+    )
+
+
+def with_rows(
+    problem: Problem, cost: PackedCost, pipelines: Sequence[Pipeline], number: int
+) -> tuple[Plan | None, int]:
+    """The packed plan of some pipelines; None where they do not hold the longest sequence.
+
+    Args:
+        problem: with packed sequences.
+        cost: of its plans.
+        pipelines: as they are, packed or not.
+        number: of the plan.
+
+    Returns:
+        The plan, and the tokens of the longest sequence that one of the pipelines holds.
+    """
+    empty = packed_lanes(pipelines, [[1] * len(p.micro_batches_by_lane) for p in pipelines])
+    draft = plan_of(problem, empty, number)
+    capacity = cost.capacity(draft)
+    room = max(map(cost.longest, capacity))
+    if not cost.holds(capacity):
+        return None, room
+    rows, slowdown = cost.rows(draft, capacity), cost.slowdown(draft)
+    return plan_of(problem, packed_lanes(pipelines, capacity, rows, slowdown), number), room
+
+
 def packed_lanes(
     pipelines: Sequence[Pipeline],
     capacity: Sequence[Sequence[int]],
@@ -569,6 +594,6 @@ def packed_lanes(
     return tuple(found)
 
 
-def _shape(plan: Plan) -> tuple[object, ...]:
+def shape(plan: Plan) -> tuple[object, ...]:
     """What of a plan holds state, and how lanes are joined."""
     return tuple(pipeline.stages for pipeline in plan.pipelines)

@@ -121,7 +121,9 @@ def _unplaced(
     brief: bool,
     watch: Watch | None,
 ) -> Answer:
-    """The plan with experts divided by shares."""
+    """The plan with experts divided by shares, of a search that knows no load of them."""
+    if problem.experts is not None:
+        problem = msgspec.structs.replace(problem, experts=None)
     if problem.modules:
         problem = msgspec.structs.replace(problem, objective="step")
 

@@ -1,5 +1,7 @@
 """The load of experts: what members report of it, the plans that are made for it, and the work that it is.
 
+Of several modules it is that of the module with the loss.
+
 A report in every tenth step has the rows of each expert of a lane. Their mean over the last steps that all
 lanes have reported is the load. Another plan is asked for when the devices' unevenness under it costs more of a
 step than the least saving of the policy, and more than chance alone; and again only when it has grown since, or
@@ -36,7 +38,7 @@ def reported(turn: Transaction, measurement: Measurement) -> None:
     """Takes in what a member tells of its lane. A step counts once all lanes have reported it, and once alone;
     rows that are none of the model's do not count."""
     known, spec, plan = turn.job.expert_rows, turn.job.spec, turn.job.plan
-    if not isinstance(spec, JobSpec) or spec.modules or not isinstance(plan, Plan):
+    if not isinstance(spec, JobSpec) or not isinstance(plan, Plan):
         return
     if not measurement.expert_rows or measurement.plan != turn.job.number:
         return
@@ -46,7 +48,11 @@ def reported(turn: Transaction, measurement: Measurement) -> None:
         return
     if measurement.plan != known.of or measurement.step > known.step:
         known = msgspec.structs.replace(
-            known, of=measurement.plan, step=measurement.step, awaited=_first_devices(plan, counts), open={}
+            known,
+            of=measurement.plan,
+            step=measurement.step,
+            awaited=_first_devices(plan.loss_view, counts),
+            open={},
         )
     if measurement.step < known.step or measurement.device not in known.awaited:
         return
@@ -63,7 +69,8 @@ def reported(turn: Transaction, measurement: Measurement) -> None:
 
 
 def _first_devices(plan: Plan, blocks: Container[int]) -> frozenset[str]:
-    """The devices that report rows of these blocks: the first of each lane with some."""
+    """The devices of a plan of one module that report rows of these blocks: the first of each lane with
+    some."""
     return frozenset(
         lane.devices[0] for _, _, lane in plan.walk() if any(block in blocks for block in blocks_of(lane))
     )
@@ -81,8 +88,8 @@ def unjudged(turn: Transaction, plan: Plan) -> bool:
     spec, known = job.spec, job.expert_rows
     if known.mean or job.experts is not None or known.unjudged >= UNJUDGED or not isinstance(spec, JobSpec):
         return False
-    counts = expert_counts(spec.model) if not spec.modules else {}
-    if not counts or all(len(lane.devices) == 1 for _, _, lane in plan.walk()):
+    counts = expert_counts(spec.model)
+    if not counts or all(len(lane.devices) == 1 for _, _, lane in plan.loss_view.walk()):
         return False
     turn.set(expert_rows=msgspec.structs.replace(known, unjudged=known.unjudged + 1))
     return True
@@ -95,7 +102,7 @@ def work(turn: Transaction, plan: Plan) -> dict[str, float]:
     if known.plan != plan.number and isinstance(spec, JobSpec):
         if (load := in_force(turn)) is None:
             return {}
-        found, uneven = expert_work(plan, load, turn.job.rates.rates)
+        found, uneven = expert_work(plan.loss_view, load, turn.job.rates.rates)
         known = msgspec.structs.replace(known, work=found, uneven=uneven, plan=plan.number, decided=0.0)
         turn.set(expert_rows=known)
     return known.work
@@ -140,7 +147,7 @@ def _closed(turn: Transaction, spec: JobSpec, known: ExpertRows) -> ExpertRows:
     if load is None:
         return known
     rates = job.rates.rates
-    work, uneven = expert_work(plan, load, rates)
+    work, uneven = expert_work(plan.loss_view, load, rates)
     same = known.plan == plan.number
     decided = known.decided if same else 0.0
     known = msgspec.structs.replace(known, work=work, uneven=uneven, plan=plan.number, decided=decided)
@@ -157,7 +164,7 @@ def _closed(turn: Transaction, spec: JobSpec, known: ExpertRows) -> ExpertRows:
 
 def _width(plan: Plan) -> int:
     """Devices of the widest TP group."""
-    return max((len(lane.devices) for _, _, lane in plan.walk()), default=1)
+    return max((len(lane.devices) for _, _, lane in plan.loss_view.walk()), default=1)
 
 
 def _chance(known: ExpertRows, devices: int) -> float:

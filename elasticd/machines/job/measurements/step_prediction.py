@@ -14,6 +14,7 @@ from elasticd_planner.problem import ModuleProblem, Problem
 from elasticd_planner.profiling.fit import predicted_seconds
 from elasticd_planner.search import module_cost
 from elasticd_planner.spec.cluster import Cluster, Device, Node, Rates, node_of
+from elasticd_planner.spec.expert_load import ExpertLoad
 from elasticd_planner.spec.packed_sequences import PackedSequences
 from elasticd_planner.spec.plan import Plan
 
@@ -34,6 +35,7 @@ def modules_seconds(
     profile: ModelProfile,
     modules: tuple[ModuleProblem, ...],
     slowdowns: Rates,
+    load: ExpertLoad | None,
 ) -> float:
     """Seconds of a step of a plan of several modules.
 
@@ -43,6 +45,7 @@ def modules_seconds(
         profile: of the module with the loss.
         modules: the others.
         slowdowns: of devices.
+        load: of the experts of the module with the loss; None: it has none, or they are as even as shares.
     """
     devices: dict[str, list[Device]] = {}
     for device in plan.members:
@@ -56,6 +59,7 @@ def modules_seconds(
         rates={device: rate for device, rate in slowdowns.items() if device in plan.members},
         module=plan.loss_module.module,
         modules=modules,
+        experts=load,
     )
     return module_cost.predicted_seconds(plan, problem)
 
@@ -73,11 +77,11 @@ def predict_anew(turn: Transaction, packed: PackedSequences | None) -> float | N
     plan = job.pipeline_plan
     if plan is None or job.profile is None or not job.profile.fitted:
         return None
-    links, slowdowns = links_of(turn.settings), job.stability.planned
+    links, slowdowns, load = links_of(turn.settings), job.stability.planned, expert_rows.in_force(turn)
     if len(plan.modules) > 1:
-        seconds = modules_seconds(plan, turn.settings, job.profile, job.modules, slowdowns)
+        seconds = modules_seconds(plan, turn.settings, job.profile, job.modules, slowdowns, load)
     else:
-        seconds = predicted_seconds(job.profile, plan, links, slowdowns, packed, expert_rows.in_force(turn))
+        seconds = predicted_seconds(job.profile, plan, links, slowdowns, packed, load)
     if not math.isfinite(seconds):
         return None
     turn.set(prediction=StepPrediction(number=job.number, seconds=seconds))
