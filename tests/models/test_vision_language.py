@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import re
 from typing import Any
 
 import pytest
@@ -12,7 +13,8 @@ from elasticd_planner.spec.batch import SequencePiece
 
 import elasticd
 from elasticd.models.huggingface.encoder import image_of
-from elasticd.models.huggingface.image_batches import sample_of
+from elasticd.models.huggingface.image_batches import HfImageBatches, sample_of
+from elasticd.models.huggingface.model_limits import limits_of
 from elasticd.models.huggingface.split import split_model
 from elasticd.models.huggingface.vision_language import (
     IMAGES,
@@ -23,12 +25,18 @@ from elasticd.models.huggingface.vision_language import (
     nested,
     parameters_of,
 )
+from elasticd.models.huggingface.vision_language_model import _reads
 from elasticd.models.huggingface.vision_language_proof import (
     Chain,
     ImageSample,
     compared_modules,
+    joined_items,
+    row_of_samples,
     samples_of,
+    why_unpackable,
 )
+from elasticd.runtime.data.packing import pack
+from elasticd.runtime.model import bundle as bundles
 from elasticd.runtime.model.model import ModelError
 from elasticd.runtime.parallel.packed_row import PackedRow, passing
 from elasticd.runtime.reference.comparison import difference
@@ -198,13 +206,108 @@ def test_what_would_reach_no_section_is_refused_by_name() -> None:
             embed({"input_ids": samples[1].ids, name: torch.zeros(1)})
 
 
-def test_packed_rows_are_refused() -> None:
-    model = made("Llava")
+#: Models whose samples are packed in one row.
+PACKED = ("Qwen3VL", "Qwen2_5_VL", "Llava", "InternVL")
+
+
+@pytest.mark.parametrize("name", sizes.beside(PACKED[:3], PACKED))
+def test_samples_packed_in_one_row_give_what_each_gives_alone(name: str) -> None:
+    """Logits and gradients of samples with two images, none, one and three."""
+    model = made(name)
+    with DoubleThroughout():
+        samples, seam, anatomy = samples_of(model)
+        modules, whole = copied(modules_of(model, anatomy, seam)), copy.deepcopy(model)
+        own = torch.cat([whole(**sample.whole()).logits for sample in samples], 1)
+        weights = torch.randn(own.shape, generator=torch.Generator().manual_seed(1), dtype=own.dtype)
+        (own * weights).sum().backward()
+        batch, row = row_of_samples(model, samples, seam)
+        items = [Chain(modules["vision"], image) for each in samples for image in each.images]
+        leaves: Any = [bundles.entering(item.output) for item in items]
+        with passing(row):
+            language = Chain(modules["language"], batch | {IMAGES: joined_items(leaves)})
+            language.backward(weights)
+        for item, each in zip(items, leaves, strict=True):
+            item.backward(bundles.gradients(each))
+    assert difference(language.output, own) < 1e-12
+    theirs = dict(whole.named_parameters())
+    largest = max(float(each.grad.abs().max()) for each in theirs.values() if each.grad is not None)
+    for full, parameter in model.named_parameters():
+        expected = theirs[full].grad
+        assert (parameter.grad is None) == (expected is None), full
+        if expected is not None:
+            assert float((parameter.grad - expected).abs().max()) < 1e-12 * largest, full
+
+
+@pytest.mark.parametrize("name", ["Qwen3VL", "Llava"])
+def test_pieces_of_samples_take_their_entries_of_all_that_is_made_of_the_samples(name: str) -> None:
+    """Rows of images go to the tokens that stand for them, whichever piece has these."""
+    model = made(name)
+    split, (samples, _, _) = split_model(model), samples_of(model)
+    reads = _reads(model, split, limits_of(model))
+    language, vision = split.modules["language"], split.modules["vision"]
+    rows, images = [], []
+    for sample in samples:
+        grids = {each: sample.beside[each] for each in ("image_grid_thw",) if each in sample.beside}
+        rows.append(reads.row({"input_ids": sample.ids[0], **grids}))
+        images.append(joined_items([Chain(vision, image).output for image in sample.images]))
+    pieces = [SequencePiece.whole(place, len(row["input_ids"])) for place, row in enumerate(rows)]
+    whole = embedded_row(language, reads, rows, images, pieces)
+    (long, *rest), three = pieces, pieces[3]
+    lanes = (
+        [long._replace(stop=3), rest[1], three._replace(start=4)],
+        [three._replace(stop=4), long._replace(start=3), rest[0]],
+    )
+    covered = set[int]()
+    starts = [sum(piece.length for piece in pieces[:place]) for place in range(len(pieces))]
+    for lane in lanes:
+        tokens = [starts[each.sample] + token for each in lane for span in each.spans for token in range(*span)]
+        found = embedded_row(language, reads, rows, images, lane)
+        assert found.keys() == whole.keys()
+        for path, tensor in whole.items():
+            if path.startswith("deepstack_visual_embeds"):  # of the tokens of images alone
+                mask = whole["visual_pos_masks"][0]
+                expected = tensor[[int(mask[:token].sum()) for token in tokens if mask[token]]]
+            else:
+                expected = tensor[..., tokens, :] if path == "hidden" else tensor[..., tokens]
+            assert torch.equal(found[path], expected), path
+        covered.update(tokens)
+    assert covered == set(range(sum(piece.length for piece in pieces)))
+
+
+def embedded_row(
+    language: HfModule,
+    reads: HfImageBatches,
+    rows: list[dict[str, Any]],
+    images: list[dict[str, Any] | None],
+    pieces: list[SequencePiece],
+) -> dict[str, Any]:
+    """The embedding of a packed row of pieces, each with the rows of images that its tokens stand for."""
+    taken = []
+    for piece in pieces:
+        places = reads.item_places(rows[piece.sample])[IMAGES]
+        before = [0, *places.cumsum(0).tolist()]
+        for start, stop in piece.spans:
+            if (of := images[piece.sample]) is not None and before[stop] > before[start]:
+                taken.append({name: x[before[start] : before[stop]] for name, x in of.items()})
+    batch = pack([rows[piece.sample] for piece in pieces], pieces)
+    given = {name: torch.cat([each[name] for each in taken]) for name in taken[0]}
+    with torch.no_grad(), passing(PackedRow(pieces, torch.device("cpu"))):
+        found: dict[str, Any] = language.embed(batch | {IMAGES: given})
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("Gemma3", "tokens of an image attend to later ones, and elasticd.attention is causal"),
+        ("Qwen3_5", "the logits of a packed row are .* off"),
+    ],
+)
+def test_models_whose_samples_cannot_be_packed_say_why(name: str, why: str) -> None:
+    model = made(name)
     samples, seam, anatomy = samples_of(model)
-    ids = samples[1].ids
-    row = PackedRow([SequencePiece.whole(0, ids.shape[1])], ids.device)
-    with passing(row), pytest.raises(ModelError, match="can be padded, not packed"):
-        modules_of(model, anatomy, seam)["language"].embed({"input_ids": ids})
+    refused = why_unpackable(model, samples, seam, anatomy)
+    assert re.fullmatch(f"samples of {name}.* can be padded, not packed in one row: {why}", refused)
 
 
 @pytest.mark.parametrize("name", sizes.beside(["Mistral3", "PaliGemma"], ["Mistral3", "PaliGemma", "Glm4v"]))

@@ -359,6 +359,22 @@ def test_a_bad_sample_is_refused_with_one_message(name: str) -> None:
     index = data.counts["images"].index(2)
     with pytest.raises(ValueError, match=said):
         reads.batch(pad([reads.sample(spoil(data[index]))]))
+    said = said.replace("in the batch", "in the sample").replace(
+        ".*samples with images are padded at their end", ""
+    )
+    with pytest.raises(ValueError, match=said):
+        reads.row(spoil(data[index]))
+
+
+def test_a_row_has_the_positions_that_the_model_counts_of_the_sample_by_itself() -> None:
+    reads, data = of_qwen()
+    sample = data[data.counts["images"].index(2)]
+    row = reads.row(sample)
+    assert {name: len(x) for name, x in row.items()} == dict.fromkeys(row, len(sample["input_ids"]))
+    assert row["rope_positions"].shape[1] == 3
+    assert not torch.equal(row["rope_positions"][:, 1], row["rope_positions"][:, 2])
+    places = reads.item_places(row)["images"]
+    assert int(places.sum()) == int(sample["image_grid_thw"].prod(-1).sum()) // reads.merge**2
 
 
 def test_positions_that_are_counted_as_the_model_counts_are_left_out() -> None:

@@ -31,7 +31,7 @@ START, END = (
     "<!-- end of vision-language families -->\n",
 )
 LIMIT = 300.0  # seconds for a class
-HEAD = "| class | outcome | encoder | a TP group cuts | frozen | why |\n|---|---|---|---|---|---|\n"
+HEAD = "| class | outcome | encoder | a TP group cuts | frozen | packs | why |\n|---|---|---|---|---|---|---|\n"
 
 
 @functools.cache
@@ -65,7 +65,7 @@ def row(name: str) -> str:
     if not split.apart < 1e-12:
         return _row(name, "WRONG", why=f"{split.apart:.0e} off")
     cut = [module for module in (VISION, LANGUAGE) if split.modules[module].rules]
-    one = split.proof.one_block
+    one, unpackable = split.proof.one_block, split.proof.unpackable
     encoder = "one block" if one else f"{len(split.modules[VISION].blocks)} blocks"
     return _row(
         name,
@@ -73,6 +73,7 @@ def row(name: str) -> str:
         encoder,
         ", ".join(cut),
         str(len(split.frozen) or ""),
+        f"no: {said(ModelError(unpackable.partition(': ')[2]))}" if unpackable else "yes",
         said(ModelError(one)) if one else "",
     )
 
@@ -86,8 +87,10 @@ def _made(kind: Any) -> Any:
             return kind(small_config(kind.config_class(), 5))
 
 
-def _row(name: str, outcome: str, encoder: str = "", cut: str = "", frozen: str = "", why: str = "") -> str:
-    return f"| {name} | {outcome} | {encoder} | {cut} | {frozen} | {why} |\n"
+def _row(
+    name: str, outcome: str, encoder: str = "", cut: str = "", frozen: str = "", packs: str = "", why: str = ""
+) -> str:
+    return f"| {name} | {outcome} | {encoder} | {cut} | {frozen} | {packs} | {why} |\n"
 
 
 def apart_from_others(name: str) -> str:

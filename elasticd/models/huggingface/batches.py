@@ -17,7 +17,7 @@ is tried on its small copy (`proof`).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,11 +98,13 @@ class HfBatches:
             Unlike: it is padded at its begin, or has positions of its own.
         """
         parts = self.sample(sample)
-        if not isinstance(parts, Mapping):
-            return parts
+        return self._row(parts) if isinstance(parts, Mapping) else parts
+
+    def _row(self, parts: Mapping[str, Any]) -> dict[str, Tensor]:
+        """The row of a sample as `sample` gives it."""
         parts = {name: part for name, part in parts.items() if isinstance(part, Tensor) and part.dim()}
         if not any(name in parts for name in IDS):
-            raise Unlike(0, self._no_tokens(sample))
+            raise Unlike(0, self._no_tokens(parts))
         if self.counts_from_zero and "position_ids" in parts:
             raise Unlike(0, "position_ids are counted from 0 in each packed sequence: leave them out")
         made = self._with_targets(parts)
@@ -145,7 +147,7 @@ class HfBatches:
         layers = self._for_layers(made, ids)
         return made | ({LAYER_INPUTS: layers} if layers else {})
 
-    def item_places(self, batch: Any) -> Mapping[str, Sequence[int]]:
+    def item_places(self, batch: Any) -> Mapping[str, Tensor]:
         """None: the samples of a text model have no items."""
         return {}
 

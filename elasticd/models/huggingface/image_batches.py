@@ -10,12 +10,14 @@ A sample is a mapping with
     image_grid_thw, image_sizes, mm_token_type_ids, token_type_ids
                      what the model's processor gives of the sample, where the model takes it
 
-`sample_of` makes one of what a processor gave. In a batch, rows of images are padded: [samples, images, 3].
+`sample_of` makes one of what a processor gave. In a batch, rows of images are padded: [samples, images, 3]. A
+packed row has none: what a model makes of them for its tokens, positions on several axes, is made of each
+sample before it is cut, with an entry for each token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +26,7 @@ from torch import Tensor
 
 from elasticd.models.huggingface.batches import IDS, HfBatches
 from elasticd.models.huggingface.encoder import GRID, PIXEL_MASK, PIXELS
-from elasticd.models.huggingface.vision_language import IMAGES, OF_IMAGES
+from elasticd.models.huggingface.vision_language import IMAGES, MODALITIES, OF_IMAGES, ROPE_POSITIONS
 from elasticd.runtime.data.collate import Unlike
 
 #: What a processor gives with a row for each image, which an image's item may have.
@@ -98,6 +100,9 @@ class HfImageBatches(HfBatches):
     #: Tokens that stand for what is no image, by its name: "videos".
     other_marks: Mapping[str, int] = field(default_factory=dict)
     merge: int = 0  #: patches of a grid's side that are merged into one row of an image; 0: not known
+    #: Of the tokens of a sample, what each stands for, and the grids of its images: the positions on all axes,
+    #: [tokens, axes]; None: the model counts the tokens alone.
+    rope_positions: Callable[[Tensor, Tensor, Tensor | None], Tensor] | None = None
 
     def sample(self, sample: Any) -> Any:
         """Lists of numbers as tensors, without text and images; rows of images [images, n] as [images * n], so
@@ -121,12 +126,7 @@ class HfImageBatches(HfBatches):
             Unlike: the model's modules cannot take what the batch says.
         """
         if isinstance(batch, Mapping):
-            for name in ("pixel_values", "pixel_values_videos"):
-                if name in batch:
-                    raise Unlike(
-                        0,
-                        f"{name} is in the batch: a sample has its images in a list under {IMAGES!r}; {_MAKES}",
-                    )
+            _refuse_pixels(batch, "batch")
         made = super().batch(batch)
         made.pop("attention_mask", None)
         made.pop("position_ids", None)
@@ -140,14 +140,36 @@ class HfImageBatches(HfBatches):
             self._check_grids(ids, made.get(GRID))
         return made
 
-    def item_places(self, batch: Any) -> Mapping[str, Sequence[int]]:
-        """The tokens of each sample of a batch that stand for rows of images."""
-        if self.image_token < 0:
-            return {}
-        return {IMAGES: self._tokens_of_images(_ids(batch)).tolist()}
+    def row(self, sample: Any) -> Any:
+        """The parts of a sample that have an entry for each token, the positions on all axes among them.
 
-    def _tokens_of_images(self, ids: Tensor) -> Tensor:
-        return (ids == self.image_token).sum(1)
+        Raises:
+            Unlike: a packed row cannot take what the sample says.
+        """
+        parts = self.sample(sample)
+        if not isinstance(parts, Mapping):
+            return parts
+        _refuse_pixels(parts, "sample")
+        if "position_ids" in parts:
+            raise Unlike(
+                0,
+                f"position_ids are in the sample, and {self.model} counts the positions of tokens and images "
+                "itself: leave them out",
+            )
+        row = self._row({name: part for name, part in parts.items() if name not in self.of_images})
+        ids = next(row[name] for name in IDS if name in row)
+        self._refuse_other_marks(ids[None])
+        grids = parts[GRID].view(-1, 3) if GRID in self.of_images else None
+        if grids is not None and self.merge:
+            self._check_grids(ids[None], grids[None])
+        if self.rope_positions is not None:
+            stands_for = row.get(MODALITIES, (ids == self.image_token).long())
+            row[ROPE_POSITIONS] = self.rope_positions(ids, stands_for, grids)
+        return row
+
+    def item_places(self, batch: Any) -> Mapping[str, Tensor]:
+        """The tokens that stand for rows of images."""
+        return {} if self.image_token < 0 else {IMAGES: _ids(batch) == self.image_token}
 
     def _refuse_other_marks(self, ids: Tensor) -> None:
         """Raises Unlike for tokens that stand for what no module of the model encodes."""
@@ -173,7 +195,7 @@ class HfImageBatches(HfBatches):
 
     def _check_grids(self, ids: Tensor, grids: Any) -> None:
         """Raises Unlike for a sample whose tokens of images are not as many as its grids say."""
-        wanted = self._tokens_of_images(ids)
+        wanted = (ids == self.image_token).sum(1)
         if isinstance(grids, Tensor) and grids.dim() == 2 and grids.numel():
             rows = _dealt(wanted, grids.prod(-1) // self.merge**2)
         elif isinstance(grids, Tensor) and grids.dim() == 3:
@@ -190,8 +212,17 @@ class HfImageBatches(HfBatches):
             )
 
 
+def _refuse_pixels(parts: Mapping[str, Any], where: str) -> None:
+    """Raises Unlike for pixels that are in no list of images."""
+    for name in ("pixel_values", "pixel_values_videos"):
+        if name in parts:
+            raise Unlike(
+                0, f"{name} is in the {where}: a sample has its images in a list under {IMAGES!r}; {_MAKES}"
+            )
+
+
 def _ids(batch: Mapping[str, Any]) -> Tensor:
-    """The tokens of a batch."""
+    """The tokens of a batch, or of a sample."""
     ids: Tensor = next(batch[name] for name in IDS if name in batch)
     return ids
 

@@ -22,7 +22,10 @@ from elasticd.runtime.parallel.attention import attention
 NAME = "elasticd"
 #: Keywords that say nothing about what a token attends to once a row is packed.
 _IDLE = frozenset(
-    ("position_ids", "cache_position", "position_embeddings", "use_cache", "output_attentions", "return_dict")
+    (
+        *("position_ids", "cache_position", "position_embeddings", "use_cache", "output_attentions"),
+        *("return_dict", "logits_to_keep"),
+    )
 )
 #: Where a configuration keeps the name: its property sets those of nested configurations, too.
 _FIELD = "_attn_implementation_internal"

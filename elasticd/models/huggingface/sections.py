@@ -293,8 +293,9 @@ class Section(nn.Module):
             return shell(input_ids=ids, **self._arguments, **beside)
         if not self._takes_positions:
             raise ModelError(f"the forward of {type(shell).__name__} takes no position_ids")
+        beside = {"position_ids": positions(ids)[None], **beside}
         with packed(self._configurations):
-            return shell(input_ids=ids, position_ids=positions(ids)[None], **self._arguments)
+            return shell(input_ids=ids, **self._arguments, **beside)
 
 
 class HfEmbed(Section):

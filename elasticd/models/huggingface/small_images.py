@@ -41,7 +41,7 @@ _LAYERS = ("deepstack_visual_indexes", "fullatt_block_indexes")
 #: Parts of a head that are turned by a token's time, height and width, where the configuration does not say.
 _SECTION = [2, 3, 3]
 #: Fields of the whole configuration.
-_WHOLE: Mapping[str, Any] = {"mm_tokens_per_image": 1, "image_seq_length": 4}
+_WHOLE: Mapping[str, Any] = {"mm_tokens_per_image": 4, "image_seq_length": 4}
 
 
 def small_config(config: Any, depth: int, layers: int = 3) -> Any:

@@ -9,6 +9,9 @@ The seam is transformers' own: the forward of such a model takes what its encode
     language.blocks  the language model's forward with these arguments, from one layer's call to the next one's
     language.head    the whole model's forward on text, with the activation at its final norm
 
+In a packed row the model is given the positions of tokens, as it counts them of each sample by itself
+(`RopePositions`), and makes no mask of its own: where it would need one, samples are not packed (`proof`).
+
 So each section is the model's own code. `vision_language_proof` compares them with the model on a small copy.
 """
 
@@ -47,7 +50,6 @@ from elasticd.models.huggingface.sections import (
 )
 from elasticd.runtime.model.tp_rules import Rule, UnitsOf
 from elasticd.runtime.model.validation import ModelError
-from elasticd.runtime.parallel.packed_row import current_row
 
 #: The items that the vision module runs on, and the key of a batch that has its outputs.
 IMAGES = "images"
@@ -57,6 +59,8 @@ _LANGUAGES = ("language_model", "text_model")
 VISION, LANGUAGE = "vision", "language"
 #: An argument of a forward that says of each token what it is: 1 of an image, 0 of text.
 MODALITIES = "mm_token_type_ids"
+#: The positions of each token of a sample on all axes [tokens, axes], of a model that has several.
+ROPE_POSITIONS = "rope_positions"
 #: Arguments with a number for each token; what another one says is a processor's own.
 TOKEN_TYPES = (MODALITIES, "token_type_ids")
 #: Arguments of a forward that have a row for each image of a batch, not for each sample.
@@ -208,14 +212,13 @@ class HfLanguageEmbed(Section):
         Args:
             batch: tokens [samples, tokens]; under `IMAGES` the rows that the vision module gave for the images
                 of the samples in order, [rows, width] or by name, or None; and what the model's processor gives
-                beside the pixels, as `image_grid_thw`.
+                beside the pixels, as `image_grid_thw`. Of a packed row, [1, tokens], the rows are those of its
+                tokens in their order, and `ROPE_POSITIONS` stand for grids.
 
         Returns:
             The activation [samples, tokens, width], alone or as `HIDDEN` among other named tensors.
         """
         ids, images = batch[next((name for name in IDS if name in batch), IDS[0])], batch.get(IMAGES)
-        if current_row(ids.device) is not None:
-            raise ModelError("samples of a vision-language model can be padded, not packed in one row")
         for name in self._lost & batch.keys():
             raise ModelError(
                 f"{name}, which the forward of {type(self._shell).__name__} takes, reaches no section: leave "
@@ -225,6 +228,8 @@ class HfLanguageEmbed(Section):
         beside |= {name: batch[name] for name in self._token_types if name in batch}
         if MODALITIES in self._token_types:
             beside.setdefault(MODALITIES, (ids == self._image_token).to(ids.dtype))
+        if ROPE_POSITIONS in batch:
+            beside["position_ids"] = batch[ROPE_POSITIONS].movedim(-1, 0)
         for name in self._of_images:
             if isinstance(batch.get(name), Tensor) and len(rows := _of_images(batch[name])):
                 beside[name] = rows
@@ -249,6 +254,39 @@ class HfLanguageEmbed(Section):
         if deep := [[rows[name]] for name in rows if name.startswith(DEEP)]:  # in their order
             made.deepstack_features = deep
         return made
+
+
+class RopePositions:
+    """The positions of a sample's tokens on several axes, by the model's own function (M-RoPE)."""
+
+    def __init__(self, model: Any, seam: Seam) -> None:
+        base = bare(model.get_submodule(seam.base))  # the function asks its configuration alone
+        base._parameters, base._buffers = {}, {}
+        self._base = base
+
+    @classmethod
+    def of(cls, model: Any, seam: Seam) -> RopePositions | None:
+        """Those of a model; None where it counts tokens alone."""
+        return cls(model, seam) if hasattr(model.get_submodule(seam.base), "get_rope_index") else None
+
+    def __call__(self, ids: Tensor, stands_for: Tensor, grids: Tensor | None) -> Tensor:
+        """The positions of a sample by itself.
+
+        Args:
+            ids: of its tokens [tokens].
+            stands_for: 1 of a token of an image, 0 of text [tokens].
+            grids: of its images [images, 3].
+
+        Returns:
+            [tokens, axes], int64.
+        """
+        places, _ = self._base.get_rope_index(
+            ids[None],
+            mm_token_type_ids=stands_for[None],
+            image_grid_thw=grids if grids is not None and len(grids) else None,
+        )
+        positions: Tensor = places[:, 0].movedim(0, -1).long().contiguous()
+        return positions
 
 
 def beside_tokens(model: Any, seam: Seam) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -19,7 +19,13 @@ from elasticd.models.huggingface.model_limits import ModelLimits
 from elasticd.models.huggingface.peft_export import PeftPretrained
 from elasticd.models.huggingface.split import VisionLanguage, split_model
 from elasticd.models.huggingface.unsupported import has_own_loss_function
-from elasticd.models.huggingface.vision_language import LANGUAGE, beside_tokens, image_token, other_marks
+from elasticd.models.huggingface.vision_language import (
+    LANGUAGE,
+    RopePositions,
+    beside_tokens,
+    image_token,
+    other_marks,
+)
 from elasticd.runtime.model.model import Init, Model, Module
 
 #: Makes the reader of a folder's values, of a function that gives the name in the model of a parameter.
@@ -95,7 +101,7 @@ def _module(split: VisionLanguage, name: str, first: Any) -> Module:
     )
     if isinstance(first, FolderWeights):
         first.refuse_others(made)
-    made.unpackable = "samples with images are padded, not packed in one row"
+    made.unpackable = "" if part.items else split.proof.unpackable
     return made
 
 
@@ -128,6 +134,7 @@ def _reads(model: Any, split: VisionLanguage, limits: ModelLimits) -> HfImageBat
         other_marks=other_marks(model.config),
         counts_from_zero=split.proof.counts_from_zero,
         merge=getattr(vision, "spatial_merge_size", 0),
+        rope_positions=RopePositions.of(model, split.proof.seam),
         tokens_known=limits.tokens,
         targets_known=limits.targets,
         longest=limits.positions,

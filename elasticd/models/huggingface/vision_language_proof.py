@@ -2,7 +2,8 @@
 
 Samples with two images, without one, with one and with three go through the model itself, and through the
 sections of its modules, each cut off from the others in the autograd graph as on other devices. Logits and
-gradients are compared. The encoder's parameters that no image reaches are found, too: they are frozen.
+gradients are compared. The encoder's parameters that no image reaches are found, too: they are frozen. The same
+samples packed in one row show whether the model packs.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from itertools import islice
 from typing import Any
 
 import torch
+from elasticd_planner.spec.batch import SequencePiece
 from torch import Tensor
 
 from elasticd.models.huggingface import tiny_config
@@ -36,17 +38,22 @@ from elasticd.models.huggingface.small_images import IMAGE_TOKEN, TEXT, encoder_
 from elasticd.models.huggingface.vision_language import (
     IMAGES,
     LANGUAGE,
+    OF_IMAGES,
+    ROPE_POSITIONS,
     TOKEN_TYPES,
     VISION,
     HfModule,
+    RopePositions,
     Seam,
     constants,
+    image_token,
     modules_of,
     seam_of,
 )
 from elasticd.runtime.model import bundle as bundles
 from elasticd.runtime.model.section_passes import SectionWatch, back_through, forth, separate
 from elasticd.runtime.model.validation import ModelError, replace_dropouts
+from elasticd.runtime.parallel.packed_row import PackedRow, passing
 from elasticd.runtime.reference.comparison import difference
 
 log = logging.getLogger(__name__)
@@ -95,6 +102,7 @@ class VisionLanguageProof:
     shifts: bool | None
     model: str
     counts_from_zero: bool  #: positions 0, 1, 2, ... are those that the model takes by itself
+    unpackable: str  #: why its samples cannot be packed in one row; empty: they can
     one_block: str = ""  #: why the encoder is one block; empty: it has a block for each layer
 
     def __str__(self) -> str:
@@ -120,6 +128,7 @@ def prove_modules(model: Any, adapters: Adapters | None = None) -> VisionLanguag
             _refuse_masks(copy_, samples)
             _refuse_others(copy_, samples, modules_of(copy_, anatomy, seam))
             whole = samples[0].whole()
+            unpackable = why_unpackable(copy_, samples, seam, anatomy)
             counted = all(_counts_from_zero(copy_, sample) for sample in samples)
             shifts = shifted_by(copy_, whole, logits_of(copy_(**whole, **arguments(copy_))))
         found = [(idle, [name for name, _ in copy_.named_parameters()])]
@@ -138,6 +147,7 @@ def prove_modules(model: Any, adapters: Adapters | None = None) -> VisionLanguag
         shifts=shifts,
         model=kind.__name__,
         counts_from_zero=counted,
+        unpackable=unpackable,
         one_block=one_block,
     )
 
@@ -206,7 +216,7 @@ def _refuse_others(model: Any, samples: list[ImageSample], modules: Mapping[str,
         for key in dict.fromkeys(key for each in samples for key in each.beside)
     }
     items: list[Any] = [Chain(modules[VISION], image).output for each in samples for image in each.images]
-    batch = {"input_ids": padded([each.ids for each in samples]), IMAGES: _joined(items), **beside}
+    batch = {"input_ids": padded([each.ids for each in samples]), IMAGES: joined_items(items), **beside}
     try:
         logits = Chain(modules[LANGUAGE], batch).output
     except Exception as error:
@@ -219,6 +229,57 @@ def _refuse_others(model: Any, samples: list[ImageSample], modules: Mapping[str,
             raise ModelError(
                 f"what {name} gives for a sample depends on the others of the micro-batch: {REMEDY}"
             )
+
+
+def why_unpackable(model: Any, samples: Sequence[ImageSample], seam: Seam, anatomy: Anatomy) -> str:
+    """Why a packed row does not give what the model itself gives for its samples; empty where it does."""
+    modules, take = modules_of(model, anatomy, seam), arguments(model)
+    refused = f"samples of {type(model).__name__} can be padded, not packed in one row"
+    language = modules[LANGUAGE]
+    for sample in samples:
+        items = [Chain(modules[VISION], image).output for image in sample.images]
+        embedded = language.embed({"input_ids": sample.ids, IMAGES: joined_items(items), **sample.beside})
+        if isinstance(embedded, Mapping) and any(map(_sees_later, embedded.items())):
+            return f"{refused}: tokens of an image attend to later ones, and elasticd.attention is causal"
+    try:
+        batch, row = row_of_samples(model, samples, seam)
+        items = [Chain(modules[VISION], image).output for each in samples for image in each.images]
+        with passing(row):
+            logits = Chain(language, batch | {IMAGES: joined_items(items)}).output
+    except ModelError as error:
+        return f"{refused}: {first_failure(error)}"
+    except Exception as error:
+        return f"{refused}: the language model fails with a packed row ({first_failure(error)})"
+    own = torch.cat([logits_of(model(**sample.whole(), **take)) for sample in samples], 1)
+    if not (apart := difference(logits, own)) <= NEAR:
+        return f"{refused}: the logits of a packed row are {apart:.0e} off"
+    return ""
+
+
+def row_of_samples(model: Any, samples: Sequence[ImageSample], seam: Seam) -> tuple[dict[str, Any], PackedRow]:
+    """A batch of samples in one packed row, without what the encoder makes; and the row."""
+    rope = RopePositions.of(model, seam)
+    token = image_token(model.config)
+    rows = []
+    for sample in samples:
+        row = {name: x[0] for name, x in sample.beside.items() if name in TOKEN_TYPES}
+        row["input_ids"] = sample.ids[0]
+        if rope is not None:
+            grids = sample.beside.get(OF_IMAGES[0])
+            row[ROPE_POSITIONS] = rope(sample.ids[0], (sample.ids[0] == token).long(), grids)
+        rows.append(row)
+    pieces = [SequencePiece.whole(place, sample.ids.shape[1]) for place, sample in enumerate(samples)]
+    batch = {name: torch.cat([row[name] for row in rows])[None] for name in rows[0]}
+    return batch, PackedRow(pieces, samples[0].ids.device)
+
+
+def _sees_later(entry: tuple[str, Any]) -> bool:
+    """Returns True for a mask [samples, 1, tokens, tokens] under which a token attends to later ones."""
+    path, mask = entry
+    if path.partition("/")[0] != "attention_mask" or mask.dim() < 3:
+        return False
+    allowed = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+    return bool(allowed.triu(1).any())
 
 
 def _counts_from_zero(model: Any, sample: ImageSample) -> bool:
@@ -312,7 +373,7 @@ def _draws(kind: Any, config: Any, dropouts: Mapping[str, float], blocks: bool) 
     with torch.no_grad():
         for sample in samples[:2]:
             items = [Chain(modules[VISION], image).output for image in sample.images]
-            Chain(modules[LANGUAGE], {"input_ids": sample.ids, IMAGES: _joined(items), **sample.beside})
+            Chain(modules[LANGUAGE], {"input_ids": sample.ids, IMAGES: joined_items(items), **sample.beside})
     return not torch.equal(before, torch.default_generator.get_state())
 
 
@@ -476,7 +537,7 @@ def forward_and_backward(modules: Mapping[str, HfModule], sample: ImageSample, w
     with new leaves of the autograd graph. The images go one by one."""
     items = [Chain(modules[VISION], image) for image in sample.images]
     entered = [bundles.entering(item.output) for item in items]
-    joined = _joined([each for each in entered if isinstance(each, Mapping)])
+    joined = joined_items([each for each in entered if isinstance(each, Mapping)])
     language = Chain(modules[LANGUAGE], {"input_ids": sample.ids, IMAGES: joined, **sample.beside})
     language.backward(weights)
     for item, leaves in zip(items, entered, strict=True):
@@ -485,7 +546,8 @@ def forward_and_backward(modules: Mapping[str, HfModule], sample: ImageSample, w
     return language.output.detach()
 
 
-def _joined(items: list[Mapping[str, Tensor]]) -> dict[str, Tensor] | None:
+def joined_items(items: list[Mapping[str, Tensor]]) -> dict[str, Tensor] | None:
+    """The outputs of the encoder for several images as the language module takes them."""
     return {name: torch.cat([item[name][0] for item in items]) for name in items[0]} if items else None
 
 

@@ -283,7 +283,7 @@ class Loader:
         self.asked: list[int] = []
         self.failure: SampleError | None = None
         #: Of the last batch; see `BatchFormat.item_places`.
-        self.item_places: Mapping[str, Sequence[int]] = {}
+        self.item_places: Mapping[str, Tensor] = {}
         self.stood_in = False  #: in the last batch something has the place of what could not be read
 
     def key(self, index: int) -> SampleKey:
@@ -323,7 +323,9 @@ class Loader:
         Returns:
             True if there is such a sample.
         """
-        for place, (wanted, there) in enumerate(zip(self.item_places.get(key, ()), rows, strict=False)):
+        if (places := self.item_places.get(key)) is None:
+            return False
+        for place, (wanted, there) in enumerate(zip(places.sum(1).tolist(), rows, strict=False)):
             if wanted != there:
                 why = (
                     f"its text has places for {wanted} rows of {key}, and its {key} have {there} rows: give it "

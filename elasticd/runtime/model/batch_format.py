@@ -6,8 +6,10 @@ before a batch is copied to the device, so that what depends on the values in a 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Protocol
+
+from torch import Tensor
 
 
 class BatchFormat(Protocol):
@@ -21,14 +23,16 @@ class BatchFormat(Protocol):
         """A sample as elasticd's own collate, `pad`, takes it: tensors by name."""
 
     def row(self, sample: Any) -> Any:
-        """A sample as a packed row takes it: each tensor has an entry for each token."""
+        """A sample as a packed row takes it: each tensor has an entry for each token, made of the sample before
+        it is cut."""
 
     def batch(self, batch: Any) -> Any:
         """A collated batch as the sections and the loss take it."""
 
-    def item_places(self, batch: Any) -> Mapping[str, Sequence[int]]:
-        """The rows of items that each sample of a batch, as `batch` gives it, has places for, by key of the
-        items; without those of which the model says nothing."""
+    def item_places(self, batch: Any) -> Mapping[str, Tensor]:
+        """The tokens that take a row of an item each, in their order, by key of the items: True of these,
+        [samples, tokens] of a batch as `batch` gives it, [tokens] of a sample as `row` gives it; without the
+        items of which the model says nothing."""
 
     def has_targets(self, batch: Any) -> bool:
         """Returns True if a batch, as `batch` gives it, has targets of the model's own loss."""
