@@ -9,7 +9,7 @@ from typing import NamedTuple
 import msgspec
 from elasticd_planner.readable import readable, readable_seconds
 from elasticd_planner.spec.mesh import JobPlan, MeshPlan
-from elasticd_planner.spec.plan import NO_TIMES, ModulePlan, Pipeline, Stage
+from elasticd_planner.spec.plan import ModulePlan, Pipeline, Stage
 from elasticd_planner.value import Value
 
 from elasticd.coordinator.events.event_log import EventRecord, line
@@ -84,7 +84,7 @@ def _change(was: ModulePlan, now: ModulePlan) -> str:
 
 def _layout(pipeline: Pipeline) -> tuple[Stage, ...]:
     """The stages without their times."""
-    return tuple(msgspec.structs.replace(stage, microseconds=NO_TIMES) for stage in pipeline.stages)
+    return pipeline.untimed.stages
 
 
 def did(

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import ClassVar, Literal
 
 import msgspec
 
 from elasticd_planner.cost.model_profile import ModelProfile
-from elasticd_planner.spec.cluster import Cluster, Node, check_rates
+from elasticd_planner.spec.cluster import Cluster, check_rates
 from elasticd_planner.spec.expert_load import ExpertLoad
 from elasticd_planner.spec.mesh import AllowedMesh, MeshPlan
 from elasticd_planner.spec.packed_sequences import PackedSequences
@@ -177,18 +177,17 @@ JobAnswer = Answer | MeshAnswer
 def without(problem: Problem, device: str) -> Problem:
     """The same problem with one device gone."""
     problem.cluster.device(device)  # refuses a name that is not there
-    nodes = (
-        Node(name=node.name, devices=tuple(d for d in node.devices if d.name != device))
-        for node in problem.cluster.nodes
-    )
-    left = tuple(node for node in nodes if node.devices)
-    if not left:
+    cluster = problem.cluster.without([device])
+    if cluster is None:
         refuse(f"device {device} is the only one of the cluster")
-    return msgspec.structs.replace(
-        problem,
-        cluster=msgspec.structs.replace(problem.cluster, nodes=left),
-        rates={name: rate for name, rate in problem.rates.items() if name != device},
-    )
+    rates = {name: rate for name, rate in problem.rates.items() if name != device}
+    return msgspec.structs.replace(problem, cluster=cluster, rates=rates)
+
+
+def with_current(problem: Problem, change: Callable[[Plan], Plan]) -> Problem:
+    """The same problem near another plan, which is made of the running one, if there is one."""
+    current = problem.current
+    return problem if current is None else msgspec.structs.replace(problem, current=change(current))
 
 
 def ideal_ratio(rates: Iterable[float]) -> float:

@@ -2,7 +2,7 @@
 
 import msgspec
 import pytest
-from elasticd_planner.spec.cluster import Cluster, Device, Link, Node, check_rates
+from elasticd_planner.spec.cluster import Cluster, Device, Level, Link, Node, check_rates
 from elasticd_planner.value import Invalid
 
 from tests.planner.models import cluster
@@ -43,6 +43,19 @@ def test_wrong_values_are_refused() -> None:
         check_rates({"n7/0": 2.0}, cluster(1))
     with pytest.raises(Invalid, match=r"n0/0 has rate 0\.01"):
         check_rates({"n0/0": 0.01}, cluster(1))
+
+
+def test_a_cluster_without_a_device_keeps_the_links_of_its_nodes() -> None:
+    own, rack = Link(bandwidth=1e11), Level(name="rack", link=Link(bandwidth=1e10), groups=(("n0", "n1"),))
+    nodes = tuple(msgspec.structs.replace(node, inside=own) for node in cluster(2, 1).nodes)
+    whole = msgspec.structs.replace(cluster(2, 1), nodes=nodes, levels=(rack,))
+    left = whole.without(["n1/0"], {"n0/0": 3})
+    assert left is not None
+    assert left.nodes[0].inside == own
+    assert left.levels[0].groups == (("n0",),)
+    assert left.memory["n0/0"] == whole.memory["n0/0"] - 3
+    assert left.memory["n0/1"] == whole.memory["n0/1"]
+    assert whole.without([], whole.memory) is None
 
 
 def test_a_cluster_survives_json() -> None:

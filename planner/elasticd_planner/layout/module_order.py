@@ -307,28 +307,30 @@ class _ModuleRun:
         self._graph = graph
         self.order = []
         self._free = [0] * len(graph.devices)  # when each device has done what has begun
-        # (time, number, device, a pass of items whose inputs are all there)
-        self._events: list[tuple[int, int, int, ModulePass | None]] = []
+        # (time, number, devices, a pass of items whose inputs are all there)
+        self._events: list[tuple[int, int, tuple[int, ...], ModulePass | None]] = []
         self._number = 0
-        for device in range(len(graph.devices)):
-            self._push(0, device)
+        self._push(0, tuple(range(len(graph.devices))))
         while self._events:
-            now, _, device, ready = heappop(self._events)
+            now, _, devices, ready = heappop(self._events)
             if ready is not None:
                 listed = ready.group.forwards if ready.kind == "forward" else ready.group.backwards
                 heappush(listed, (ready.rank, ready))
-            if self._free[device] <= now:
-                self._look(device, now)
+            for device in devices:
+                if self._free[device] <= now:
+                    self._look(device, now)
         if len(self.order) != graph.count:
             raise ValueError("the passes of this schedule wait for each other")
 
-    def _push(self, time: int, device: int, ready: ModulePass | None = None) -> None:
+    def _push(self, time: int, devices: tuple[int, ...], ready: ModulePass | None = None) -> None:
         self._number += 1
-        heappush(self._events, (time, self._number, device, ready))
+        heappush(self._events, (time, self._number, devices, ready))
 
     def _look(self, device: int, now: int) -> None:
         """Begins what is to begin on a device that is free."""
         for group in self._graph.fillers[device]:
+            if not (group.backwards or group.forwards or group.queue):
+                continue
             for each in group.devices:
                 if self._free[each] > now:
                     break
@@ -340,8 +342,10 @@ class _ModuleRun:
             next_begin = self._next_begin(group)
             if next_begin <= now:
                 self._begin(group.passes[group.begun], now)
-            elif next_begin < _FAR:
-                self._push(next_begin, device)
+            elif (
+                next_begin < _FAR and len(group.devices) > 1
+            ):  # one device alone is looked at as its input comes
+                self._push(next_begin, (device,))
 
     def _next_begin(self, group: PassGroup) -> int:
         """When the next pass of a stage of the module with the loss can begin, as far as that is known."""
@@ -372,6 +376,8 @@ class _ModuleRun:
                 head.taker.waiting.append(group)
         if ahead is not None and ahead.taker is not None and ahead.due < ahead.taker.started + group.lead:
             return ahead
+        if ahead is None and back is None:
+            return None
         until = min(map(self._next_begin, group.beside), default=_FAR)
         if ahead is not None and 4 * (until - now) >= 3 * ahead.time:
             return ahead
@@ -390,17 +396,17 @@ class _ModuleRun:
             group.started += 1
             for waiting in group.waiting:
                 waiting.waits = False
-                self._push(now, waiting.devices[0])
+                self._push(now, waiting.devices[:1])
             group.waiting.clear()
         for device in group.devices:
             self._free[device] = one.end
-            self._push(one.end, device)
+        self._push(one.end, group.devices)
         for user in one.users:
             user.missing -= 1
             if one.end > user.came:
                 user.came = one.end
             if not user.missing:
-                self._push(user.came, user.group.devices[0], user if user.group.ahead else None)
+                self._push(user.came, user.group.devices[:1], user if user.group.ahead else None)
 
     def _leave(self, group: PassGroup, one: ModulePass) -> None:
         """A pass of items waits no more."""

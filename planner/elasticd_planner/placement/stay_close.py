@@ -105,11 +105,10 @@ def _devices(
 
 
 def _renamed(pipeline: Pipeline, names: dict[str, str]) -> Pipeline:
-    stages = tuple(
-        msgspec.structs.replace(stage, devices=tuple(names[device] for device in stage.devices))
-        for stage in pipeline.stages
-    )
-    return msgspec.structs.replace(pipeline, stages=stages)
+    def renamed(stage: Stage) -> Stage:
+        return msgspec.structs.replace(stage, devices=tuple(names[device] for device in stage.devices))
+
+    return pipeline.with_stages(renamed)
 
 
 def rebalance_shares(
@@ -123,4 +122,4 @@ def rebalance_shares(
         weights = (max(1, round(1e6 / rate_of(rates, device) ** part)) for device in given.devices)
         return msgspec.structs.replace(given, shares=apportion(profile.share_units, tuple(weights)))
 
-    return tuple(msgspec.structs.replace(p, stages=tuple(map(stage, p.stages))) for p in pipelines)
+    return tuple(pipeline.with_stages(stage) for pipeline in pipelines)

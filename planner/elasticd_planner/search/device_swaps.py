@@ -33,7 +33,6 @@ from elasticd_planner.cost.model import KnownCosts, smallest, stage_times
 from elasticd_planner.cost.pipeline_time import Times
 from elasticd_planner.grouping.tp_groups import by_name
 from elasticd_planner.numeric import EQUAL
-from elasticd_planner.placement.state_movement import strategy
 from elasticd_planner.search.task import Signature, Task, alive, pipeline_signature
 from elasticd_planner.spec.cluster import Link, node_of, rate_of
 from elasticd_planner.spec.plan import Pipeline, Plan
@@ -122,15 +121,6 @@ class _Swaps:
         }
         #: Fast devices first, then those with more memory.
         self._ranks = {name: (*kind[:2], by_name(name)) for name, kind in self._kinds.items()}
-        usable = dict.fromkeys(named, 0)
-        for device in self._usable.values():
-            usable[device.node] += 1
-        #: Nodes all of whose devices are normal, where groups have the pinned size.
-        self._normal = {
-            name
-            for name, node in named.items()
-            if usable[name] == len(node.devices) and all(self._kinds[d.name][0] <= 1 for d in node.devices)
-        }
         self._known = KnownCosts()
         self._costed = self._looked = 0
         self._seconds = self._of(self.pipelines)
@@ -186,7 +176,7 @@ class _Swaps:
         used = {name for pipeline in pipelines for stage in pipeline.stages for name in stage.devices}
         away = {*self._given.carriers, *used}
         idle = tuple(device.name for device in self.task.cluster.devices if device.name not in away)
-        return self._given.replace(strategies=(strategy(pipelines),), idle=idle)
+        return self._given.with_pipelines(pipelines, idle=idle)
 
     # Costs.
 
@@ -489,7 +479,7 @@ class _Swaps:
             p, s = place
             shares, need = self.pipelines[p].stages[s].shares, self._need[place]
             nodes = {self._kinds[name][2] for name in devices}
-            if len(nodes) > self._spread[place] or not self._pinned(len(devices), nodes):
+            if len(nodes) > self._spread[place] or not self.task.may_have(len(devices), nodes):
                 return
             seated = sorted(devices, key=self._ranks.__getitem__)
             if shares.count(shares[0]) < len(shares):
@@ -499,9 +489,6 @@ class _Swaps:
             if any(self._kinds[name][1] > -size for name, size in zip(seated, need, strict=True)):
                 return
         yield made
-
-    def _pinned(self, width: int, nodes: Iterable[str]) -> bool:
-        return self.task.fixed_tp in (None, width) or not self._normal.issuperset(nodes)
 
     def _idle(self) -> list[str]:
         used = {name for place in self._need for name in self._devices(place)}

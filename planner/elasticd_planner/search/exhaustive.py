@@ -205,7 +205,8 @@ class ExhaustiveSearch:
         # Where a pipeline has as many micro-batches as stages at least, these are a resource like devices:
         # each pipeline takes its depth of them.
         self.full: Counts = (*devices, micro_batches) if self.task.deep else devices
-        allowed = filter(self._allowed, groups(self.alike, cluster, cost))
+        listed = groups(self.alike, cluster, cost)
+        allowed = (group for group in listed if task.may_have(group.width, [group.node]))
         self.groups = tuple(at_best(group, self.alike) if relaxed else group for group in allowed)
         self.shapes: dict[Counts, list[Shape]] = {}
         self.curves: dict[Counts, Floats] = {}
@@ -253,14 +254,6 @@ class ExhaustiveSearch:
 
     def _devices(self, counts: Counts) -> Counts:
         return counts[: len(self.alike)]
-
-    def _allowed(self, group: Group) -> bool:
-        """Whether the task's pins let a group be: nodes of normal devices have groups of one size."""
-        if self.task.fixed_tp in (None, group.width):
-            return True
-        here = [a for a in self.alike if a.node == group.node]
-        whole = next(len(node.devices) for node in self.cluster.nodes if node.name == group.node)
-        return any(a.rate > 1 for a in here) or sum(len(a.devices) for a in here) < whole
 
     # Shapes.
 

@@ -52,9 +52,8 @@ def under(plan: Plan, space: SearchSpace) -> Plan:
         if space.sequence_parallel == "always":
             pipelines = sliced(pipelines, on=True)
         modules.append(msgspec.structs.replace(module, pipelines=pipelines))
-    strategy = msgspec.structs.replace(plan.strategies[0], modules=tuple(modules))
     state = space.states[0]
-    return plan.replace(strategies=(strategy,), state=state, carriers=plan.carriers if state.zero else ())
+    return plan.with_modules(modules, state=state, carriers=plan.carriers if state.zero else ())
 
 
 def missing(plan: Plan, problem: Problem) -> str:

@@ -14,9 +14,9 @@ from dataclasses import replace
 import msgspec
 import numpy as np
 
-from elasticd_planner.cost.memory import need
+from elasticd_planner.cost.memory import least_need, need
 from elasticd_planner.grouping.node_partitions import hosts
-from elasticd_planner.numeric import Floats
+from elasticd_planner.numeric import EQUAL, Floats
 from elasticd_planner.readable import readable
 from elasticd_planner.search.task import Task, alive
 from elasticd_planner.spec.cluster import Device
@@ -28,6 +28,20 @@ Shortage = tuple[int, str]
 
 #: The most additional nodes that a refusal proposes.
 MOST_NODES = 8
+
+#: Positions and widths looked at for the least memory of a layer; those beyond need no less.
+DEEPEST = 64
+
+
+def most_copies(task: Task) -> float:
+    """The most copies of all layers that memory holds, each layer at the least bytes that any stage needs. Of a
+    job that is the last stage; a table names the bytes of each."""
+    places = [devices for devices, _ in hosts(task.cluster, task.rates, task.cost)]
+    widest, deepest = max(map(len, places), default=0), min(task.layers, sum(map(len, places)), DEEPEST)
+    flying = range(1, deepest + 1) if task.deep else (1,)
+    layer, empty = least_need(task.cost, min(widest, DEEPEST), flying)
+    room = sum(max(0.0, device.memory - empty) for devices in places for device in devices)
+    return room / (layer * task.layers) * (1 + EQUAL) if layer > 0 else math.inf
 
 
 def impossible_pin(task: Task) -> str:

@@ -18,8 +18,8 @@ import msgspec
 from elasticd_planner.cost.memory import fits, memory_by_device, pipeline_memory
 from elasticd_planner.cost.model import pipeline_seconds
 from elasticd_planner.numeric import EQUAL
-from elasticd_planner.placement.state_movement import bytes_to_move, strategy
-from elasticd_planner.problem import Answer, Problem
+from elasticd_planner.placement.state_movement import bytes_to_move
+from elasticd_planner.problem import Answer, Problem, with_current
 from elasticd_planner.search.options import current_setting, listed, task_of
 from elasticd_planner.search.task import Task, alive, pipeline_signature
 from elasticd_planner.spec.plan import Pipeline, Plan, Prediction
@@ -38,8 +38,7 @@ def plain(plan: Plan) -> Plan:
     """The same plan without interleaved stages; itself where it has none."""
     if all(pipeline.chunks == 1 for pipeline in plan.pipelines):
         return plan
-    module = plan.module
-    return plan.replace(strategies=(strategy(flattened(module.pipelines), module.module),))
+    return plan.with_pipelines(flattened(plan.pipelines))
 
 
 def chunked(pipeline: Pipeline, chunks: int) -> Iterator[Pipeline]:
@@ -64,7 +63,6 @@ class Interleaving:
 
     def plan(self, given: Plan) -> Plan:
         """A plan of plain stages with those of its pipelines interleaved that are quicker so, and fit."""
-        module = given.module
         cost = self.task.cost.under(given)
 
         def improved(pipeline: Pipeline) -> Pipeline:
@@ -84,19 +82,12 @@ class Interleaving:
                 self._known[key] = chosen
             return options.get(self._known[key], pipeline)
 
-        made = tuple(improved(pipeline) for pipeline in module.pipelines)
-        return given if made == module.pipelines else given.replace(strategies=(strategy(made, module.module),))
+        made = tuple(map(improved, given.pipelines))
+        return given if made == given.pipelines else given.with_pipelines(made)
 
     def seconds(self, pipeline: Pipeline) -> float:
         """Seconds of the pipeline by the schedule, before what comes after the pipelines."""
         return pipeline_seconds(pipeline, self.task.cluster, self.task.rates, self.task.cost)
-
-
-def plain_problem(problem: Problem) -> Problem:
-    """What is searched: the same problem, near the running plan without its interleaved stages."""
-    if problem.current is None:
-        return problem
-    return msgspec.structs.replace(problem, current=plain(problem.current))
 
 
 def other_numbers(problem: Problem, found: Answer) -> Iterator[Problem]:
@@ -114,70 +105,55 @@ def other_numbers(problem: Problem, found: Answer) -> Iterator[Problem]:
     for number in sorted(numbers - {count}):
         if 1 <= number <= most:
             search_space = msgspec.structs.replace(problem.search_space, fixed_dp=number)
-            yield msgspec.structs.replace(plain_problem(problem), search_space=search_space)
+            yield msgspec.structs.replace(with_current(problem, plain), search_space=search_space)
 
 
 def best(problem: Problem, found: Sequence[Answer], tolerance: float) -> Answer:
-    """The best answer that plans of plain stages lead to, the first of them being that of `plain_problem`; of
-    near-equal ones the one that moves least."""
-    answers = [_answer(problem, one, tolerance) for one in found]
-    first = answers[0]
-    made = [(one.plan.prediction.step_seconds, one.plan) for one in answers if one.plan and one.plan.prediction]
-    if len(made) < 2:
-        return first
-    near = min(made, key=lambda each: each[0])[0] * _slack(problem, tolerance)
-    moves = [
-        (_moved(problem, option), round(seconds, 12), at)
-        for at, (seconds, option) in enumerate(made)
-        if seconds <= near
-    ]
-    return msgspec.structs.replace(
-        first, plan=made[min(moves)[2]][1], candidates=sum(one.candidates for one in answers)
-    )
+    """The best answer that plans of plain stages lead to; of near-equal plans the one that moves least. (The
+    steady state has no filling and draining, and nothing to gain.)
 
-
-def _slack(problem: Problem, tolerance: float) -> float:
-    return (1 + (tolerance if problem.current is not None else 0.0)) * (1 + EQUAL)
-
-
-def _moved(problem: Problem, option: Plan) -> int:
-    return bytes_to_move(problem.profile, problem.current, option) if problem.current is not None else 0
-
-
-def _answer(problem: Problem, found: Answer, tolerance: float) -> Answer:
-    """The answer to a problem whose stages may be interleaved, from the one of `plain_problem`: of near-equal
-    plans the one that moves least. (The steady state has no filling and draining, and nothing to gain.)"""
-    current, most = problem.current, problem.search_space.interleave
-    most = most if problem.objective == "step" else 1
+    Args:
+        problem: with the running plan.
+        found: answers, the first of them to the problem near that plan without its interleaved stages.
+        tolerance: plans within this fraction of the best count as equal to it if there is a running one.
+    """
+    first, current = found[0], problem.current
+    most = problem.search_space.interleave if problem.objective == "step" else 1
     running = current is not None and plain(current) is not current
-    if not running and most == 1:
-        return found
-    now = found.current_seconds
+    now = first.current_seconds
     if running and now is not None:
         assert current is not None
         now = _task(problem, current).seconds(current)
-    if found.plan is None or found.plan.prediction is None or most == 1:
-        return msgspec.structs.replace(found, current_seconds=now)
-    task = _task(problem, found.plan)
-    options = [found.plan, Interleaving(task=task, most=most).plan(found.plan)]
-    if running and current is not None and _is_chunked(found.plan, current, most):
-        options.append(found.plan.replace(strategies=current.strategies))
-    seconds = [task.seconds(option) for option in options]
-    near = min(seconds) * _slack(problem, tolerance)
-    moves = [_moved(problem, option) for option in options]
-    close = [at for at, spent in enumerate(seconds) if spent <= near]
-    chosen = min(close, key=lambda at: (moves[at], seconds[at]))
+    plans = [one.plan for one in found if one.plan is not None and one.plan.prediction is not None]
+    if not plans or most == 1:
+        return msgspec.structs.replace(first, current_seconds=now)
+    options = list[tuple[Plan, Task]]()
+    for made in plans:
+        task = _task(problem, made)
+        options += [(made, task), (Interleaving(task=task, most=most).plan(made), task)]
+        if running and current is not None and _is_chunked(made, current, most):
+            options.append((made.replace(strategies=current.strategies), task))
+    seconds = [task.seconds(option) for option, task in options]
+    near = min(seconds) * (1 + (tolerance if current is not None else 0.0)) * (1 + EQUAL)
+
+    def preference(at: int) -> tuple[int, float, int]:
+        option, _ = options[at]
+        moved = bytes_to_move(problem.profile, current, option) if current is not None else 0
+        return moved, round(seconds[at], 12), at
+
+    at = min((at for at, spent in enumerate(seconds) if spent <= near), key=preference)
+    chosen, task = options[at]
+    assert chosen.prediction is not None
     prediction = Prediction(
-        step_seconds=seconds[chosen],
-        bound_seconds=min(found.plan.prediction.bound_seconds, seconds[chosen], _least(problem)),
-        memory=memory_by_device(options[chosen], task.cost),
+        step_seconds=seconds[at],
+        bound_seconds=min(chosen.prediction.bound_seconds, seconds[at], _least(problem)),
+        memory=memory_by_device(chosen, task.cost),
     )
-    reason = describe(options[chosen], problem.rates)
     return msgspec.structs.replace(
-        found,
-        plan=options[chosen].replace(prediction=prediction, reason=reason),
+        first,
+        plan=chosen.replace(prediction=prediction, reason=describe(chosen, problem.rates)),
         current_seconds=now,
-        candidates=found.candidates + len(options) - 1,
+        candidates=sum(one.candidates for one in found) + len(options) - len(plans),
     )
 
 

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 
 import msgspec
 
-from elasticd_planner.placement.state_movement import strategy
 from elasticd_planner.problem import Answer, Problem
 from elasticd_planner.spec.plan import Pipeline, Plan, Span, Stage
 from elasticd_planner.spec.plan_summary import describe
@@ -22,14 +21,7 @@ def apart(plan: Plan) -> Plan:
     """The same plan with each lane as a pipeline of its own; itself where each pipeline has one lane."""
     if plan.by_lane == plan.pipelines:
         return plan
-    return plan.replace(strategies=(strategy(plan.by_lane, plan.module.module),))
-
-
-def apart_problem(problem: Problem) -> Problem:
-    """What is searched: the same problem, near the running plan taken apart."""
-    if problem.current is None:
-        return problem
-    return msgspec.structs.replace(problem, current=apart(problem.current))
+    return plan.with_pipelines(plan.by_lane)
 
 
 def joined(pipelines: Sequence[Pipeline], most: int) -> tuple[Pipeline, ...]:
@@ -59,15 +51,15 @@ def _stage(groups: Sequence[Stage]) -> Stage:
 
 
 def answer(problem: Problem, found: Answer) -> Answer:
-    """The answer to a problem from that of `apart_problem`. Where the running plan is the one that was found,
-    its lanes stay as they are."""
+    """The answer to a problem from that of one near the running plan taken apart. Where the running plan is the
+    one that was found, its lanes stay as they are."""
     most, plan, current = problem.search_space.lanes, found.plan, problem.current
     if plan is None or most == 1:
         return found
     lanes = joined(plan.pipelines, most)
     if current is not None and current.by_lane == plan.pipelines and _widest(current) <= most:
         lanes = current.pipelines
-    made = plan.replace(strategies=(strategy(lanes, plan.module.module),))
+    made = plan.with_pipelines(lanes)
     return msgspec.structs.replace(found, plan=made.replace(reason=describe(made, problem.rates)))
 
 

@@ -12,13 +12,14 @@ from dataclasses import replace
 from functools import cached_property
 
 from elasticd_planner.cost.group_bound import Paces, least
-from elasticd_planner.cost.memory import fewest_devices, least_need
+from elasticd_planner.cost.memory import fewest_devices
 from elasticd_planner.cost.table_cost import TableCost
 from elasticd_planner.grouping.group_types import Columns, Limits, Rules
 from elasticd_planner.grouping.node_partitions import Division, kinds, partitioner
 from elasticd_planner.numeric import EQUAL
 from elasticd_planner.search.bounds.integer_layers import Nodes, least_whole, nodes_of
 from elasticd_planner.search.bounds.table_bound import TableBound
+from elasticd_planner.search.infeasible import most_copies
 from elasticd_planner.search.pools.group_exchange import GROUPS, PIPELINES, Exchange
 from elasticd_planner.search.pools.node_pool import NodePool
 from elasticd_planner.search.pools.node_pools import CLOSE, EVER, NodePools
@@ -60,9 +61,6 @@ FAR = 0.05
 
 #: (bound, number of pipelines, size of groups on normal nodes)
 Attempt = tuple[float, int, int | None]
-
-#: Positions and widths looked at for the least memory of a layer; those beyond need no less.
-DEEPEST = 64
 
 
 class LargeSearch:
@@ -191,20 +189,8 @@ class LargeSearch:
 
     @cached_property
     def _most_pipelines(self) -> int:
-        """By memory: one pipeline holds all layers, each at no less than its least bytes in any stage; and it
-        has no fewer devices than hold one whose stages keep a micro-batch each."""
-        task = self.task
-        deepest = min(task.layers, self.devices, DEEPEST)
-        widest = max((kind.devices for kind in self.kinds), default=0)
-        layer, empty = least_need(task.cost, min(widest, DEEPEST), range(1, deepest + 1))
-        room = sum(
-            max(0.0, memory - empty) * number * len(kind.nodes)
-            for kind in self.kinds
-            for _, memory, number in kind.classes
-        )
-        if layer <= 0:
-            return self.devices
-        return max(1, min(self.devices, math.floor(room / (layer * task.layers))))
+        """By devices and by memory."""
+        return max(1, math.floor(min(self.devices, most_copies(self.task))))
 
     def _fit(self) -> bool:
         """Whether the pinned number of pipelines, or one, may fit, each stage with all the micro-batches that

@@ -26,9 +26,10 @@ from elasticd_planner.cost.profile_cost import ProfileCost
 from elasticd_planner.numeric import EQUAL
 from elasticd_planner.problem import Problem
 from elasticd_planner.search.exhaustive import ExhaustiveSearch
+from elasticd_planner.search.infeasible import most_copies
 from elasticd_planner.search.large import LargeSearch
 from elasticd_planner.search.module_cost import ModuleCosts
-from elasticd_planner.search.options import Settings, roomy, task_of
+from elasticd_planner.search.options import Settings, task_of
 from elasticd_planner.search.task import EXACT_DEVICES, Task, alive
 from elasticd_planner.spec.cluster import rate_of
 from elasticd_planner.spec.plan import Prediction
@@ -65,7 +66,7 @@ class ModuleBound:
         problem, bound = msgspec.structs.replace(self._problem, modules=(), given=None, current=None), known
         for setting in Settings(problem).listed:
             task = task_of(setting.problem(problem), hopeful=True)
-            if setting.pipelines is None or roomy(task, setting.pipelines):
+            if setting.pipelines is None or setting.pipelines <= most_copies(task):
                 numbers = None if setting.pipelines is None else [setting.pipelines]
                 bound = min(bound, self._least(task, numbers, bound))
         return bound

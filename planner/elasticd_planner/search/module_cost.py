@@ -124,8 +124,7 @@ class ModuleCosts:
                 pipelines.append(msgspec.structs.replace(pipeline, stages=stages))
             rows = max(1, round(self.modules[module.module].rows_an_item)) if module.items else 0
             listed.append(msgspec.structs.replace(module, pipelines=tuple(pipelines), item_rows=rows))
-        strategy = msgspec.structs.replace(plan.strategies[0], modules=tuple(listed))
-        return plan.replace(strategies=(strategy,))
+        return plan.with_modules(listed)
 
     def seconds(self, plan: Plan) -> float:
         """Seconds of a mean step of a plan with times. Of a large job a part is played, see `_part`."""
@@ -254,10 +253,7 @@ class ModuleCosts:
             part = max(part, weights[0] / weights[1])
             lanes = [msgspec.structs.replace(lane, serves=()) for lane in lanes]
             modules.append(msgspec.structs.replace(module, pipelines=tuple(lanes)))
-        strategy = msgspec.structs.replace(plan.strategies[0], modules=tuple(modules))
-        smaller = plan.replace(
-            strategies=(strategy,), global_batch=samples, carriers=(), idle=(), prediction=None
-        )
+        smaller = plan.with_modules(modules, global_batch=samples, carriers=(), idle=(), prediction=None)
         return smaller, part * plan.global_batch / samples
 
     def after_seconds(self, plan: Plan) -> float:

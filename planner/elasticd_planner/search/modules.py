@@ -254,7 +254,7 @@ class ModulePlanner:
 
     def _loss_problem(self, left: Sequence[str], used: Mapping[str, int]) -> Problem | None:
         """The problem of the module with the loss on other devices than these; None where nothing is left."""
-        cluster = smaller(self.problem.cluster, used, left)
+        cluster = self.problem.cluster.without(left, used)
         if cluster is None:
             return None
         names = {device.name for device in cluster.devices}
@@ -435,7 +435,7 @@ class ModulePlanner:
         coarse = max(1, max(left.values()) // COARSE)  # devices that are nearly alike count as alike
         used = {device: memory[device] - size // coarse * coarse for device, size in left.items()}
         others = [device.name for device in self.problem.cluster.devices if device.name not in set(devices)]
-        cluster = smaller(self.problem.cluster, used, others)
+        cluster = self.problem.cluster.without(others, used)
         if cluster is None:
             return None, "it has no memory beside the module with the loss"
         key = module.name, cluster, loss.state, room
@@ -513,8 +513,7 @@ class ModulePlanner:
                 size = self.costs.output_bytes(given)
                 module = serving(plan, module, self.problem.cluster, groups, size)
             modules.append(module)
-        strategy = msgspec.structs.replace(plan.strategies[0], modules=tuple(modules))
-        return plan.replace(strategies=(strategy,))
+        return plan.with_modules(modules)
 
     def _near(self, plan: Plan) -> Iterator[Plan]:
         """The same plan with lanes of items that serve each pipeline alone, where links make that faster."""
@@ -525,11 +524,13 @@ class ModulePlanner:
                 yield near
 
     def _aheads(self, plan: Plan) -> list[int]:
-        """Numbers of micro-batches that memory allows, all of them first."""
+        """Numbers of micro-batches that memory allows, all of them first. Where one fits, smaller ones do."""
         every = max(lane.micro_batches for lane in plan.view(self.problem.module).by_lane)
         listed = [every, *(ahead for ahead in AHEADS if ahead < every)]
-        memory = self.problem.cluster
-        return [ahead for ahead in listed if fits(self.costs.memory(with_pair(plan, ahead, 0)), memory)] or [1]
+        for at, ahead in enumerate(listed):
+            if fits(self.costs.memory(with_pair(plan, ahead, 0)), self.problem.cluster):
+                return listed[at:]
+        return [1]
 
     def _pairs(self, plan: Plan) -> Iterator[Plan]:
         """The same plan with each `lead`, and with other `ahead` under the best of these."""
@@ -652,11 +653,10 @@ def _items_of(plan: Plan) -> list[ModulePlan]:
 
 def with_pair(plan: Plan, ahead: int, lead: int) -> Plan:
     """The plan with this `ahead` and `lead` in all modules of items."""
-    modules = tuple(
+    return plan.with_modules(
         msgspec.structs.replace(module, ahead=ahead, lead=lead) if module.items else module
         for module in plan.modules
     )
-    return plan.replace(strategies=(msgspec.structs.replace(plan.strategies[0], modules=modules),))
 
 
 def _shares_devices(plan: Plan) -> bool:
@@ -683,24 +683,3 @@ def left_devices(problem: Problem, count: int) -> list[str]:
         return -rate_of(rates, device), node not in slow, -nodes.index(node)
 
     return sorted((device.name for device in alive(problem)), key=place)[:count]
-
-
-def smaller(cluster: Cluster, used: Mapping[str, int], without: Sequence[str]) -> Cluster | None:
-    """The cluster without some devices, with less memory on others; None where nothing is left."""
-    away, nodes = {*without}, []
-    for node in cluster.nodes:
-        devices = tuple(
-            msgspec.structs.replace(device, memory=device.memory - used.get(device.name, 0))
-            for device in node.devices
-            if device.name not in away and device.memory > used.get(device.name, 0)
-        )
-        if devices:
-            nodes.append(msgspec.structs.replace(node, devices=devices))
-    if not nodes:
-        return None
-    names = {node.name for node in nodes}
-    levels = []
-    for level in cluster.levels:
-        groups = tuple(tuple(n for n in group if n in names) for group in level.groups)
-        levels.append(msgspec.structs.replace(level, groups=tuple(group for group in groups if group)))
-    return msgspec.structs.replace(cluster, nodes=tuple(nodes), levels=tuple(levels))

@@ -25,15 +25,13 @@ from itertools import product
 
 import msgspec
 
-from elasticd_planner.cost.memory import least_need
 from elasticd_planner.cost.model import CostModel
 from elasticd_planner.cost.pipeline_time import Steady
 from elasticd_planner.cost.profile_cost import ProfileCost
-from elasticd_planner.grouping.node_partitions import hosts
 from elasticd_planner.numeric import EQUAL
 from elasticd_planner.problem import Answer, Problem, SearchSpace
-from elasticd_planner.search.infeasible import explain_infeasible, shortage
-from elasticd_planner.search.large import DEEPEST, SMALL, LargeSearch
+from elasticd_planner.search.infeasible import explain_infeasible, most_copies, shortage
+from elasticd_planner.search.large import SMALL, LargeSearch
 from elasticd_planner.search.refine import Refiner
 from elasticd_planner.search.regular import NEAR, RegularLayout, regular_layouts, regular_seconds
 from elasticd_planner.search.task import Task, UnitProblem, alive
@@ -241,7 +239,7 @@ class Settings:
             if bound >= known:
                 return bound
             number = setting.pipelines
-            room = number is None or roomy(self._hopeful(setting), number)
+            room = number is None or number <= most_copies(self._hopeful(setting))
             self._bounds[setting] = bound if room else math.inf
         return self._bounds[setting]
 
@@ -300,19 +298,6 @@ class Settings:
         nearest = min(found, key=lambda entry: entry[:3])[3] if found else self.listed[0]
         task = task_of(nearest.problem(self.problem))
         return explain_infeasible(task, setting=str(nearest))
-
-
-def roomy(task: Task, pipelines: int) -> bool:
-    """Returns True if so many pipelines can hold the model, each layer at the least bytes that any stage needs.
-    They cannot where devices are fewer than a TP group must have."""
-    devices = alive(task)
-    most = min(len(devices), DEEPEST)
-    widest = max((len(group) for group, _ in hosts(task.cluster, task.rates, task.cost)), default=0)
-    if not widest:
-        return False
-    layer, empty = least_need(task.cost, min(widest, DEEPEST), (1, min(task.layers, most)))
-    room = sum(max(0.0, device.memory - empty) for device in devices)
-    return layer * task.layers * pipelines <= room * (1 + EQUAL)
 
 
 class SearchProgress(Value, frozen=True, kw_only=True):

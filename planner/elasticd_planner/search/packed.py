@@ -30,7 +30,7 @@ from elasticd_planner.cost.memory import fewest_devices
 from elasticd_planner.cost.packed_cost import PackedCost
 from elasticd_planner.cost.profile_cost import ProfileCost
 from elasticd_planner.numeric import EQUAL
-from elasticd_planner.placement.state_movement import bytes_to_move, strategy
+from elasticd_planner.placement.state_movement import bytes_to_move
 from elasticd_planner.problem import Answer, Problem, SearchSpace
 from elasticd_planner.search import given_plan, lanes
 from elasticd_planner.search.large import SMALL
@@ -297,12 +297,11 @@ class _PackedSearch:
         if current is None or len(current.by_lane) > count:
             return None
         weights = tuple(max(1, lane.micro_batches) for lane in current.by_lane)
-        pipelines = tuple(
+        pipelines = (
             msgspec.structs.replace(lane, micro_batches=rows, packed=())
             for lane, rows in zip(current.by_lane, apportion(count, weights), strict=True)
         )
-        made = strategy(pipelines, current.module.module)
-        return current.replace(strategies=(made,), global_batch=count, micro_batch=1)
+        return current.with_pipelines(pipelines, global_batch=count, micro_batch=1)
 
     def _likely(self, options: list[_Option], room: int) -> list[_Option]:
         """Those of the options that hold the sequence which may come, or others that do; where none does, half

@@ -18,7 +18,7 @@ from elasticd_planner.numeric import EQUAL, Floats
 from elasticd_planner.placement.state_movement import bytes_to_move
 from elasticd_planner.placement.stay_close import BETWEEN, WHOLE, nearest, rebalance_shares
 from elasticd_planner.placement.tp_rank_order import relax_shares, reorder_tp_ranks
-from elasticd_planner.problem import Answer, JobAnswer, JobProblem, MeshProblem, Problem
+from elasticd_planner.problem import Answer, JobAnswer, JobProblem, MeshProblem, Problem, with_current
 from elasticd_planner.search import experts, given_plan, interleave, lanes, modules, packed
 from elasticd_planner.search.balance.micro_batch_split import split_micro_batches
 from elasticd_planner.search.device_swaps import swapped
@@ -144,8 +144,8 @@ def _unplaced(
             return Planner(problem=alone, number=number, tolerance=tolerance).as_given(given)
 
         return given_plan.answer(problem, as_given, lambda searched: plan(searched, number, tolerance))
-    apart = lanes.apart_problem(problem)
-    plain = interleave.plain_problem(apart)
+    apart = with_current(problem, lanes.apart)
+    plain = with_current(apart, interleave.plain)
     found = [_plain(plain, number, tolerance, like=like, brief=brief, watch=watch)]
     found += [_plain(other, number, tolerance) for other in interleave.other_numbers(apart, found[0])]
     return lanes.answer(problem, interleave.best(apart, found, tolerance))
@@ -472,11 +472,9 @@ class Planner:
         """Whether TP groups have allowed sizes, and on nodes of normal devices the pinned one."""
         stages = [stage for _, _, stage in plan.walk()]
         widths = {len(stage.devices) for stage in stages}
-        if not widths <= set(self.task.cost.widths(max(widths))):
-            return False
-        slow = {node_of(name) for name, rate in self.problem.rates.items() if rate > 1}
-        normal = {len(stage.devices) for stage in stages if not slow & set(map(node_of, stage.devices))}
-        return self.task.fixed_tp is None or normal <= {self.task.fixed_tp}
+        return widths <= set(self.task.cost.widths(max(widths))) and all(
+            self.task.may_have(len(stage.devices), map(node_of, stage.devices)) for stage in stages
+        )
 
     def now(self) -> float | None:
         """Seconds of the current plan as it is, if it is one of this problem, and fits."""

@@ -122,10 +122,8 @@ def _named(like: Pipeline, pipeline: Pipeline) -> Pipeline:
 
 def flagged(pipelines: Sequence[Pipeline], *, on: bool) -> tuple[Pipeline, ...]:
     """The same pipelines with recomputation on, or off, in every stage."""
-    return tuple(
-        msgspec.structs.replace(
-            pipeline,
-            stages=tuple(msgspec.structs.replace(stage, recompute=on) for stage in pipeline.stages),
-        )
-        for pipeline in pipelines
-    )
+
+    def changed(stage: Stage) -> Stage:
+        return msgspec.structs.replace(stage, recompute=on)
+
+    return tuple(pipeline.with_stages(changed) for pipeline in pipelines)

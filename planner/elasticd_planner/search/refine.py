@@ -20,7 +20,7 @@ from elasticd_planner.numeric import EQUAL, Floats, Ints
 from elasticd_planner.search.balance.layer_split import Terms, fill
 from elasticd_planner.search.balance.micro_batch_split import Line, pareto, split_by_lines, split_micro_batches
 from elasticd_planner.search.balance.stage_swaps import Placed, StageCosts, improved
-from elasticd_planner.search.task import Chained, NamedGroup, Signature, Task, pipeline_signature
+from elasticd_planner.search.task import Chained, DeviceGroup, NamedGroup, Signature, Task, pipeline_signature
 from elasticd_planner.spec.cluster import Link, rate_of
 from elasticd_planner.spec.plan import Pipeline
 
@@ -269,6 +269,12 @@ class Refiner:
         if key not in self._hops:
             self._hops[key] = self.task.hop(a, b)
         return self._hops[key]
+
+    def quickest(self, devices: tuple[str, ...]) -> DeviceGroup:
+        """The TP group of these devices with the shares that are quickest."""
+        options = self.task.cost.shares([rate_of(self.task.rates, name) for name in devices])
+        groups = [DeviceGroup(devices=devices, shares=shares) for shares in options]
+        return min(groups, key=lambda group: self.type_of(group).block) if len(groups) > 1 else groups[0]
 
     def type_of(self, group: NamedGroup) -> GroupType:
         """What a group costs and holds."""

@@ -22,7 +22,7 @@ from itertools import permutations
 from elasticd_planner.numeric import EQUAL
 from elasticd_planner.search.refine import Refiner
 from elasticd_planner.search.task import Chained, DeviceGroup, NamedGroup, Task, alive, pipeline_signature
-from elasticd_planner.spec.cluster import node_of, rate_of
+from elasticd_planner.spec.cluster import node_of
 from elasticd_planner.spec.plan import Pipeline
 
 #: Changes made at most, so that a search ends; drawn jobs of 10 to 16 devices needed up to three.
@@ -64,13 +64,9 @@ class _Regrouping:
 
     def __init__(self, task: Task, refiner: Refiner, step_seconds: StepSeconds) -> None:
         self.task, self.refiner, self._step_seconds = task, refiner, step_seconds
-        self._usable = {device.name: device for device in alive(task)}
+        self._usable = [device.name for device in alive(task)]
         widest = max(len(node.devices) for node in task.cluster.nodes)
         self._widths = frozenset(task.cost.widths(widest))
-        slow = {device.node for device in self._usable.values() if rate_of(task.rates, device.name) > 1}
-        whole = {node.name for node in task.cluster.nodes if all(d.name in self._usable for d in node.devices)}
-        #: Nodes all of whose devices are normal, where groups have the pinned size.
-        self._normal = whole - slow
 
     def best(self, pipelines: Sequence[Pipeline], limit: float) -> tuple[Pipeline, ...] | None:
         """The pipelines after the change that makes the step fastest; None where none is below the limit."""
@@ -131,13 +127,13 @@ class _Regrouping:
 
     def _divided(self, now: Groups, here: tuple[int, int]) -> Iterator[Groups]:
         """A group becomes two, the fastest devices in one of them."""
-        devices = self._ranked(now[here[0]][here[1]].devices)
+        devices = self.task.ranked(now[here[0]][here[1]].devices)
         for width in range(1, len(devices)):
             yield from self._with(now, {here: (devices[:width], devices[width:])})
 
     def _left(self, now: Groups, here: tuple[int, int]) -> Iterator[Groups]:
         """A group leaves the plan, or its slowest member does."""
-        devices = self._ranked(now[here[0]][here[1]].devices)
+        devices = self.task.ranked(now[here[0]][here[1]].devices)
         yield from self._with(now, {here: ()})
         if len(devices) > 1:
             yield from self._with(now, {here: (devices[:-1],)})
@@ -151,7 +147,7 @@ class _Regrouping:
 
     def _given(self, now: Groups, here: tuple[int, int], there: tuple[int, int]) -> Iterator[Groups]:
         """A group gives its fastest or its slowest device to another."""
-        devices, others = self._ranked(now[here[0]][here[1]].devices), now[there[0]][there[1]].devices
+        devices, others = self.task.ranked(now[here[0]][here[1]].devices), now[there[0]][there[1]].devices
         if len(devices) > 1:
             for name in dict.fromkeys((devices[0], devices[-1])):
                 rest = tuple(other for other in devices if other != name)
@@ -192,7 +188,8 @@ class _Regrouping:
         """The groups with others in some places, if these may be."""
         for groups in change.values():
             for devices in groups:
-                if len(devices) not in self._widths or not self._pinned(devices):
+                width = len(devices)
+                if width not in self._widths or not self.task.may_have(width, map(node_of, devices)):
                     return
         changed = []
         for p, before in enumerate(now):
@@ -207,22 +204,8 @@ class _Regrouping:
             changed.append(tuple(after))
         yield tuple(changed)
 
-    def _pinned(self, devices: Sequence[str]) -> bool:
-        return self.task.fixed_tp in (None, len(devices)) or not self._normal.issuperset(map(node_of, devices))
-
     def _group(self, devices: Sequence[str], before: NamedGroup) -> NamedGroup:
         """The devices with the shares that are quickest; the group as it was where it has the same devices."""
         if set(devices) == set(before.devices):
             return before
-        ranked = self._ranked(devices)
-        options = self.task.cost.shares([rate_of(self.task.rates, name) for name in ranked])
-        groups = [DeviceGroup(devices=ranked, shares=shares) for shares in options]
-        return min(groups, key=lambda group: self.refiner.type_of(group).block)
-
-    def _ranked(self, devices: Sequence[str]) -> tuple[str, ...]:
-        """Fast devices first, then those with more memory."""
-
-        def rank(name: str) -> tuple[float, int]:
-            return rate_of(self.task.rates, name), -self._usable[name].memory
-
-        return tuple(sorted(devices, key=rank))
+        return self.refiner.quickest(self.task.ranked(devices))

@@ -297,16 +297,9 @@ def _pool(refiner: Refiner, width: int, groups: tuple[DeviceGroup, ...]) -> _Poo
 
 def _cut(refiner: Refiner, names: Iterable[str], width: int) -> list[DeviceGroup]:
     """Groups of this size of one node's devices, alike ones together, with the shares that are quickest."""
-    task = refiner.task
-    ranked = sorted(names, key=lambda name: (rate_of(task.rates, name), -task.cluster.memory[name]))
-    groups = []
-    for start in range(0, len(ranked) - width + 1, width):
-        devices = tuple(ranked[start : start + width])
-        options = task.cost.shares([rate_of(task.rates, name) for name in devices])
-        ways = [DeviceGroup(devices=devices, shares=shares) for shares in options]
-        quickest = min(ways, key=lambda group: refiner.type_of(group).block) if len(ways) > 1 else ways[0]
-        groups.append(quickest)
-    return groups
+    ranked = refiner.task.ranked(names)
+    starts = range(0, len(ranked) - width + 1, width)
+    return [refiner.quickest(ranked[start : start + width]) for start in starts]
 
 
 def _ends(task: Task, pool: _Pool, pipelines: int, pools: Sequence[_Pool]) -> Iterator[_Pool]:

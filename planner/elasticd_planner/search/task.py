@@ -9,8 +9,9 @@ time, the `Column` of a type of group.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import msgspec
@@ -20,7 +21,7 @@ from elasticd_planner.cost.table_cost import TableCost
 from elasticd_planner.layout.optimizer_sharding import with_carriers
 from elasticd_planner.placement.state_movement import strategy
 from elasticd_planner.problem import Problem
-from elasticd_planner.spec.cluster import Cluster, Device, Place, Rates, node_of, rate_of
+from elasticd_planner.spec.cluster import NORMAL, Cluster, Device, Place, Rates, node_of, rate_of
 from elasticd_planner.spec.plan import Pipeline, Plan, Stage
 
 #: The most devices for which every plan is enumerated.
@@ -71,6 +72,20 @@ class Task:
     def hop(self, a: NamedGroup, b: NamedGroup) -> float:
         """Seconds that one micro-batch spends between two TP groups, there and back."""
         return self.cost.boundary(self.cluster.reach((*a.devices, *b.devices)))
+
+    @cached_property
+    def normal_nodes(self) -> frozenset[str]:
+        """The nodes all of whose devices are normal, where groups have the pinned size."""
+        rates, nodes = self.rates, self.cluster.nodes
+        return frozenset(n.name for n in nodes if all(rate_of(rates, d.name) <= NORMAL for d in n.devices))
+
+    def may_have(self, width: int, nodes: Iterable[str]) -> bool:
+        """Returns whether the pin allows a TP group of this size on these nodes."""
+        return self.fixed_tp in (None, width) or not self.normal_nodes.issuperset(nodes)
+
+    def ranked(self, names: Iterable[str]) -> tuple[str, ...]:
+        """Devices in order: fast ones first, then those with more memory."""
+        return tuple(sorted(names, key=lambda name: (rate_of(self.rates, name), -self.cluster.memory[name])))
 
     @property
     def crosses_nodes(self) -> bool:

@@ -12,6 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import pairwise
 
+import msgspec
+
 from elasticd_planner.value import Value, refuse
 
 NORMAL = 1.0
@@ -155,6 +157,28 @@ class Cluster(Value, frozen=True, kw_only=True, dict=True):
             if device.name == name:
                 return device
         return refuse(f"device {name!r} is not in the cluster")
+
+    def without(self, devices: Iterable[str], used: Mapping[str, int] | None = None) -> Cluster | None:
+        """The cluster without some devices, and with less memory on others; None where nothing is left.
+
+        Args:
+            devices: by name, those that are left out.
+            used: bytes of others that are not there any more; a device without memory is left out, too.
+        """
+        away, used, nodes = {*devices}, used or {}, []
+        for node in self.nodes:
+            left = tuple(
+                msgspec.structs.replace(device, memory=device.memory - used.get(device.name, 0))
+                for device in node.devices
+                if device.name not in away and device.memory > used.get(device.name, 0)
+            )
+            if left:
+                nodes.append(msgspec.structs.replace(node, devices=left))
+        names, levels = {node.name for node in nodes}, []
+        for level in self.levels:
+            groups = (tuple(name for name in group if name in names) for group in level.groups)
+            levels.append(msgspec.structs.replace(level, groups=tuple(filter(None, groups))))
+        return msgspec.structs.replace(self, nodes=tuple(nodes), levels=tuple(levels)) if nodes else None
 
     @cached_property
     def _special(self) -> dict[str, Node]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from graphlib import CycleError, TopologicalSorter
@@ -317,6 +317,15 @@ class Pipeline(Value, frozen=True, kw_only=True, omit_defaults=True):
             )
         return msgspec.structs.replace(self, stages=tuple(stages))
 
+    def with_stages(self, change: Callable[[Stage], Stage]) -> Pipeline:
+        """The pipeline with each stage changed."""
+        return msgspec.structs.replace(self, stages=tuple(map(change, self.stages)))
+
+    @property
+    def untimed(self) -> Pipeline:
+        """The pipeline without the times of its passes."""
+        return self.with_stages(lambda stage: msgspec.structs.replace(stage, microseconds=NO_TIMES))
+
     @property
     def micro_batches_by_lane(self) -> tuple[int, ...]:
         """The number of a step's micro-batches that each lane has."""
@@ -443,11 +452,8 @@ class Strategy(Value, frozen=True, kw_only=True):
         """The same without the times of passes: two that are alike in this place the same on each device."""
         modules = []
         for module in self.modules:
-            pipelines = []
-            for pipeline in module.pipelines:
-                stages = (msgspec.structs.replace(stage, microseconds=NO_TIMES) for stage in pipeline.stages)
-                pipelines.append(msgspec.structs.replace(pipeline, stages=tuple(stages)))
-            modules.append(msgspec.structs.replace(module, pipelines=tuple(pipelines)))
+            pipelines = tuple(pipeline.untimed for pipeline in module.pipelines)
+            modules.append(msgspec.structs.replace(module, pipelines=pipelines))
         return msgspec.structs.replace(self, modules=tuple(modules))
 
     def _sources(self, name: str) -> list[str]:
@@ -798,6 +804,16 @@ class Plan(StoredValue, frozen=True, kw_only=True, dict=True, tag="plan"):
     def replace(self, **changes: Any) -> Plan:
         """The plan with other values of some fields, checked anew."""
         return msgspec.structs.replace(self, **changes)
+
+    def with_modules(self, modules: Iterable[ModulePlan], **changes: Any) -> Plan:
+        """The plan with other modules between the same edges, and other values of some fields."""
+        strategy = msgspec.structs.replace(self.strategies[0], modules=tuple(modules))
+        return self.replace(strategies=(strategy,), **changes)
+
+    def with_pipelines(self, pipelines: Iterable[Pipeline], **changes: Any) -> Plan:
+        """A plan of one module with other pipelines, and other values of some fields."""
+        module = msgspec.structs.replace(self.module, pipelines=tuple(pipelines))
+        return self.with_modules([module], **changes)
 
     @cached_property
     def digest(self) -> str:

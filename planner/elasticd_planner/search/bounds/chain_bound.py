@@ -75,17 +75,21 @@ class Nodes:
         if self.fixed:
             return np.asarray(values[list(self.fixed)].sum(axis=0))
         if self.runs:
-            best = [np.zeros(values.shape[1])]
-            for stop, ends in enumerate(self.runs, 1):
-                found = best[stop - 1]
-                for width, piece in ends:
-                    found = np.maximum(found, best[stop - width] + values[piece])
-                best.append(found)
-            return best[-1]
+            return self._by_run(values)[-1]
         table = np.zeros((*(count + 1 for count in self.counts), values.shape[1]))
         for taken, pieces in self.groups:
             add_groups(table, taken, self.counts, values[list(pieces)].max(axis=0))
         return np.asarray(table[self.counts])
+
+    def _by_run(self, values: Floats) -> list[Floats]:
+        """The most that the first 0, 1, ... devices of a node add."""
+        best = [np.zeros(values.shape[1])]
+        for stop, ends in enumerate(self.runs, 1):
+            found = best[stop - 1]
+            for width, piece in ends:
+                found = np.maximum(found, best[stop - width] + values[piece])
+            best.append(found)
+        return best
 
     def chosen(self, prices: Floats) -> tuple[float, Ints]:
         """The most that the groups of one node add, and how many groups of each piece do."""
@@ -94,7 +98,15 @@ class Nodes:
             np.add.at(counts, list(self.fixed), 1)
             return float(prices @ counts), counts
         if self.runs:
-            return self._run(prices, counts), counts
+            best, at = [float(worth[0]) for worth in self._by_run(prices[:, None])], len(self.runs)
+            while at:
+                width = 1
+                if best[at] > best[at - 1]:
+                    ends = self.runs[at - 1]
+                    width, piece = max(ends, key=lambda end: best[at - end[0]] + float(prices[end[1]]))
+                    counts[piece] += 1
+                at -= width
+            return best[-1], counts
         table = np.zeros(tuple(count + 1 for count in self.counts))
         values = []
         for taken, pieces in self.groups:
@@ -112,25 +124,6 @@ class Nodes:
             else:
                 break
         return float(table[self.counts]), counts
-
-    def _run(self, prices: Floats, counts: Ints) -> float:
-        """Counts the groups of the best runs; what they add."""
-        best: list[float] = [0.0]
-        ended: list[tuple[int, int] | None] = [None]
-        for stop, ends in enumerate(self.runs, 1):
-            worth, chosen = best[stop - 1], None
-            for width, piece in ends:
-                if best[stop - width] + float(prices[piece]) > worth:
-                    worth, chosen = best[stop - width] + float(prices[piece]), (width, piece)
-            best.append(worth)
-            ended.append(chosen)
-        at = len(self.runs)
-        while at:
-            end = ended[at]
-            if end is not None:
-                counts[end[1]] += 1
-            at -= end[0] if end is not None else 1
-        return best[-1]
 
 
 @dataclass(kw_only=True)
