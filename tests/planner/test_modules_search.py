@@ -15,7 +15,7 @@ from elasticd_planner.problem import Problem, SearchSpace
 from elasticd_planner.search import module_cost
 from elasticd_planner.search.item_lanes import ItemLane, filled, weights
 from elasticd_planner.search.module_cost import ModuleCosts
-from elasticd_planner.search.modules import left_devices, smaller, with_pair
+from elasticd_planner.search.modules import left_devices, with_pair
 from elasticd_planner.search.planner import TOLERANCE, plan
 from elasticd_planner.spec.plan import (
     NO_TIMES,
@@ -133,13 +133,6 @@ def test_slow_devices_are_left_to_items_first_then_their_node() -> None:
     problem = msgspec.structs.replace(drawn_problem(0), cluster=cluster_of(3, 2), rates={"n1/1": 2.0})
     assert left_devices(problem, 1) == ["n1/1"]
     assert left_devices(problem, 3) == ["n1/1", "n1/0", "n2/0"]
-
-
-def test_a_smaller_cluster_has_the_devices_and_bytes_that_are_left() -> None:
-    found = smaller(cluster_of(2, 2, 10), {"n0/0": 10, "n0/1": 4}, ["n1/0"])
-    assert found is not None
-    assert found.memory == {"n0/1": 6, "n1/1": 10}
-    assert smaller(cluster_of(1, 1, 10), {"n0/0": 10}, []) is None
 
 
 @pytest.mark.full

@@ -22,7 +22,7 @@ from elasticd_planner.cost.model_profile import ModelProfile
 from elasticd_planner.cost.profile_cost import ProfileCost
 from elasticd_planner.cost.schedule import passes
 from elasticd_planner.layout.module_order import Delay, ModulePassTime, module_pass_times, step_microseconds
-from elasticd_planner.layout.module_passes import ROWS, ModulePass
+from elasticd_planner.layout.module_passes import ROWS, ModulePass, PassGroup
 from elasticd_planner.numeric import Floats
 from elasticd_planner.problem import ModuleProblem, Problem
 from elasticd_planner.spec.batch import BatchPlan, batch_plan
@@ -188,28 +188,29 @@ class ModuleCosts:
         members, reach = plan.members, self.problem.cluster.reach
         cost = self.cost(plan.view(self.problem.module))
         items = {name: batch.pipelines for name, batch in batches.items() if isinstance(batch, ItemBatch)}
-        # By the devices of both ends, and the module of items: of any message, and of each row.
-        known: dict[tuple[tuple[int, ...], tuple[int, ...], str], tuple[float, float]] = {}
+        known: dict[tuple[PassGroup, PassGroup], tuple[float, float]] = {}  # of any message, and of each row
 
-        def timed(sender: tuple[int, ...], receiver: tuple[int, ...], module: str) -> tuple[float, float]:
-            if {*receiver} <= {*sender}:  # all of it is there
+        def timed(sender: PassGroup, receiver: PassGroup, module: str) -> tuple[float, float]:
+            if {*receiver.devices} <= {*sender.devices}:  # all of it is there
                 return 0.0, 0.0
-            link = reach(members[device] for device in (*sender, *receiver))
+            link = reach(members[device] for device in (*sender.devices, *receiver.devices))
             if module in items:
                 size = self.modules[module].output_row_bytes
                 return 1e6 * link.latency, 1e6 * size / link.bandwidth
             return 1e6 * cost.boundary(link) / 2, 0.0
 
         def delay(sender: ModulePass, receiver: ModulePass, name: GroupId | None) -> int:
+            key = sender.group, receiver.group
+            if key not in known:
+                known[key] = timed(*key, sender.group.key[0] if name is None else name.module)
+            once, each = known[key]
+            if not each:
+                return round(once)
             module, pipeline, lane, _ = sender.group.key
             number = sender.index
             if name is not None:
                 module, pipeline, lane, number = name
-            key = sender.group.devices, receiver.group.devices, module
-            if key not in known:
-                known[key] = timed(*key)
-            once, each = known[key]
-            return round(once + each * items[module][pipeline][lane][number].rows) if each else round(once)
+            return round(once + each * items[module][pipeline][lane][number].rows)
 
         return delay
 

@@ -84,6 +84,7 @@ def plan(
     like: Form | None = None,
     brief: bool = False,
     watch: Watch | None = None,
+    known: list[Settings] | None = None,
 ) -> Answer:
     """The plan with the least step time, under the best of the settings that the problem's search space allows.
 
@@ -102,13 +103,14 @@ def plan(
         brief: the plan of that form is for comparison with others. More than EXACT_DEVICES devices are not
             exchanged any more, and no regular layouts are tried.
         watch: hears after each setting how far the search is, of a problem that is neither packed nor given.
+        known: settings of this problem and others, with the results of their searches; its own are added.
 
     Returns:
         The plan with its prediction and reason, or a refusal that says what does not fit and what would help.
         Of a problem with a given plan that plan. Where its devices are not there, or have not the memory: a
         plan near to it, or a refusal if no other will do.
     """
-    found = _unplaced(problem, number, tolerance, like=like, brief=brief, watch=watch)
+    found = _unplaced(problem, number, tolerance, like=like, brief=brief, watch=watch, known=known)
     return found if problem.given is not None else experts.answer(problem, found, tolerance)
 
 
@@ -120,17 +122,21 @@ def _unplaced(
     like: Form | None,
     brief: bool,
     watch: Watch | None,
+    known: list[Settings] | None,
 ) -> Answer:
     """The plan with experts divided by shares, of a search that knows no load of them."""
     if problem.experts is not None:
         problem = msgspec.structs.replace(problem, experts=None)
     if problem.modules:
-        problem = msgspec.structs.replace(problem, objective="step")
+        problem, of_views = msgspec.structs.replace(problem, objective="step"), list[Settings]()
 
         def alone(view: Problem, near: Form | None, brief: bool) -> Answer:
-            return plan(view, number, tolerance, like=near, brief=brief)
+            return plan(view, number, tolerance, like=near, brief=brief, known=of_views)
 
-        return modules.answer(problem, alone, _regular, number, tolerance)
+        def regular(view: Problem) -> list[Plan]:
+            return _regular(view, of_views)
+
+        return modules.answer(problem, alone, regular, number, tolerance)
     if problem.packed is not None:
 
         def dense(view: Problem, near: Form | None) -> Answer:
@@ -146,14 +152,24 @@ def _unplaced(
         return given_plan.answer(problem, as_given, lambda searched: plan(searched, number, tolerance))
     apart = with_current(problem, lanes.apart)
     plain = with_current(apart, interleave.plain)
-    found = [_plain(plain, number, tolerance, like=like, brief=brief, watch=watch)]
+    found = [_plain(plain, number, tolerance, like=like, brief=brief, watch=watch, known=known)]
     found += [_plain(other, number, tolerance) for other in interleave.other_numbers(apart, found[0])]
     return lanes.answer(problem, interleave.best(apart, found, tolerance))
 
 
-def _regular(problem: Problem) -> list[Plan]:
+def _settings(problem: Problem, known: list[Settings] | None) -> Settings:
+    """The settings of a problem: those that are known, or new ones."""
+    settings = next((settings for settings in known or () if settings.problem == problem), None) or Settings(
+        problem
+    )
+    if known is not None and settings not in known:
+        known.append(settings)
+    return settings
+
+
+def _regular(problem: Problem, known: list[Settings] | None = None) -> list[Plan]:
     """The plans of the best regular layouts, the quickest first."""
-    settings = Settings(problem)
+    settings = _settings(problem, known)
     if impossible_pin(task_of(settings.listed[0].problem(problem))):
         return []
     return [
@@ -176,11 +192,12 @@ def _plain(
     brief: bool = False,
     watch: Watch | None = None,
     looked_at: int = ENUMERATED,
+    known: list[Settings] | None = None,
 ) -> Answer:
     """The plan of stages that are not interleaved. looked_at: what enumerations may look at."""
     if all(math.isinf(rate_of(problem.rates, device.name)) for device in problem.cluster.devices):
         return Answer(plan=None, refusal="no device to plan for: every device is dead; add a node")
-    settings = Settings(problem)
+    settings = _settings(problem, known)
     brief &= like is not None and len(settings.listed) == 1 and len(alive(problem)) > EXACT_DEVICES
     wrong = impossible_pin(task_of(settings.listed[0].problem(problem)))
     if wrong:
