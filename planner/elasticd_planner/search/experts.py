@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import msgspec
 
@@ -27,10 +28,10 @@ from elasticd_planner.placement.expert_placement import (
 )
 from elasticd_planner.problem import Answer, Problem
 from elasticd_planner.search.given_plan import missing
-from elasticd_planner.search.placed_plans import PlacedPlans, placed_plans, with_pipelines
+from elasticd_planner.search.placed_plans import PlacedPlans, placed_plans
 from elasticd_planner.spec.cluster import Rates, rate_of
 from elasticd_planner.spec.expert_load import ExpertLoad, blocks_of, held_by_device, held_in
-from elasticd_planner.spec.plan import HeldExperts, Pipeline, Plan, SplitExperts, Stage
+from elasticd_planner.spec.plan import HeldExperts, Plan, SplitExperts, Stage
 
 #: A block whose busiest device is within this of the bound stays as it is.
 EVEN = 0.02
@@ -116,26 +117,22 @@ def _words(plan: Plan, before: Held, load: ExpertLoad) -> str:
 
 def _placed(problem: Problem, plans: PlacedPlans, plan: Plan, load: ExpertLoad, held: Held) -> list[Plan]:
     """The plan with experts placed, near to where they are: in each way that memory may be divided."""
-    bare = with_pipelines(plan, tuple(map(_without_experts, plan.loss_module.pipelines)))
+    bare = plan.with_pipelines(pipeline.with_stages(_by_share) for pipeline in plan.loss_module.pipelines)
     each = load.expert_bytes * problem.profile.state_factor
     placing = _Placing(rates=problem.rates, load=_alike(load), held=held)
     options = []
     for room in plans.rooms(bare):
         experts = {name: size / each if each else math.inf for name, size in room.items()}
         pipelines = tuple(
-            msgspec.structs.replace(
-                pipeline, stages=tuple(placing.stage(stage, experts) for stage in pipeline.stages)
-            )
+            pipeline.with_stages(partial(placing.stage, room=experts))
             for pipeline in bare.loss_module.pipelines
         )
         options.append(plans.plan_with(plan, pipelines))
     return [option for option in options if option is not None]
 
 
-def _without_experts(pipeline: Pipeline) -> Pipeline:
-    """The pipeline with experts divided by shares."""
-    stages = (msgspec.structs.replace(stage, experts=(), splits=()) for stage in pipeline.stages)
-    return msgspec.structs.replace(pipeline, stages=tuple(stages))
+def _by_share(stage: Stage) -> Stage:
+    return msgspec.structs.replace(stage, experts=(), splits=())
 
 
 def _alike(load: ExpertLoad) -> ExpertLoad:

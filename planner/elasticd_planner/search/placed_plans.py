@@ -57,16 +57,6 @@ def placed_plans(problem: Problem) -> PlacedPlans:
     return PackedPlans(problem) if problem.packed is not None else PaddedPlans(problem)
 
 
-def with_pipelines(plan: Plan, pipelines: tuple[Pipeline, ...]) -> Plan:
-    """The plan with other pipelines of the module with the loss."""
-    loss = plan.loss_module
-    modules = tuple(
-        msgspec.structs.replace(module, pipelines=pipelines) if module is loss else module
-        for module in plan.modules
-    )
-    return plan.replace(strategies=(msgspec.structs.replace(plan.strategies[0], modules=modules),))
-
-
 def _left(problem: Problem, needed: Mapping[str, int]) -> dict[str, float]:
     """The memory that devices have beside what they need."""
     memory = problem.cluster.memory
@@ -85,7 +75,7 @@ class PaddedPlans:
 
     def plan_with(self, plan: Plan, pipelines: tuple[Pipeline, ...]) -> Plan | None:
         """See `PlacedPlans`."""
-        return with_pipelines(plan, pipelines)
+        return plan.with_pipelines(pipelines)
 
     def seconds(self, plan: Plan) -> float:
         """See `PlacedPlans`."""
@@ -168,7 +158,7 @@ class ModulePlans:
 
     def plan_with(self, plan: Plan, pipelines: tuple[Pipeline, ...]) -> Plan | None:
         """See `PlacedPlans`. The running plan has its own times."""
-        timed, current = self._costs.timed(with_pipelines(plan, pipelines)), self.problem.current
+        timed, current = self._costs.timed(plan.with_pipelines(pipelines)), self.problem.current
         if current is not None and current.strategies[0].untimed == timed.strategies[0].untimed:
             return timed.replace(strategies=current.strategies)
         return timed

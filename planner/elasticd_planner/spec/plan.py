@@ -811,9 +811,10 @@ class Plan(StoredValue, frozen=True, kw_only=True, dict=True, tag="plan"):
         return self.replace(strategies=(strategy,), **changes)
 
     def with_pipelines(self, pipelines: Iterable[Pipeline], **changes: Any) -> Plan:
-        """A plan of one module with other pipelines, and other values of some fields."""
-        module = msgspec.structs.replace(self.module, pipelines=tuple(pipelines))
-        return self.with_modules([module], **changes)
+        """The plan with other pipelines of the module with the loss, and other values of some fields."""
+        loss = self.loss_module
+        changed = msgspec.structs.replace(loss, pipelines=tuple(pipelines))
+        return self.with_modules((changed if each is loss else each for each in self.modules), **changes)
 
     @cached_property
     def digest(self) -> str:
