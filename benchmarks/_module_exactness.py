@@ -76,10 +76,11 @@ def _rows(plan: Plan) -> tuple[int, int]:
         for key, group in item_batch(plan, "vision", batch, counts).walk():
             rows = sum(len(data[item.sample]["images"][item.number]) for item in group.items)
             near = vision.pipelines[key.pipeline].by_lane[key.lane].stages[-1].devices
-            far = language.pipelines[group.pipeline].by_lane[group.lane].stages[0].devices
-            lacking += rows * (len({*far} - {*near}) + len({*near} - {*far}))
-            apart = near[0] != far[0]
-            broadcast += rows * (len(far) + len(near) - (0 if apart else 2))
+            for lane in group.lanes:
+                far = language.pipelines[group.pipeline].by_lane[lane].stages[0].devices
+                lacking += rows * (len({*far} - {*near}) + len({*near} - {*far}))
+                apart = near[0] != far[0]
+                broadcast += rows * (len(far) + len(near) - (0 if apart else 2))
     return lacking, broadcast
 
 

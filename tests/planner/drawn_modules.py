@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import chain
+from itertools import chain, pairwise, product
 from typing import Literal
 
 import msgspec
@@ -19,7 +19,7 @@ from elasticd_planner.layout.gradient_reduction import reductions
 from elasticd_planner.layout.launch_order import Join, Launch, Operation
 from elasticd_planner.layout.layouts import Layouts
 from elasticd_planner.layout.module_order import ModuleAct, module_order, sum_places
-from elasticd_planner.spec.batch import BatchPlan, batch_plan, short_batch_plan
+from elasticd_planner.spec.batch import BatchPlan, BatchRow, SequencePiece, batch_plan, short_batch_plan
 from elasticd_planner.spec.item_batch import ItemBatch, SampleItem, item_batch
 from elasticd_planner.spec.model import ModelSpec
 from elasticd_planner.spec.plan import Edge, ModulePlan, Plan, Stage, Strategy
@@ -64,6 +64,21 @@ class ModuleStep:
         """Those of the TP group that an act is of."""
         return self._devices[act[:4]]
 
+    def numbers(self, pipeline: int, lane: int) -> list[int]:
+        """The rows of which a lane of the module with the loss has a part."""
+        batch = self.batches[LOSS]
+        assert isinstance(batch, BatchPlan)
+        return [number for number, row in enumerate(batch.pipelines[pipeline]) if row.lanes[lane]]
+
+    def together(self, act: ModuleAct) -> tuple[str, ...]:
+        """The devices of all lanes that exchange keys with a lane in a pass of the module with the loss."""
+        batch = self.batches.get(act.module)
+        if not isinstance(batch, BatchPlan) or not batch.packed:
+            return ()
+        row = batch.pipelines[act.pipeline][self.numbers(act.pipeline, act.lane)[act.act.micro_batch]]
+        lanes = (act._replace(lane=lane) for lane in row.connected(act.lane))
+        return tuple(device for lane in lanes for device in self.devices(lane))
+
     @cached_property
     def _devices(self) -> dict[tuple[object, ...], tuple[str, ...]]:
         return {
@@ -75,13 +90,14 @@ class ModuleStep:
         }
 
 
-def drawn_step(seed: int, *, short: bool = False) -> ModuleStep:
+def drawn_step(seed: int, *, short: bool = False, packed: bool = False) -> ModuleStep:
     """TP groups of unlike widths, lanes, pipelines of any depth, interleaved or not; modules that share all
     devices, some, or none; slow stages; micro-batches without items, samples whose items are not counted.
 
     Args:
         seed: of the step.
         short: it has fewer samples than the plan takes, so that lanes may have none.
+        packed: its sequences are packed, and cut over the lanes of a pipeline.
     """
     rng = random.Random(f"modules {seed}")
     free = rng.sample(DEVICES, rng.randint(3, len(DEVICES)))
@@ -118,6 +134,8 @@ def drawn_step(seed: int, *, short: bool = False) -> ModuleStep:
     view = plan.view(LOSS)
     if short:
         batch = short_batch_plan(view, 0, range(rng.randint(1, plan.global_batch)))
+    elif packed:
+        batch = drawn_rows(seed, view)
     else:
         batch = batch_plan(view, 0, range(plan.global_batch))
     batches: dict[str, BatchPlan | ItemBatch] = {LOSS: batch}
@@ -125,6 +143,26 @@ def drawn_step(seed: int, *, short: bool = False) -> ModuleStep:
         if module.items:
             batches[module.module] = _items(rng, plan, module, batch)
     return ModuleStep(plan, batches)
+
+
+def drawn_rows(seed: int, view: Plan) -> BatchPlan:
+    """Rows of sequences that are cut over any lanes, in any shares; a lane may have no part of a row."""
+    rng, sample, pipelines = random.Random(f"rows {seed}"), 0, []
+    for pipeline in view.pipelines:
+        rows = []
+        for _ in range(pipeline.micro_batches):
+            lanes: list[list[SequencePiece]] = [[] for _ in pipeline.by_lane]
+            for _ in range(rng.randint(1, 3)):
+                length = rng.randint(len(lanes) * 2, 60)
+                among = rng.sample(range(len(lanes)), rng.randint(1, len(lanes)))
+                pairs = (length + 1) // 2
+                ends = [0, *sorted(rng.sample(range(1, pairs), len(among) - 1)), pairs]
+                for lane, (start, stop) in zip(among, pairwise(ends), strict=True):
+                    lanes[lane].append(SequencePiece(sample, length, start, stop))
+                sample += 1
+            rows.append(BatchRow(lanes=tuple(map(tuple, lanes))))
+        pipelines.append(tuple(rows))
+    return BatchPlan(step=0, plan=view.number, pipelines=tuple(pipelines), packed=True)
 
 
 def _serving(seed: int, module: ModulePlan, pipelines: int) -> ModulePlan:
@@ -183,12 +221,15 @@ Sums = Literal["placed", "own"]
 def logs(
     step: ModuleStep, order: Sequence[ModuleAct], sums: Sums = "placed", *, component: bool = False
 ) -> dict[str, list[Launch | Join]]:
-    """What each device launches by this order: a collective in each pass of several devices, messages of what
-    the receiving devices lack, and sums of gradients. Two modules share communicators of the same members."""
+    """What each device launches by this order: a collective in each pass of several devices, and one of all
+    lanes that exchange keys in it; messages of what the receiving devices lack, and sums of gradients. Two
+    modules share communicators of the same members."""
     made: dict[str, list[Launch | Join]] = {device: [] for device in step.plan.members}
     waiting: dict[tuple[str, ModuleAct], list[str]] = defaultdict(list)  # messages that a pass needs
     after = _sums(step, order, sums, chained=component)
     summed: list[tuple[str, str]] = []
+    sends: list[ModuleAct] = []
+    receives: list[ModuleAct] = []
 
     def launch(place: int) -> None:
         for name, bucket, who in after[place]:
@@ -199,12 +240,21 @@ def logs(
     launch(-1)  # of a device without a pass
     for index, act in enumerate(order):
         devices = step.devices(act)
-        if act.act.what == "receive":
-            sender = order[index - 1]
-            _message(made, waiting, step, sender, act)
+        if act.act.what == "send":
+            sends = [*(sends if index and order[index - 1].act.what == "send" else ()), act]
+        elif act.act.what == "receive":
+            receives = [*(receives if order[index - 1].act.what == "receive" else ()), act]
+            if index + 1 == len(order) or order[index + 1].act.what != "receive":
+                _message(made, waiting, step, sends, receives)
         elif act.act.what == "pass":
             for device in devices:
                 made[device] += [Join(name) for name in waiting[device, act]]
+            if members := step.together(act):
+                row = step.numbers(act.pipeline, act.lane)[act.act.micro_batch]
+                name = f"keys {act.pipeline} {act.stage} {act.act.kind} {act.act.chunk} row {row}: {members}"
+                for device in devices:
+                    launched = Launch(f"context {act[1]} {act[3]}", (Operation(name, members),))
+                    made[device] += [launched, Join(name)]
             if len(devices) > 1:
                 name = f"inside {act}"
                 for device in devices:
@@ -219,26 +269,37 @@ def _message(
     made: dict[str, list[Launch | Join]],
     waiting: dict[tuple[str, ModuleAct], list[str]],
     step: ModuleStep,
-    sender: ModuleAct,
-    receiver: ModuleAct,
+    sends: Sequence[ModuleAct],
+    receives: Sequence[ModuleAct],
 ) -> None:
-    use = "activation" if sender.act.kind == "forward" else "gradient"
-    own: dict[str, list[Operation]] = defaultdict(list)
-    for message in _forth(step.devices(sender), step.devices(receiver)):
-        for to in message.destinations:
-            operation = Operation(f"{sender} to {receiver}: {message.source} {to}", (message.source, to))
-            waiting[to, receiver._replace(act=receiver.act._replace(what="pass"), group=None)].append(
-                operation.name
-            )
-            if receiver.group is None:
-                for device in operation.members:
+    """Both ends of a message. Lanes that pass a row together each have an end of their own."""
+    ways: list[tuple[ModuleAct, ModuleAct, Operation]] = []
+    for sender, receiver in product(sends, receives):
+        if receiver.group is None and sender.lane != receiver.lane:
+            continue
+        for message in _forth(step.devices(sender), step.devices(receiver)):
+            for to in message.destinations:
+                name = f"{sender} to {receiver}: {message.source} {to}"
+                waiting[to, pass_of(receiver)].append(name)
+                ways.append((sender, receiver, Operation(name, (message.source, to))))
+    use = "activation" if sends[0].act.kind == "forward" else "gradient"
+    for end, (acts, number) in enumerate(((sends, 0), (receives, 1))):
+        for act in acts:
+            own: dict[str, list[Operation]] = defaultdict(list)
+            for way in ways:
+                if way[end] == act:
+                    own[way[2].members[number]].append(way[2])
+            for device, operations in own.items():
+                if act.group is not None:  # a round of the mesh of an edge
+                    made[device].append(Launch(f"items of {act.group.module}", tuple(operations)))
+                    continue
+                for operation in operations:
                     made[device].append(Launch(f"{use} {operation.members}", (operation,)))
-            else:
-                for device in operation.members:
-                    own[device].append(operation)
-    for device, operations in own.items():  # a round of the mesh of an edge
-        assert receiver.group is not None
-        made[device].append(Launch(f"items of {receiver.group.module}", tuple(operations)))
+
+
+def pass_of(act: ModuleAct) -> ModuleAct:
+    """The pass that a message is of, at the end of this act."""
+    return act._replace(act=act.act._replace(what="pass"), group=None)
 
 
 @lru_cache(maxsize=1024)

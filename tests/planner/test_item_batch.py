@@ -7,7 +7,7 @@ from fractions import Fraction
 from typing import Any
 
 import pytest
-from elasticd_planner.spec.batch import BatchPlan, batch_plan
+from elasticd_planner.spec.batch import BatchPlan, BatchRow, SequencePiece, batch_plan
 from elasticd_planner.spec.item_batch import GroupId, ItemBatch, ItemGroup, SampleItem, item_batch
 from elasticd_planner.spec.plan import Edge, ModulePlan, Pipeline, Place, Plan, Stage, Strategy
 from elasticd_planner.value import Invalid
@@ -75,12 +75,13 @@ def test_every_item_is_dealt_once_and_groups_are_in_the_order_of_need(seed: int)
         assert isinstance(loss, BatchPlan)
         for lanes in batch.pipelines:
             for groups in lanes:
-                needs = [(group.micro_batch, group.pipeline, group.lane) for group in groups]
+                needs = [(group.micro_batch, group.pipeline, group.lanes) for group in groups]
                 assert needs == sorted(needs)
         dealt = Counter(item for group in listed for item in group.items)
         assert not dealt or max(dealt.values()) == 1
         for group in listed:
-            micro = loss.pipelines[group.pipeline][group.micro_batch].lanes[group.lane]
+            (lane,) = group.lanes
+            micro = loss.pipelines[group.pipeline][group.micro_batch].lanes[lane]
             assert group.items[0].sample in [piece.sample for piece in micro]
         by_sample: dict[int, set[int]] = {}
         for item in dealt:
@@ -90,7 +91,7 @@ def test_every_item_is_dealt_once_and_groups_are_in_the_order_of_need(seed: int)
         named = dict(batch.walk())
         for need, names in batch.needs.items():
             assert all(
-                (named[name].pipeline, named[name].lane, named[name].micro_batch) == need for name in names
+                (named[name].pipeline, *named[name].lanes, named[name].micro_batch) == need for name in names
             )
         assert sum(map(len, batch.needs.values())) == len(listed)
 
@@ -101,8 +102,8 @@ def test_items_go_to_the_lane_that_is_done_first_and_costly_ones_go_first() -> N
     rows = {SampleItem(0, 0): 10, SampleItem(2, 0): 30, SampleItem(2, 1): 20, SampleItem(3, 0): 25}
     batch = item_batch(plan, "vision", batch_of(plan), counts, rows)
     assert batch.pipelines == (
-        ((ItemGroup((SampleItem(0, 0),), 0, 0, 0, 10), ItemGroup((SampleItem(2, 0),), 0, 0, 2, 30)),),
-        ((ItemGroup((SampleItem(2, 1),), 0, 0, 2, 20), ItemGroup((SampleItem(3, 0),), 0, 0, 3, 25)),),
+        ((ItemGroup((SampleItem(0, 0),), 0, (0,), 0, 10), ItemGroup((SampleItem(2, 0),), 0, (0,), 2, 30)),),
+        ((ItemGroup((SampleItem(2, 1),), 0, (0,), 2, 20), ItemGroup((SampleItem(3, 0),), 0, (0,), 3, 25)),),
     )
     assert batch.of(Place(1, 0, 0)) == batch.pipelines[1][0]
     assert batch.needs == {
@@ -200,6 +201,42 @@ def test_the_digest_is_of_every_item_and_its_place() -> None:
         ItemBatch(step=3, plan=7, module="vision", pipelines=((*batch.pipelines[0], *batch.pipelines[1]),)),
     ]
     assert len({batch.digest, *(other.digest for other in others)}) == 1 + len(others)
+
+
+def packed_rows(*rows: tuple[tuple[SequencePiece, ...], ...]) -> BatchPlan:
+    """Rows of one pipeline, by lane."""
+    made = tuple(BatchRow(lanes=lanes) for lanes in rows)
+    return BatchPlan(step=3, plan=7, pipelines=(made,), packed=True)
+
+
+def test_items_of_a_sequence_that_is_cut_over_lanes_are_dealt_once_to_all_of_these() -> None:
+    """So are those of a sample that stands twice in a row."""
+    cut = [SequencePiece(5, 11, start, stop) for start, stop in ((0, 2), (2, 3), (3, 6))]
+    whole, twice = SequencePiece.whole(6, 4), SequencePiece.whole(8, 3)
+    batch = packed_rows(((cut[2],), (whole,), (cut[0], cut[1])), ((twice,), (), (twice,)))
+    made = item_batch(planned((1,)), "vision", batch, {5: 2, 6: 1, 8: 1})
+    assert [(group.items[0], group.lanes, group.micro_batch) for _, group in made.walk()] == [
+        (SampleItem(5, 0), (0, 2), 0),
+        (SampleItem(5, 1), (0, 2), 0),
+        (SampleItem(6, 0), (1,), 0),
+        (SampleItem(8, 0), (0, 2), 1),
+    ]
+    names = [name for name, _ in made.walk()]
+    assert made.needs == {
+        (0, 0, 0): (names[0], names[1]),
+        (0, 2, 0): (names[0], names[1]),
+        (0, 1, 0): (names[2],),
+        (0, 0, 1): (names[3],),
+        (0, 2, 1): (names[3],),
+    }
+    other = packed_rows(((cut[2],), (whole,), (cut[0], cut[1])), ((), (twice,), (twice,)))
+    assert item_batch(planned((1,)), "vision", other, {5: 2, 6: 1, 8: 1}).digest != made.digest
+
+
+def test_a_sample_that_is_cut_over_rows_is_refused() -> None:
+    batch = packed_rows(((SequencePiece(0, 8, 0, 2),),), ((SequencePiece(0, 8, 2, 4),),))
+    with pytest.raises(Invalid, match="step 3: sample 0 is cut over rows, and its items are of one row"):
+        item_batch(planned((1,)), "vision", batch, {0: 1})
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,8 @@ ever, whatever the plan."""
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
-from itertools import pairwise
+from collections.abc import Iterator, Sequence
+from itertools import pairwise, product
 
 import msgspec
 import pytest
@@ -21,11 +21,12 @@ from elasticd_planner.layout.module_order import (
     module_pass_times,
 )
 from elasticd_planner.layout.pass_order import Act
+from elasticd_planner.spec.batch import BatchPlan, passes_of_rows
 from elasticd_planner.spec.item_batch import GroupId, ItemBatch, item_batch
 from elasticd_planner.spec.plan import Plan
 from elasticd_planner.value import Invalid
 
-from tests.planner.drawn_modules import LOSS, ModuleStep, drawn_step, logs
+from tests.planner.drawn_modules import LOSS, ModuleStep, drawn_step, logs, pass_of
 from tests.planner.played_modules import ITEMS, best_lead, colocated, microseconds, most_kept, three_phases
 from tests.sizes import number
 
@@ -33,11 +34,6 @@ from tests.sizes import number
 BLOCKS, BLOCK = 10, number(100, 12)
 #: In few of them devices are in several components.
 LARGER_BLOCK = number(100, 30)
-
-
-def pass_of(act: ModuleAct) -> ModuleAct:
-    """The pass that a message is of, at the end of this act."""
-    return act._replace(act=act.act._replace(what="pass"), group=None)
 
 
 def expected(step: ModuleStep, *, backward: bool = True) -> dict[ModuleAct, set[ModuleAct]]:
@@ -72,12 +68,13 @@ def expected(step: ModuleStep, *, backward: bool = True) -> dict[ModuleAct, set[
                             elif kind == "backward" and not groups:
                                 needs[one].add(at("forward", place, index))
                 for index, group in enumerate(groups):
-                    taking = Act("pass", "forward", group.micro_batch, 0)
-                    taker = ModuleAct(LOSS, group.pipeline, group.lane, 0, taking)
-                    needs.setdefault(taker, set()).add(at("forward", places - 1, index))
-                    if backward and module.trainable:
-                        back = taker._replace(act=taker.act._replace(kind="backward"))
-                        needs[at("backward", places - 1, index)].add(back)
+                    for taking in group.lanes:
+                        number = step.numbers(group.pipeline, taking).index(group.micro_batch)
+                        taker = ModuleAct(LOSS, group.pipeline, taking, 0, Act("pass", "forward", number, 0))
+                        needs.setdefault(taker, set()).add(at("forward", places - 1, index))
+                        if backward and module.trainable:
+                            back = taker._replace(act=taker.act._replace(kind="backward"))
+                            needs[at("backward", places - 1, index)].add(back)
     return needs
 
 
@@ -97,11 +94,8 @@ def check(step: ModuleStep, order: Sequence[ModuleAct], *, backward: bool = True
     messages = {(needed, one) for one, of in needs.items() for needed in of if needed[:4] != one[:4]}
     for one, of in needs.items():
         assert all(where[needed] < where[one] for needed in of)
-    for index, (sent, received) in enumerate(pairwise(order)):
-        if sent.act.what != "send":
-            continue
+    for index, sent, received in ends_of(order):
         sender, receiver = pass_of(sent), pass_of(received)
-        assert received.act.what == "receive"
         assert sent.group == received.group
         if sent.module != received.module:
             assert sent.group is not None
@@ -118,25 +112,50 @@ def check(step: ModuleStep, order: Sequence[ModuleAct], *, backward: bool = True
     for group in {act[:4] for act in needs if act.module == LOSS}:
         own = [act.act[1:] for act in order if act[:4] == group and act.act.what == "pass"]
         lane = step.plan.view(LOSS).pipelines[group[1]].by_lane[group[2]]
-        count = len({index for _, index, _ in own})
-        scheduled = passes(len(lane.stages), group[3], count, lane.chunks)
-        assert own == [tuple(each) for each in scheduled if backward or each.kind == "forward"]
+        batch = step.batches[LOSS]
+        assert isinstance(batch, BatchPlan)
+        numbers = step.numbers(group[1], group[2])
+        count = len(batch.pipelines[group[1]]) if batch.packed else len(numbers)
+        scheduled = passes_of_rows(passes(len(lane.stages), group[3], count, lane.chunks), numbers)
+        assert own == [tuple(each) for each in scheduled if backward or each[0] == "forward"]
+
+
+def ends_of(order: Sequence[ModuleAct]) -> Iterator[tuple[int, ModuleAct, ModuleAct]]:
+    """Both ends of each message, and its place: all that send stand before all that receive."""
+    index = 0
+    while index < len(order):
+        ends: list[list[ModuleAct]] = []
+        start = index
+        for what in ("send", "receive"):
+            ends.append([])
+            while index < len(order) and order[index].act.what == what:
+                ends[-1].append(order[index])
+                index += 1
+        assert bool(ends[0]) == bool(ends[1])
+        for sent, received in product(*ends):
+            if sent.group is not None or sent.lane == received.lane:
+                yield start, sent, received
+        index += index == start
 
 
 def check_ahead(step: ModuleStep, order: Sequence[ModuleAct]) -> None:
     """No first pass of items stands more than `ahead` micro-batches before its taker."""
     ahead = {module.module: module.ahead for module in step.plan.modules}
     started: dict[tuple[int, int], int] = defaultdict(int)
+    batch = step.batches[LOSS]
+    packed = isinstance(batch, BatchPlan) and batch.packed
     for act in order:
         if (act.act.what, act.act.kind, act.stage, act.act.chunk) != ("pass", "forward", 0, 0):
             continue
         if act.module == LOSS:
-            started[act.pipeline, act.lane] += 1
+            row = step.numbers(act.pipeline, act.lane)[act.act.micro_batch]
+            lanes = range(len(step.plan.view(LOSS).pipelines[act.pipeline].by_lane))
+            started |= dict.fromkeys(((act.pipeline, j) for j in lanes if packed or j == act.lane), row + 1)
             continue
         items = step.batches[act.module]
         assert isinstance(items, ItemBatch)
         group = items.pipelines[act.pipeline][act.lane][act.act.micro_batch]
-        assert group.micro_batch < started[group.pipeline, group.lane] + ahead[act.module]
+        assert group.micro_batch < started[group.pipeline, group.lanes[0]] + ahead[act.module]
 
 
 @pytest.mark.parametrize("block", range(BLOCKS))
@@ -158,6 +177,37 @@ def test_so_are_those_of_an_evaluation_of_fewer_samples(block: int) -> None:
         check(step, order, backward=False)
         check_ahead(step, order)
         assert deadlock(in_one_queue(logs(step, order))) is None, seed
+
+
+@pytest.mark.parametrize("block", range(4))
+def test_so_are_those_of_packed_rows_whose_lanes_share_sequences(block: int) -> None:
+    for seed in range(block * BLOCK, (block + 1) * BLOCK):
+        step = drawn_step(seed, packed=True)
+        order = step.order()
+        check(step, order)
+        check_ahead(step, order)
+        assert deadlock(in_one_queue(logs(step, order))) is None, seed
+
+
+def test_where_each_lane_had_its_own_order_they_would_wait_for_ever() -> None:
+    """Why lanes pass a packed row at one place in the order."""
+    stuck = 0
+    for seed in range(60):
+        step = drawn_step(seed, packed=True)
+        batch = step.batches[LOSS]
+        assert isinstance(batch, BatchPlan)
+        if not any(len(row.connected(lane)) for rows in batch.pipelines for row in rows for lane in (0, 1)):
+            continue
+        alone = ModuleStep(step.plan, {**step.batches, LOSS: Padded(**msgspec.structs.asdict(batch))})
+        stuck += deadlock(in_one_queue(logs(step, alone.order()))) is not None
+    assert stuck
+
+
+class Padded(BatchPlan, frozen=True, kw_only=True, dict=True):
+    """A packed batch that the order takes for a padded one, whose lanes wait for nobody."""
+
+    def __post_init__(self) -> None:
+        msgspec.structs.force_setattr(self, "packed", False)
 
 
 @pytest.mark.parametrize("block", range(2))

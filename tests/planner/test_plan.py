@@ -455,19 +455,22 @@ def test_modules_that_do_not_fit_each_other_are_refused_by_name(make: object, me
         make()  # type: ignore[operator]
 
 
-def test_a_packed_plan_of_several_modules_is_refused() -> None:
-    pipelines = tuple(
-        msgspec.structs.replace(pipeline, packed=(PackedLane(capacity=64),)) for pipeline in SIMPLE.pipelines
-    )
-    packed = ModulePlan(module="model", pipelines=pipelines)
-    vision = ModulePlan(
-        module="vision",
-        items="images",
-        pipelines=tuple(
-            msgspec.structs.replace(pipeline, packed=(PackedLane(capacity=64),))
-            for pipeline in of_items().pipelines
-        ),
-    )
-    strategy = Strategy(modules=(packed, vision), edges=(Edge(source="vision", target="model"),))
-    with pytest.raises(Invalid, match="packed rows are of models of one module; plan without packing"):
-        SIMPLE.replace(strategies=(strategy,))
+def test_of_several_modules_that_with_the_loss_alone_may_be_packed() -> None:
+    def packed(pipelines: tuple[Pipeline, ...]) -> tuple[Pipeline, ...]:
+        return tuple(msgspec.structs.replace(each, packed=(PackedLane(capacity=64),)) for each in pipelines)
+
+    def of_two(*, items: bool) -> Plan:
+        vision = of_items().pipelines
+        modules = (
+            ModulePlan(module="model", pipelines=packed(SIMPLE.pipelines)),
+            ModulePlan(module="vision", items="images", pipelines=packed(vision) if items else vision),
+        )
+        strategy = Strategy(modules=modules, edges=(Edge(source="vision", target="model"),))
+        return SIMPLE.replace(strategies=(strategy,))
+
+    plan = of_two(items=False)
+    assert plan.packed
+    assert plan.loss_view.packed
+    assert not plan.view("vision").packed
+    with pytest.raises(Invalid, match="module vision takes images, one at a time: only the module"):
+        of_two(items=True)

@@ -16,22 +16,29 @@ WIDTHS = ((1,), (1,), (1, 1), (3, 1), (1, 2))
 TEXT_WIDTHS = (*WIDTHS, (2, 1, 1))
 
 
-def drawn_placement(seed: int) -> Plan:
+def drawn_placement(seed: int, *, lanes: int = 1) -> Plan:
     """A plan of both modules for at most `DEVICES`: they share all devices, some, or none.
 
     Args:
         seed: of the plan.
+        lanes: of a pipeline of the language model at most.
     """
     rng = random.Random(f"placement {seed}")
-    language = _pipelines(rng, DEVICES[: rng.randint(1, len(DEVICES))], TEXT.layers, TEXT_WIDTHS, most=2)
+    few = DEVICES[: rng.randint(lanes, len(DEVICES))]
+    language = _pipelines(rng, few, TEXT.layers, TEXT_WIDTHS, most=2, lanes=lanes)
     taken = [device for each in language for part in each.stages for device in part.devices]
     rest = [device for device in DEVICES if device not in taken]
     vision = _pipelines(rng, rng.choice([taken, rest or taken, DEVICES]), VISION.layers, WIDTHS, most=4)
     counts = _parts(rng, BATCH, len(language))
+    while any(count < len(each.rows) for count, each in zip(counts, language, strict=True)):
+        counts = _parts(rng, BATCH, len(language))
     ahead = rng.randint(1, BATCH)
     return plan_of(
         vision,
-        [pipeline(count, *each.stages) for count, each in zip(counts, language, strict=True)],
+        [
+            pipeline(tuple(_parts(rng, count, len(each.rows) or 1)), *each.stages)
+            for count, each in zip(counts, language, strict=True)
+        ],
         ahead=ahead,
         lead=rng.randint(0, min(2, ahead)),
         zero=rng.randint(0, 2),
@@ -39,17 +46,27 @@ def drawn_placement(seed: int) -> Plan:
 
 
 def _pipelines(
-    rng: random.Random, devices: Sequence[str], layers: int, widths: Sequence[tuple[int, ...]], most: int
+    rng: random.Random,
+    devices: Sequence[str],
+    layers: int,
+    widths: Sequence[tuple[int, ...]],
+    most: int,
+    lanes: int = 1,
 ) -> list[Pipeline]:
-    """One to `most` pipelines on some of the devices, in any sequence."""
+    """One to `most` pipelines on some of the devices, in any sequence, the first of them of so many lanes."""
     free, pipelines = rng.sample(list(devices), len(devices)), list[Pipeline]()
-    for _ in range(min(rng.randint(1, most), len(free))):
+    for number in range(min(rng.randint(1, most), len(free))):
         if not free:
             break
-        stages, depth = [], rng.randint(1, min(3, layers, len(free)))
+        own = min(lanes, len(free)) if not number else 1
+        stages, depth = [], rng.randint(1, min(3, layers, len(free) // own))
         for at, (start, stop, later) in enumerate(_blocks(rng, layers, depth)):
-            widest = len(free) - (depth - at - 1)  # each later stage needs a device, too
-            shares = rng.choice([each for each in widths if len(each) <= widest])
+            groups: list[tuple[int, ...]] = []
+            for lane in range(own):
+                # Each later lane and stage needs a device, too.
+                widest = len(free) - sum(map(len, groups)) - (own - lane - 1) - (depth - at - 1) * own
+                groups.append(rng.choice([each for each in widths if len(each) <= widest]))
+            shares = [share for group in groups for share in group]
             stages.append(
                 stage(
                     start,
@@ -57,10 +74,11 @@ def _pipelines(
                     *((free.pop(), share) for share in shares),
                     later=later,
                     recompute=rng.random() < 0.2,
-                    sequence_parallel=len(shares) > 1 and rng.random() < 0.3,
+                    sequence_parallel=max(map(len, groups)) > 1 and rng.random() < 0.3,
+                    lanes=tuple(map(len, groups)),
                 )
             )
-        pipelines.append(pipeline(rng.randint(1, 3), *stages))
+        pipelines.append(pipeline((1,) * own if own > 1 else rng.randint(1, 3), *stages))
     return pipelines
 
 

@@ -77,6 +77,11 @@ UNITS = {
 WORDS = {"embed.tokens.weight": Row("vocabulary"), "head.output.weight": Column("vocabulary", gather=True)}
 
 
+def is_image(sample: Mapping[str, Tensor]) -> Tensor:
+    """The tokens of a sample that take rows of its images."""
+    return sample["inputs"] == IMAGE
+
+
 def vision_sections() -> list[nn.Module]:
     return [Patches(), *(Block(VISION) for _ in range(VISION.layers)), Projector()]
 
@@ -114,6 +119,7 @@ def model_of(
         rules=dict(rules) | WORDS,
         units=units,
         takes={"images": "vision"},
+        places={"images": is_image},
         name="language",
     )
     return Model(modules={"vision": encoder, "language": decoder})

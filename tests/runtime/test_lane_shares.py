@@ -40,7 +40,7 @@ def batches(plan: Plan, count: int = 8) -> BatchesAhead:
         LINEAR,
         Packing(least=16),
     )
-    return BatchesAhead(feed, plan, LINEAR, DaemonThreads("batches"))
+    return BatchesAhead(feed, plan, LINEAR, DaemonThreads("batches"), plan.members)
 
 
 def run(made: BatchesAhead, plan: Plan, factors: list[float], steps: range) -> list[list[float]]:

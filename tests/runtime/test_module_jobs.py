@@ -264,7 +264,6 @@ class Unknown(Captions):
             {"dataset": Samples(lambda sample: sample | {"images": [object() for _ in sample["images"]]})},
             "images[0] must be a tensor, or a mapping of tensors",
         ),
-        ({"data": elasticd.DataOptions(packing=elasticd.Packing(), length=len)}, "cannot pack sequences yet"),
         (
             {"evaluation": elasticd.EvaluationOptions(held_out={"held": Uncounted()})},
             "held-out set 'held': the dataset does not say how many images",
@@ -298,7 +297,6 @@ class Unknown(Captions):
         "no list",
         "too few",
         "no tensors",
-        "packing",
         "held-out counts",
         "blocks",
         "frozen",
@@ -310,6 +308,37 @@ def test_what_several_modules_do_not_go_with_is_refused_with_the_remedy(
     with pytest.raises(SystemExit) as refusal:
         job(**changes)
     assert said in f"{refusal.value} {capfd.readouterr().err}"
+
+
+class Measured(Captions):
+    """Captions of known lengths."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lengths = [len(self[index]["inputs"]) for index in range(len(self))]
+
+
+class Centred(nn.Module):
+    """Sees every token of a row."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x - x.mean(1, keepdim=True)
+
+
+def test_a_job_that_cannot_pack_is_refused_with_the_remedy(capfd: pytest.CaptureFixture[str]) -> None:
+    """No mask says which tokens take rows of images; or a block sees the sequences of a row for one."""
+    vision, language = copy.deepcopy(sections())
+    unplaced = model_of(vision, language)
+    assert unplaced.graph is not None
+    unplaced.graph.modules["language"].places = {}
+    mixing = model_of(vision, [*language[:2], nn.Sequential(language[2], Centred()), *language[3:]], rules={})
+    for model, said in (
+        (unplaced, "give the module 'language' places={'images': function}"),
+        (mixing, "blocks.1.1 (Centred) takes the sequences of a packed row for one"),
+    ):
+        with pytest.raises(SystemExit) as refusal:
+            job(model=model, dataset=Measured(), data=elasticd.DataOptions(packing=elasticd.Packing()))
+        assert said in f"{refusal.value} {capfd.readouterr().err}"
 
 
 def encoder(**said: Any) -> elasticd.Module:

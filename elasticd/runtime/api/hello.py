@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader
 from elasticd.records import AnyJobSpec, JobSpec, ModuleSpec
 from elasticd.runtime.accelerator import Accelerator
 from elasticd.runtime.api.evaluation import HeldOut
-from elasticd.runtime.api.several_modules import check_plan_of, module_specs, without_items
+from elasticd.runtime.api.several_modules import check_plan_of, module_specs, taken_rows, without_items
 from elasticd.runtime.checkpoint.loader import longest_trained, offered
 from elasticd.runtime.data.collate import Unlike, pad, text_parts
 from elasticd.runtime.data.loader import length_of, reading
@@ -40,6 +40,7 @@ from elasticd.runtime.model.model import Loss, Model
 from elasticd.runtime.model.optimizer_check import NotCarried, ScriptOptimizer, refuse_others, refuse_unsaved
 from elasticd.runtime.model.parameter_groups import OptimizerError
 from elasticd.runtime.parallel.sequence_mixing import packable
+from elasticd.runtime.reference.chosen_samples import first_items
 from elasticd.runtime.reference.comparison import NotCompared, refuse_differences
 from elasticd.runtime.reference.section_bytes import section_bytes
 from elasticd.system.logs import is_first_worker, say
@@ -277,7 +278,7 @@ def check_packing(recipe: Recipe, held_out: Mapping[str, HeldOut] = MappingProxy
     }
     if not isinstance(recipe.dataset, Stream):
         dataset = sets[""] = recipe.dataset
-        found = packable(recipe.model, recipe.loss, [dataset[i] for i in range(min(3, len(dataset)))])
+        found = _packable(recipe, dataset)
     elif not found:
         log.warning(
             "a stream's samples are not tried in packed rows before the job starts: run `elasticd check`"
@@ -294,6 +295,30 @@ def check_packing(recipe: Recipe, held_out: Mapping[str, HeldOut] = MappingProxy
             )
     if found:
         raise ValueError("this job cannot pack its sequences: " + "; ".join(found))
+
+
+def _packable(recipe: Recipe, dataset: Dataset) -> list[str]:
+    """`packable` of a few samples of the dataset; of a model of several modules those of the fewest items, and
+    one without."""
+    graph = recipe.model.graph
+    if graph is None:
+        return packable(recipe.model, recipe.loss, [dataset[i] for i in range(min(3, len(dataset)))])
+    counts = first_items(dataset, graph.items)
+    chosen = sorted(range(len(counts)), key=lambda index: (not counts[index], counts[index]))
+    chosen = [*chosen[:2], *chosen[2:][-1:]]
+    try:
+        taken = taken_rows(recipe, chosen)
+    except ValueError as error:
+        return [f"samples make no packed row: {error}"]
+    missing = sorted(graph.loss_module.takes.keys() - taken[0].keys()) if graph.loss_module.reads else []
+    packing = recipe.data.packing
+    if missing and packing is not None and packing.cut:
+        return [
+            f"sequences may be cut over lanes, and the model does not say which tokens take rows of "
+            f"{missing[0]}: keep them whole, Packing(cut=False)"
+        ]
+    samples = [without_items(dataset[index], graph.items) for index in chosen]
+    return packable(recipe.model, recipe.loss, samples, taken=taken)
 
 
 def check_modules(recipe: Recipe) -> None:

@@ -6,18 +6,23 @@ import logging
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+import torch
 from elasticd_planner.spec.plan import Plan
 from elasticd_planner.spec.plan_checks import check_model
 from elasticd_planner.value import Invalid
+from torch import Tensor
 
 from elasticd.records import ModuleSpec
 from elasticd.runtime.api.evaluation import HeldOut
+from elasticd.runtime.data.item_places import mask_of
 from elasticd.runtime.data.loader import item_counts, item_rows
 from elasticd.runtime.data.stream import Stream
-from elasticd.runtime.engine.item_rows import FirstItem
+from elasticd.runtime.engine.item_rows import FirstItem, first_output
 from elasticd.runtime.engine.recipe import Recipe
+from elasticd.runtime.model.bundle import Bundle
 from elasticd.runtime.model.model import Module
 from elasticd.runtime.model.model_graph import ModelGraph
+from elasticd.runtime.parallel.sequence_mixing import TakenRows
 
 log = logging.getLogger(__name__)
 
@@ -36,10 +41,13 @@ def check_graph(recipe: Recipe, held_out: Mapping[str, HeldOut]) -> None:
             f"a model of the modules {_names(graph)} needs a map-style dataset with counts: of a stream nobody "
             "knows beforehand how many items its samples have"
         )
-    if recipe.data.packing is not None:
+    packing, own = recipe.data.packing, graph.loss_module
+    unplaced = sorted(own.takes.keys() - own.places.keys()) if own.reads is None else []
+    if packing is not None and packing.cut and unplaced:
         raise ValueError(
-            f"a model of the modules {_names(graph)} cannot pack sequences yet: leave DataOptions(packing=...) "
-            "out; micro_batch=1 pads nothing"
+            f"sequences may be cut over lanes, and nothing says which tokens take rows of {unplaced[0]}: give "
+            f"the module {graph.own!r} places={{{unplaced[0]!r}: function}}, which makes of a sample a mask of "
+            "its tokens, bool [tokens]; or keep sequences whole, Packing(cut=False)"
         )
     for name in graph.encoders:
         items = graph.modules[name].items
@@ -51,6 +59,48 @@ def check_graph(recipe: Recipe, held_out: Mapping[str, HeldOut]) -> None:
                 item_rows(held.dataset, items)
             except ValueError as error:
                 raise ValueError(f"held-out set {said!r}: {error}") from None
+
+
+def taken_rows(recipe: Recipe, samples: Sequence[int]) -> list[dict[str, TakenRows]]:
+    """The rows of items that samples take, with random values, for a trial of packed rows.
+
+    Args:
+        recipe: of the job.
+        samples: their indices.
+
+    Returns:
+        Of each by key; without those of which nothing says which tokens take them.
+
+    Raises:
+        Unlike: a sample makes no row, or has no mask of its tokens.
+    """
+    graph, dataset = recipe.model.graph, recipe.dataset
+    if graph is None or isinstance(dataset, Stream):
+        return []
+    own, by_sample = graph.loss_module, list[dict[str, TakenRows]]()
+    outputs = {key: first_output(dataset, graph.modules[name]) for key, name in own.takes.items()}
+    for index in samples:
+        text = without_items(dataset[index], graph.items)
+        if own.reads is not None:
+            masks = dict(own.reads.item_places(own.reads.row(text)))
+        else:
+            masks = {key: mask_of(places, key, text) for key, places in own.places.items()}
+        by_sample.append(
+            {key: TakenRows(mask, _random(outputs[key], int(mask.sum()))) for key, mask in masks.items()}
+        )
+    return by_sample
+
+
+def _random(like: Bundle | None, rows: int) -> Bundle | None:
+    """Random rows of the widths and types of an output for one item; None: these are not known."""
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(part: Tensor) -> Tensor:
+        return torch.randn(rows, *part.shape[2:], generator=generator).to(part.dtype)
+
+    if like is None or isinstance(like, Tensor):
+        return None if like is None else drawn(like)
+    return {name: drawn(part) for name, part in like.items()}
 
 
 def _check_counts(counts: Sequence[int], items: str) -> None:

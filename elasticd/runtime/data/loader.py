@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import nullcontext, suppress
+from functools import partial
 from itertools import islice
-from typing import Any, NamedTuple
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -18,6 +20,7 @@ from elasticd_planner.spec.item_batch import SampleItem
 from torch import Tensor
 
 from elasticd.runtime.data.collate import Batch, Collate, Unlike, fresh, pad, untokenized
+from elasticd.runtime.data.item_places import PieceRows, mask_of, piece_rows, whole_rows
 from elasticd.runtime.data.packing import blank, pack
 from elasticd.runtime.data.prefetch import (
     NO_ROWS,
@@ -29,9 +32,11 @@ from elasticd.runtime.data.prefetch import (
 )
 from elasticd.runtime.data.sample_ledger import entries
 from elasticd.runtime.data.step_samples import Samples
-from elasticd.runtime.model.batch_format import BatchFormat
+from elasticd.runtime.model.batch_format import BatchFormat, ItemPlaces
 from elasticd.runtime.model.rng import DATASET, ModelRng
 from elasticd.system.user_line import described
+
+_Made = TypeVar("_Made")
 
 #: The number of first samples that can stand in for a micro-batch of which none can be read.
 _STAND_INS = 16
@@ -264,6 +269,7 @@ class Loader:
         *,
         counts: Mapping[str, Sequence[int]] | None = None,
         part: Collection[str] | None = None,
+        places: Mapping[str, ItemPlaces] = MappingProxyType({}),
     ) -> None:
         """
         Args:
@@ -275,15 +281,19 @@ class Loader:
                 many each sample has, by its id.
             part: the kinds of items that samples are read with, by the dataset's method `part`; None: samples
                 are read whole.
+            places: by key of the sample the tokens that take rows of its items, if the model says so; else it
+                is what `reads` says.
         """
+        self._places = places
         self._reader, self._collate, self._reads = reader, reading(reads, collate), reads
         self._drawing = drawing if drawing is not None else ModelRng()
         self._own = collate is not pad  # it may draw, and change its samples
         self._items, self._part = counts or {}, None if part is None else tuple(part)
         self.asked: list[int] = []
         self.failure: SampleError | None = None
-        #: Of the last batch; see `BatchFormat.item_places`.
-        self.item_places: Mapping[str, Tensor] = {}
+        #: Of the last batch: by key of the items what each of its samples, or parts of samples, takes of them;
+        #: without those of which nobody says it.
+        self.item_rows: dict[str, list[PieceRows]] = {}
         self.stood_in = False  #: in the last batch something has the place of what could not be read
 
     def key(self, index: int) -> SampleKey:
@@ -301,16 +311,14 @@ class Loader:
             NothingRead: none of them can be read, and no other one can take their place.
         """
         self.asked += entries(micro_batch, packed=packed)
-        self.stood_in = False
+        self.stood_in, self.item_rows = False, {}
         found: dict[int, Any] = {}
         for place, piece in enumerate(micro_batch):
             try:
                 found[place] = self._sample(piece.sample)
             except SampleError as error:
                 self._fail(error)
-        batch = self._packed(found, micro_batch) if packed else self._padded(found, micro_batch)
-        self.item_places = self._reads.item_places(batch) if self._reads is not None and not packed else {}
-        return batch
+        return self._packed(found, micro_batch) if packed else self._padded(found, micro_batch)
 
     def refuse_rows(self, key: str, rows: Sequence[int], micro_batch: MicroBatch) -> bool:
         """Notes a failure where a sample of the last batch has places for other rows of items than they have.
@@ -323,13 +331,11 @@ class Loader:
         Returns:
             True if there is such a sample.
         """
-        if (places := self.item_places.get(key)) is None:
-            return False
-        for place, (wanted, there) in enumerate(zip(places.sum(1).tolist(), rows, strict=False)):
-            if wanted != there:
+        for place, (wanted, there) in enumerate(zip(self.item_rows.get(key, ()), rows, strict=False)):
+            if wanted.places != there:
                 why = (
-                    f"its text has places for {wanted} rows of {key}, and its {key} have {there} rows: give it "
-                    f"the {key} that its text was made for, in that order"
+                    f"its text has places for {wanted.places} rows of {key}, and its {key} have {there} rows: "
+                    f"give it the {key} that its text was made for, in that order"
                 )
                 self._fail(SampleError(micro_batch[place].sample, why))
                 return True
@@ -365,8 +371,14 @@ class Loader:
             # The same one on every member of a TP group, since they read the same samples.
             stand_in = next(iter(found.values())) if found else self._stand_in(self._sample)
             found = {place: found[place] if place in found else fresh(stand_in) for place in range(count)}
+        samples = [*found.values()]
         try:
-            return self._collated([*found.values()], micro_batch)
+            masks = self._masks(samples)
+            batch = self._collated(samples, micro_batch)
+            if self._reads is not None:
+                masks |= {key: list(mask) for key, mask in self._reads.item_places(batch).items()}
+            self.item_rows = {key: list(map(whole_rows, listed)) for key, listed in masks.items()}
+            return batch
         except Exception as error:
             self._refuse(error, micro_batch)
             return self._stand_in(
@@ -381,7 +393,7 @@ class Loader:
     def _packed(self, found: dict[int, Any], micro_batch: MicroBatch) -> Batch:
         if len(found) == len(micro_batch):
             try:
-                return pack(self._rows([*found.values()]), micro_batch)
+                return self._row([*found.values()], micro_batch)
             except Exception as error:
                 self._refuse(error, micro_batch)
 
@@ -394,17 +406,33 @@ class Loader:
                 return zeros(like)
         return self._stand_in(lambda index: zeros(self._sample(index)))
 
+    def _row(self, samples: Sequence[Any], micro_batch: MicroBatch) -> Batch:
+        """The packed row of these parts of samples, and what it takes of their items."""
+        rows = self._rows(samples)
+        masks = self._masks(samples)
+        if self._reads is not None:
+            for row in rows:
+                for key, mask in self._reads.item_places(row).items():
+                    masks.setdefault(key, []).append(mask)
+        for key, listed in masks.items():
+            self.item_rows[key] = [
+                _at(place, partial(piece_rows, mask, piece))
+                for place, (mask, piece) in enumerate(zip(listed, micro_batch, strict=True))
+            ]
+        return pack(rows, micro_batch)
+
+    def _masks(self, samples: Sequence[Any]) -> dict[str, list[Tensor]]:
+        """By key of the items, of each sample the mask that a function of the user's gives."""
+        return {
+            key: [_at(place, partial(mask_of, mask, key, sample)) for place, sample in enumerate(samples)]
+            for key, mask in self._places.items()
+        }
+
     def _rows(self, samples: Sequence[Any]) -> list[Any]:
         """Samples as a packed row takes them."""
         if self._reads is None:
             return list(samples)
-        rows = []
-        for place, sample in enumerate(samples):
-            try:
-                rows.append(self._reads.row(sample))
-            except Unlike as error:
-                raise Unlike(place, str(error)) from error
-        return rows
+        return [_at(place, partial(self._reads.row, sample)) for place, sample in enumerate(samples)]
 
     def _refuse(self, error: Exception, micro_batch: MicroBatch) -> None:
         """Notes that these samples make no batch, unless an earlier failure is noted."""
@@ -434,6 +462,14 @@ class Loader:
         asked, failure = self.asked, self.failure
         self.asked, self.failure = [], None
         return asked, failure
+
+
+def _at(place: int, make: Callable[[], _Made]) -> _Made:
+    """Makes something of a sample; an error names the sample's place."""
+    try:
+        return make()
+    except Unlike as error:
+        raise Unlike(place, str(error)) from error
 
 
 def items_of(sample: Any, index: int, key: str, counts: Sequence[int]) -> Sequence[Any]:

@@ -31,20 +31,24 @@ log = logging.getLogger(__name__)
 class BatchesAhead:
     """The batch plans of one plan, by step."""
 
-    def __init__(self, feed: Feed, plan: Plan, linear: int, thread: DaemonThreads) -> None:
+    def __init__(
+        self, feed: Feed, plan: Plan, linear: int, thread: DaemonThreads, members: Sequence[str]
+    ) -> None:
         """
         Args:
             feed: gives the samples of each step.
-            plan: the plan in force.
+            plan: the plan in force, of the module with the loss.
             linear: see `elasticd_planner.spec.sample_packing.linear_of`.
             thread: in which batches are planned beside training.
+            members: of the plan of all modules, in rank order.
         """
         self._feed, self._plan, self._linear = feed, plan, linear
         self._speeds = SlowdownState.begin(planned_slowdown(plan.pipelines))
         self.agreed: tuple[int, ...] | None = None  #: slowdowns of lanes by votes; None: as the plan has them
         ends = [0, *accumulate(len(pipeline.micro_batches_by_lane) for pipeline in plan.pipelines)]
-        #: Of each rank that computes the place of its lane among those of all pipelines.
-        self._lanes = [ends[place.pipeline] + place.lane for place in plan.places.values()]
+        #: Of each device that computes the place of its lane among those of all pipelines.
+        self._lanes = {device: ends[place.pipeline] + place.lane for device, place in plan.places.items()}
+        self._members = members
         self._made: dict[int, Future[BatchPlan]] = {}
         self._thread = thread
         self._compared = -1  # the step whose batch plan the last vote has compared
@@ -86,8 +90,9 @@ class BatchesAhead:
             self._compared = batch.step + 1
             return
         spent = [0.0] * len(self._speeds.lanes)
-        for lane, each in zip(self._lanes, seconds, strict=False):  # carriers compute nothing
-            spent[lane] = max(spent[lane], each)
+        for device, each in zip(self._members, seconds, strict=True):
+            if (lane := self._lanes.get(device)) is not None:  # else it computes nothing here
+                spent[lane] = max(spent[lane], each)
         work = lane_work(self._plan, batch, self._linear)
         self._speeds, changes = slowdowns_after(self._speeds, spent, work)
         if changes:
@@ -104,14 +109,12 @@ class BatchesAhead:
 
     def slowdown_of(self, device: str) -> int:
         """By which the lane of a device gets its share of tokens [64ths]; 0: shares do not follow."""
-        if not self._feed.packed or device not in self._plan.places:
+        if not self._feed.packed or device not in self._lanes:
             return 0
-        return self._speeds.slowdown[self._lanes[self._plan.rank(device)]]
+        return self._speeds.slowdown[self._lanes[device]]
 
     def _said(self, change: SlowdownChange) -> str:
-        device = next(
-            name for name, lane in zip(self._plan.places, self._lanes, strict=True) if lane == change.lane
-        )
+        device = next(name for name, lane in self._lanes.items() if lane == change.lane)
         return (
             f"the lane of {device} takes {change.after / NORMAL:.2f} times as long as a normal one "
             f"(before: {change.before / NORMAL:.2f}); its share of tokens follows"

@@ -250,7 +250,9 @@ class Engine:
         self._delivered: Event | None = None  # after the last step's deliveries; None: they are over
         self.copied = lambda: None
         self.after_recovery = self.torn = self.stale = self.spent = self._met = False
-        self._batches = BatchesAhead(recipe.feed, self.loss_plan, self.linear, recipe.planning)
+        self._batches = BatchesAhead(
+            recipe.feed, self.loss_plan, self.linear, recipe.planning, self.plan.members
+        )
         self.reduced = self.last = self.lent = None
         self.leave_out = -1
         self.scheduler: torch.optim.lr_scheduler.LRScheduler | None = None
@@ -597,7 +599,11 @@ class Engine:
     def _seen(self, batch: BatchPlan, samples: int) -> int:
         """`RankRecord.samples`. A packed batch plan is the same on all ranks, as a vote or `_compare` said: a
         rank compares its own samples then, and brings 0 if they are right."""
-        return samples ^ expected_hash(self.plan, batch, self.device) if batch.packed else samples
+        if not batch.packed:
+            return samples
+        if self._several is not None:
+            return samples ^ self._several.expected_of(self.device)
+        return samples ^ expected_hash(self.plan, batch, self.device)
 
     def _expected(self, batch: BatchPlan) -> Sequence[int]:
         """`RankRecord.samples` of each rank, in rank order."""
@@ -605,7 +611,9 @@ class Engine:
 
     def hashes(self, batch: BatchPlan) -> Sequence[int]:
         """The hash of the samples that each rank is to see, in rank order."""
-        return expected_hashes(self.plan, batch) if self._several is None else self._several.expected(batch)
+        if self._several is None:
+            return expected_hashes(self.plan, batch)
+        return [self._several.expected_of(device) for device in self.plan.members]
 
     def _reached(self) -> bytes:
         """The bits of `RankRecord.reached`, which are the same in most steps."""

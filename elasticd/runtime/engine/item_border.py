@@ -1,20 +1,22 @@
 """The border between a module of items and the module that takes them: outputs forth, their gradients back.
 
-What a lane of the module of items makes of a group of items goes to the first stage of the lane whose
-micro-batch needs them. Both ends are TP groups that may share devices (`flows.between`): a device that has
-an output already gets no message. A header goes ahead of each message, as between stages, with the items that
-are in it. When messages are launched, at both ends, is said by `module_order`.
+What a lane of the module of items makes of a group of items goes to the first stage of each lane that has a
+part of their sample. Both ends are TP groups that may share devices (`flows.between`): a device that has an
+output already gets no message. Each lane that takes it gives a term of its gradient, and terms are added in the
+order of lanes. A header goes ahead of each message, as between stages, with the items that are in it. When
+messages are launched, at both ends, is said by `module_order`.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
 from elasticd_planner.layout.channels import Channel
-from elasticd_planner.layout.flows import TensorFlow, between
+from elasticd_planner.layout.flows import Border, TensorFlow, between
 from elasticd_planner.spec.item_batch import GroupId, ItemBatch, SampleItem
 from elasticd_planner.spec.plan import Plan
 from torch import Tensor
@@ -80,25 +82,34 @@ class ItemBorder:
         self._outputs: dict[GroupId, tuple[Bundle, tuple[int, ...]]] = {}  # that both ends have here
         self._gradients: dict[GroupId, list[Tensor]] = {}  # likewise
         self._begun: dict[GroupId, tuple[_Parts, tuple[int, ...], list[Tensor], Any]] = {}
-        self._awaited: dict[GroupId, tuple[dict[str, Tensor | None], Any]] = {}
+        # Of each lane that takes the output, in order; None: its term is made here.
+        self._awaited: dict[GroupId, tuple[list[dict[str, Tensor | None] | None], Any]] = {}
         self._sent: dict[GroupId, Any] = {}  # messages whose arrival the gradient proves
 
-    def needed(self, pipeline: int, lane: int, micro_batch: int) -> Sequence[GroupId]:
-        """The groups of the items that a micro-batch needs."""
-        return self._needs.get((pipeline, lane, micro_batch), ())
+    def needed(self, pipeline: int, lane: int, row: int) -> Sequence[GroupId]:
+        """The groups of the items that a micro-batch needs: that of a lane in a row of its pipeline."""
+        return self._needs.get((pipeline, lane, row), ())
 
     def expected(self, key: GroupId) -> tuple[int, ...]:
         """The entries of a group in the ledger."""
         return entries(self.groups[key].items, packed=False)
 
-    def _flow(self, key: GroupId) -> TensorFlow:
-        group = self.groups[key]
-        ends = key.pipeline, key.lane, group.pipeline, group.lane
+    def _flow(self, key: GroupId, lane: int) -> TensorFlow:
+        """The way of an output to a lane that takes it."""
+        ends = key.pipeline, key.lane, self.groups[key].pipeline, lane
         if ends not in self._flows:
             near = self._source.pipelines[ends[0]].by_lane[ends[1]].stages[-1]
             far = self._target.pipelines[ends[2]].by_lane[ends[3]].stages[0]
             self._flows[ends] = between(near.devices, far.devices)
         return self._flows[ends]
+
+    def _near(self, key: GroupId) -> list[Border]:
+        """This device's end of the ways of an output, where it is made, by lane that takes it."""
+        return [self._flow(key, lane).at_source(self._me) for lane in self.groups[key].lanes]
+
+    def _far(self, key: GroupId) -> Border:
+        """Its end of the way of an output, where it is taken."""
+        return self._flow(key, self._target.places[self._me].lane).at_target(self._me)
 
     def announce(self, key: GroupId, x: Bundle, ids: Sequence[int]) -> None:
         """Sends the header of an output, with the items that are in it; returns at once.
@@ -115,32 +126,41 @@ class ItemBorder:
                 f"item{'s' if count > 1 else ''}: each tensor must begin with the items, [{count}, rows, ...]; "
                 "put the parts of an item (crops, tiles) one behind the other in its rows"
             )
-        header, destinations = (
-            pack_header(x, ids, self._dtype),
-            self._flow(key).at_source(self._me).destinations,
-        )
-        for to in destinations:
+        header = pack_header(x, ids, self._dtype)
+        for to in chain.from_iterable(border.destinations for border in self._near(key)):
             self._everyone.send(header, self._everyone.members.index(to), self._tags[key])
         self._outputs[key] = entering(x), tuple(ids)
 
     def send(self, key: GroupId) -> None:
         """Sends an output that was announced; returns at once."""
-        destinations = self._flow(key).at_source(self._me).destinations
-        sent = self._send(destinations, tensors(self._outputs[key][0]))
-        if self._answered and (len(destinations) == 1 or self._implies_all_received):
+        borders = self._near(key)
+        sent = self._send(
+            chain.from_iterable(each.destinations for each in borders), tensors(self._outputs[key][0])
+        )
+        if self._answered and all(map(self._proves, borders)):
             self._sent[key] = sent
-        here = self._target.places.get(self._me)
-        group = self.groups[key]
-        taker = group.pipeline, group.lane, 0
-        taken_here = here is not None and (here.pipeline, here.lane, here.stage) == taker
-        if not self._answered and not taken_here:
+        if not self._answered and not self._taken_here(key):
             del self._outputs[key]
+
+    def _taken_here(self, key: GroupId) -> bool:
+        here, group = self._target.places.get(self._me), self.groups[key]
+        if here is None or here.stage or here.pipeline != group.pipeline:
+            return False
+        return here.lane in group.lanes
+
+    def _proves(self, border: Border) -> bool:
+        """Returns True if the gradient over a border proves that all have the output that were sent it."""
+        if not border.destinations:
+            return True
+        return border.source is not None and (
+            self._implies_all_received or border.destinations == (border.source,)
+        )
 
     def receive(self, key: GroupId) -> None:
         """Waits for the header of an output, and starts to receive it, unless it was made here."""
         if key in self._outputs:
             return
-        source = self._flow(key).at_target(self._me).source
+        source = self._far(key).source
         assert source is not None
         assert self._mesh is not None
         rank, count = self._everyone.members.index(source), len(self.expected(key))
@@ -174,7 +194,7 @@ class ItemBorder:
         }, ids
 
     def send_back(self, key: GroupId, x: Bundle, given: Gradients) -> None:
-        """Sends the gradients of an output; returns at once.
+        """Sends the gradients of an output, as far as this lane adds to them; returns at once.
 
         Args:
             key: of the group.
@@ -182,35 +202,42 @@ class ItemBorder:
             given: its gradients.
         """
         messages = gradient_messages(x, given)
-        self._send(self._flow(key).at_target(self._me).destinations, messages)
+        self._send(self._far(key).destinations, messages)
         if key in self._outputs:
             self._gradients[key] = messages
 
     def post(self, key: GroupId) -> None:
         """Starts to receive the gradients of an output, unless they are made here."""
-        source = self._flow(key).at_source(self._me).source
-        if source is None:
-            return
-        assert self._mesh is not None
-        x = self._outputs[key][0]
-        grads = self._blank(x)
-        there = [(source, each) for each in grads.values() if each is not None and each.numel()]
-        self._awaited[key] = grads, self._mesh.begin_round([], there)
+        terms: list[dict[str, Tensor | None] | None] = []
+        takes: list[tuple[str, Tensor]] = []
+        for border in self._near(key):
+            grads = None if border.source is None else self._blank(self._outputs[key][0])
+            terms.append(grads)
+            if border.source is not None and grads is not None:
+                takes += [(border.source, each) for each in grads.values() if each is not None and each.numel()]
+        work = None
+        if any(grads is not None for grads in terms):
+            assert self._mesh is not None
+            work = self._mesh.begin_round([], takes)
+        self._awaited[key] = terms, work
 
     def gradient(self, key: GroupId) -> Gradients:
         """Waits for the gradients of an output that `post` started to receive."""
         x = self._outputs.pop(key)[0]
-        if key in self._awaited:
-            grads, work = self._awaited.pop(key)
+        terms, work = self._awaited.pop(key)
+        if work is not None:
             assert self._mesh is not None
             self._mesh.finish(work)
             if (sent := self._sent.pop(key, None)) is not None:
                 self._mesh.arrived(sent)
-        else:
+        total: dict[str, Tensor | None] = {}
+        for term in terms:
             grads = {} if isinstance(x, Tensor) else dict.fromkeys(x)
-            grads.update(zip(going_back(x), self._gradients.pop(key), strict=True))
-        grads = self._left_out.without(grads)
-        return grads[""] if isinstance(x, Tensor) else grads
+            grads.update(zip(going_back(x), self._gradients.pop(key), strict=True) if term is None else term)
+            for name, grad in self._left_out.without(grads).items():
+                before = total.get(name)
+                total[name] = grad if before is None else before if grad is None else before + grad
+        return total[""] if isinstance(x, Tensor) else total
 
     def end_step(self) -> None:
         """All messages of the step are launched."""
@@ -271,27 +298,59 @@ def row_of(x: Bundle, place: int) -> Bundle:
     return x[place] if isinstance(x, Tensor) else {name: part[place] for name, part in x.items()}
 
 
-def in_order_of(
-    samples: Sequence[int], parts: Sequence[tuple[SampleItem, Bundle]]
-) -> tuple[list[Bundle], list[int]]:
-    """Outputs in the order of the samples of their items, and of the items of each; and each sample's rows.
+def in_order_of(samples: Sequence[int], parts: Sequence[tuple[SampleItem, Bundle]]) -> list[list[Bundle]]:
+    """Of each sample the outputs for its items, in their order.
 
     Args:
         samples: of a micro-batch; one may be there several times.
-        parts: by item; of a sample that is there several times, as often.
+        parts: by item; of a sample that is there several times, as often, or once for all of them.
     """
-    places: dict[int, list[int]] = {}
-    for place, sample in enumerate(samples):
-        places.setdefault(sample, []).append(place)
-    seen = Counter[SampleItem]()
-    listed: list[tuple[int, int, Bundle]] = []
+    by_item: dict[SampleItem, list[Bundle]] = {}
     for item, part in parts:
-        listed.append((places[item.sample][seen[item]], item.number, part))
-        seen[item] += 1
-    rows = [0] * len(samples)
-    for place, _, part in listed:
-        rows[place] += len(tensors(part)[0])
-    return [part for _, _, part in sorted(listed, key=lambda each: each[:2])], rows
+        by_item.setdefault(item, []).append(part)
+    by_sample: dict[int, list[list[Bundle]]] = {}
+    for item in sorted(by_item):
+        by_sample.setdefault(item.sample, []).append(by_item[item])
+    seen, found = Counter[int](), list[list[Bundle]]()
+    for sample in samples:
+        found.append([each[min(seen[sample], len(each) - 1)] for each in by_sample.get(sample, ())])
+        seen[sample] += 1
+    return found
+
+
+def row_count(parts: Sequence[Bundle]) -> int:
+    """The rows of some outputs."""
+    return sum(len(tensors(part)[0]) for part in parts)
+
+
+def rows_in(parts: Sequence[Bundle], spans: Iterable[tuple[int, int]]) -> list[Bundle]:
+    """Of the rows of some outputs, one behind the other, those in these ranges [start, stop).
+
+    Raises:
+        ModelError: one of the named tensors of an output has another number of rows, and a part of them is
+            asked for.
+    """
+    parts_inside = []
+    for start, stop in spans:
+        first = 0
+        for part in parts:
+            count = row_count([part])
+            near, far = max(start - first, 0), min(stop - first, count)
+            if near < far:
+                parts_inside.append(part if far - near == count else _rows(part, near, far, count))
+            first += count
+    return parts_inside
+
+
+def _rows(x: Bundle, start: int, stop: int, count: int) -> Bundle:
+    if isinstance(x, Tensor):
+        return x[start:stop]
+    if odd := next((name for name, part in x.items() if len(part) != count), None):
+        raise ModelError(
+            f"of an item that gives {count} rows, {odd!r} has {len(x[odd])}: its sample is cut, and each lane "
+            "takes some of the rows, so that each named tensor must begin with them; or give Packing(cut=False)"
+        )
+    return {name: part[start:stop] for name, part in x.items()}
 
 
 def joined(parts: Sequence[Bundle]) -> Bundle | None:

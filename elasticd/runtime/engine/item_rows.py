@@ -63,15 +63,23 @@ def first_item(dataset: Dataset, module: Module, precision: Precision | None = N
     if first is None:
         return FirstItem()
     listed = int(known[first][0]) if known is not None and len(known[first]) else 0
-    rows, size = _made(dataset, first, module, counts, precision)
-    return FirstItem(rows, listed, size)
+    rows, output = _made(dataset, first, module, counts, precision)
+    return FirstItem(rows, listed, sum(part.nbytes for part in tensors(output)) if output is not None else 0)
+
+
+def first_output(dataset: Dataset, module: Module) -> Bundle | None:
+    """The output of the module's head for that item, by shapes alone, on the meta device; None: it is not
+    known, or there is no item. Arguments and errors of `first_item`."""
+    counts = item_counts(dataset, module.items)
+    first = next((index for index, count in enumerate(counts) if count), None)
+    return None if first is None else _made(dataset, first, module, counts, None)[1]
 
 
 def _made(
     dataset: Dataset, index: int, module: Module, counts: Sequence[int], precision: Precision | None
-) -> tuple[int, int]:
+) -> tuple[int, Bundle | None]:
     """The rows that `embed` gives of the first item of a sample: by shapes alone, or else by a pass on the host
-    with parameters of zeros; and the bytes that the head gives, by shapes. 0 where that fails."""
+    with parameters of zeros; and what the head gives, by shapes. 0 and None where that fails."""
     with begun_at(0):
         part = getattr(dataset, "part", None)
         try:
@@ -98,20 +106,20 @@ def _made(
                 with torch.no_grad():
                     x = local.passes["embed"](given)
                 sequences, length = sizes(x, of_item=True)
-                return sequences * length, _output_bytes(module, x)
+                return sequences * length, _output(module, x)
             except Exception:
                 log.debug("the rows of an item could not be found on %s", accelerator, exc_info=True)
-    return 0, 0
+    return 0, None
 
 
-def _output_bytes(module: Module, x: Bundle) -> int:
-    """Bytes of the output of a module for an item, by shapes alone; 0: not known."""
+def _output(module: Module, x: Bundle) -> Bundle | None:
+    """The output of a module for an item, by shapes alone; None: not known."""
     x = converted(x, lambda part: part.to("meta"))
     try:
         with torch.no_grad():
             for name, section in module.sections.items():
                 x = x if name == "embed" else section(x)
-        return sum(part.nbytes for part in tensors(x))
+        return x
     except Exception:
-        log.debug("the bytes of an output could not be found by shapes", exc_info=True)
-        return 0
+        log.debug("an output could not be found by shapes", exc_info=True)
+        return None

@@ -178,7 +178,8 @@ class ModuleEngine:
         items, parts = graph.modules[self.name].items, hasattr(dataset, "part")
         if items:
             return ItemLoader(reader, items, counts, drawing, (items,) if parts else None)
-        return Loader(reader, collate, reads, drawing, counts=counts, part=() if parts else None)
+        places = graph.modules[self.name].places
+        return Loader(reader, collate, reads, drawing, counts=counts, part=() if parts else None, places=places)
 
     def forward(self, batch: BatchPlan, loader: Loader, loss: Loss) -> Passed:
         """Runs the forward passes of a round of an evaluation, if this device has any.
@@ -230,10 +231,10 @@ class ModuleEngine:
         for section, module in self.local.modules.items():
             self.choices.attach(model, section, module, compares=team is not None)
         if of_lanes.shared_blocks:
-            if self._graph is not None:
+            if items := self.layouts.plan.module.items:
                 raise ModelError(
-                    f"plan {self.layouts.plan.number}: lanes share experts of module {self.name}, which a "
-                    "model of several modules cannot do: have each lane hold all experts"
+                    f"plan {self.layouts.plan.number}: lanes share experts of module {self.name}, which takes "
+                    f"{items}, each lane its own: have each lane hold all experts"
                 )
             mesh = communicators.mesh(Channel("experts", of_lanes.devices))
             lane = team or OneDevice(self._device)

@@ -196,14 +196,11 @@ class ModulePasses:
             with suppress(Exception):  # which the next step raises
                 self._recipe.feed.want(list(dict.fromkeys(self._wanted(future.result()))))
 
-    def expected(self, batch: BatchPlan) -> list[int]:
-        """The hash of samples and items that each rank is to bring, in rank order, for the batch of the module
-        that computes the loss, whose passes have run."""
+    def expected_of(self, device: str) -> int:
+        """The hash of samples and items that a device is to bring for the step whose passes have run."""
         assert self._now is not None
-        views = [(self._modules[name].layouts.plan, each) for name, each in self._now[1].batches.items()]
-        return [
-            together(expected_hash(view, each, device) for view, each in views) for device in self._plan.members
-        ]
+        views = ((self._modules[name].layouts.plan, each) for name, each in self._now[1].batches.items())
+        return together(expected_hash(view, each, device) for view, each in views)
 
     def make_round(self, batch: BatchPlan, dataset: object) -> None:
         """Makes a round of an evaluation.
@@ -252,9 +249,9 @@ class ModulePasses:
             items = step.batches[name]
             assert isinstance(items, ItemBatch)
             border.begin_step(items)
-        for name, (micro, acts, before) in step.lanes.items():
+        for name, (micro, acts, before, rows) in step.lanes.items():
             with self._running(name) as runner:
-                runner.begin(micro, acts, before, scale, sums_wait=True)
+                runner.begin(micro, acts, before, scale, rows=rows, sums_wait=True)
         sums = deque(step.sums)
         for name, listed in groupby(step.acts, key=lambda each: each[1].module):
             with self._running(name) as runner:

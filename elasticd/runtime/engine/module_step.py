@@ -19,7 +19,7 @@ from elasticd_planner.layout.gradient_buckets import Bucket
 from elasticd_planner.layout.layouts import Layouts
 from elasticd_planner.layout.module_order import ModuleAct, module_order, sum_places
 from elasticd_planner.layout.pass_order import Act, Schedule
-from elasticd_planner.spec.batch import BatchPlan, MicroBatch
+from elasticd_planner.spec.batch import BatchPlan, BatchRow, MicroBatch
 from elasticd_planner.spec.item_batch import ItemBatch, SampleItem, item_batch
 
 from elasticd.runtime.data.loader import ItemSizes
@@ -42,6 +42,7 @@ class LaneActs(NamedTuple):
     micro: Sequence[MicroBatch] | Sequence[Sequence[SampleItem]]  #: of its lane
     acts: Sequence[Act]  #: the passes of this stage
     before: Sequence[Pass]  #: the passes of the stage before
+    rows: Sequence[BatchRow]  #: of all lanes of its pipeline, if they are packed; else none
 
 
 @dataclass(frozen=True)
@@ -106,6 +107,7 @@ class StepMaker:
                     for each in order
                     if each[:4] == (*lane, (place.stage - 1) % stages) and each.act.what == "pass"
                 ],
+                () if isinstance(taken, ItemBatch) else taken.rows(place),
             )
         sums = sorted(self._sums(order), key=attrgetter("after")) if backward else []
         return ModuleStep(

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -52,7 +53,15 @@ from elasticd.runtime.engine.compiled_blocks import (
     settle_compiler,
     warn_of_slices,
 )
-from elasticd.runtime.engine.item_border import ItemBorder, ItemSource, in_order_of, joined, row_of
+from elasticd.runtime.engine.item_border import (
+    ItemBorder,
+    ItemSource,
+    in_order_of,
+    joined,
+    row_count,
+    row_of,
+    rows_in,
+)
 from elasticd.runtime.engine.mixed_precision import converted
 from elasticd.runtime.engine.p2p import HEADERS, NextStage, PrevStage, gradient_messages
 from elasticd.runtime.engine.pass_watch import PassPacer, PassWatch
@@ -174,6 +183,7 @@ class StageRunner:
         self._asks_targets = balance is not None and balance.asks_targets
         self._serving: dict[tuple[int, int], dict[str, Tensor]] = {}  # by chunk and row, outputs by block
         self._rows: list[PackedRow] = []  # of the micro-batches of the step; empty: they are padded
+        self._at: Sequence[int] = ()  # of each micro-batch the row of the pipeline
         self._flights: tuple[object, dict[int, int]] = (None, {})  # the acts of a step, and what they hold
         self._ordered: tuple[object, tuple[Act, ...]] = (None, ())  # what a step does, by what it follows from
         self._made: dict[Act, list[Tensor]] = {}  # by pass what it has made for an adjacent stage
@@ -302,24 +312,16 @@ class StageRunner:
             of_lanes: the rows of all lanes, padded or not.
         """
         count = len(micro_batches)
-        mine = [number for number, row in enumerate(rows) if row.lanes[self._lane]]
-        self._rows = [self._row(rows[number].lanes) for number in mine]
-        self._watch.packed = bool(self._rows)
         waits = sums_wait(rows, self._lane, len(self._chunks))
-        if self._all_rows:
-            rows = of_lanes
-            mine = [number for number, row in enumerate(rows) if row.lanes[self._lane]]
+        together = of_lanes if self._all_rows else rows
         if self._exchange is not None:
-            waits = waits or any(not all(row.lanes) for row in rows)
-        self._own = (mine, len(rows)) if rows else (range(count), count)
+            waits = waits or any(not all(row.lanes) for row in together)
+        self._own = (self._numbers(together), len(together)) if together else (range(count), count)
         before = self._order((self._stage - 1) % self._stages, count)
         with self.running():
-            self.begin(micro_batches, acts := self._acts(count), before, scale, sums_wait=waits)
+            self.begin(micro_batches, acts := self._acts(count), before, scale, rows=rows, sums_wait=waits)
             for act in acts:
-                if act.what == "serve":
-                    self._serve(act)
-                else:
-                    self.carry_out(act)
+                self.carry_out(act)
             if (
                 not self._step.order and torch.is_grad_enabled()
             ):  # a lane without a sequence in this step adds nothing
@@ -342,6 +344,7 @@ class StageRunner:
         before: Sequence[Pass],
         scale: float = 1.0,
         *,
+        rows: Sequence[BatchRow] = (),
         sums_wait: bool = False,
     ) -> None:
         """Begins a step.
@@ -351,6 +354,7 @@ class StageRunner:
             acts: that will be carried out.
             before: the passes of the stage before.
             scale: the gradients are those of the loss times this.
+            rows: of all lanes of the pipeline, as in `run`.
             sums_wait: sums of gradients begin after all passes.
         """
         if self.before_first_pass is not None:
@@ -363,6 +367,9 @@ class StageRunner:
         if self._exchange is not None:
             self._exchange.begin_step()
         self._scale = scale
+        self._at = self._numbers(rows) if rows else range(len(micro_batches))
+        self._rows = [self._row(rows[number].lanes) for number in self._at] if rows else []
+        self._watch.packed = bool(self._rows)
         if self._balance is not None and torch.is_grad_enabled():
             self._balance.begin(scale)
         self._watch.begin_step(trains=any(act.what == "pass" and act.kind == "backward" for act in acts))
@@ -382,12 +389,15 @@ class StageRunner:
         self._post_headers(step.order[: 1 + AHEAD], expected)
 
     def carry_out(self, act: Act, group: GroupId | None = None) -> None:
-        """A pass, or one end of a message.
+        """A pass, one end of a message, or a part in the pass of other lanes.
 
         Args:
             act: the next one of the step.
             group: of a message over a border of modules, at the module that takes items: which they are.
         """
+        if act.what == "serve":
+            self._serve(act)
+            return
         step, index, number = self._step, act.micro_batch, act.chunk
         micro, expected, chunk = step.micro_batches[index], step.expected[index], self._chunks[number]
         if group is not None:
@@ -467,6 +477,10 @@ class StageRunner:
             balance=self._balance.value if self._balance is not None and self._position == 0 else 0.0,
             failure=failure,
         )
+
+    def _numbers(self, rows: Sequence[BatchRow]) -> Sequence[int]:
+        """The rows of which this lane has a part."""
+        return [number for number, row in enumerate(rows) if row.lanes[self._lane]]
 
     def _row(self, lanes: Sequence[MicroBatch]) -> PackedRow:
         """This lane's part of a row. What it lacks of sequences that are cut comes from the other lanes."""
@@ -591,11 +605,12 @@ class StageRunner:
 
     def _with_items(self, state: MicroBatchState, index: int, micro: MicroBatch, batch: Any) -> Any:
         """The batch with what other modules made of the items of its samples, in the order of the samples and
-        of the items of each: [rows, ...], or named tensors of that shape; None: its samples have none."""
+        of the items of each: [rows, ...], or named tensors of that shape; of parts of samples the rows at their
+        tokens. None: there are none."""
         outputs: dict[str, Bundle | None] = {}
         for name, border in self._takes.items():
             parts: list[tuple[SampleItem, Bundle]] = []
-            for key in border.needed(self._pipeline, self._lane, index):
+            for key in border.needed(self._pipeline, self._lane, self._at[index]):
                 leaf, ids = border.activation(key)
                 if ids != (expected := border.expected(key)):
                     if ids == stand_in(expected):
@@ -606,13 +621,18 @@ class StageRunner:
                     state.items[key] = leaf
                 for place, item in enumerate(border.groups[key].items):
                     parts.append((item, row_of(leaf, place)))
-            ordered, rows = in_order_of(ids_of(micro), parts)
-            if index not in self._step.stood_in and self._loader.refuse_rows(name, rows, micro):
+            by_sample = in_order_of(ids_of(micro), parts)
+            if index in self._step.stood_in:
+                continue
+            if self._loader.refuse_rows(name, list(map(row_count, by_sample)), micro):
                 self._step.stood_in.add(index)
-            outputs[name] = joined(ordered)
+                continue
+            if self._rows and (rows := self._loader.item_rows.get(name)):
+                by_sample = [rows_in(own, places.spans) for own, places in zip(by_sample, rows, strict=True)]
+            outputs[name] = joined([*chain.from_iterable(by_sample)])
         if index in self._step.stood_in:
             # What stands in for the text, or for an item, does not fit the rest. The vote drops the step.
-            outputs = dict.fromkeys(outputs)
+            outputs = dict.fromkeys(self._takes)
         return {**batch, **outputs}
 
     def _read(self, act: Act, micro: MicroBatch, chunk: StageChunk) -> None:

@@ -6,10 +6,13 @@ before a batch is copied to the device, so that what depends on the values in a 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from torch import Tensor
+
+#: A sample, without its items -> a mask of its tokens, bool [tokens]: True of each that takes a row of them.
+ItemPlaces = Callable[[Any], Any]
 
 
 class BatchFormat(Protocol):

@@ -22,7 +22,7 @@ from elasticd_planner.spec.box import Box
 from elasticd_planner.spec.model import Cut, ModelSpec, Parameter, Specs, Units
 from torch import Tensor, nn
 
-from elasticd.runtime.model.batch_format import BatchFormat
+from elasticd.runtime.model.batch_format import BatchFormat, ItemPlaces
 from elasticd.runtime.model.box_reader import BoxReader
 from elasticd.runtime.model.handed_over import HandedOver, without_storage
 from elasticd.runtime.model.model_graph import ModelGraph
@@ -580,8 +580,16 @@ class Module(Model):
 
     items: str  #: under which key a sample has the items that the module runs on; empty: it runs on samples
     takes: dict[str, str]  #: by key in the batch: of which module it takes what that made of the items
+    places: dict[str, ItemPlaces]  #: by the same keys: the tokens of a sample that take rows of its items
 
-    def __init__(self, *, items: str = "", takes: Mapping[str, str] | None = None, **described: Any) -> None:
+    def __init__(
+        self,
+        *,
+        items: str = "",
+        takes: Mapping[str, str] | None = None,
+        places: Mapping[str, ItemPlaces] | None = None,
+        **described: Any,
+    ) -> None:
         """
         Args:
             items: a key of samples, "images" say, under which each has a list of tensors, or of mappings of
@@ -589,13 +597,21 @@ class Module(Model):
                 named tensors of which each begins so. Empty: the module runs on samples.
             takes: by key: the module that makes what `embed` finds in its batch under that key: the rows of all
                 items of the micro-batch, in order, [rows, width] (or named tensors); None where there are none.
+            places: by the keys of `takes`: a function of a sample, without its items, that gives a mask of its
+                tokens, bool [tokens]: the j-th True one takes the j-th row of the sample's items. Where
+                sequences are cut, `embed` then finds the rows of its own tokens alone.
             described: as for `elasticd.Model`: embed, blocks, head, width, rules, units, ...
 
         Raises:
             ModelError: the module cannot be trained so; the message says why, and what to do.
         """
         super().__init__(**described)
-        self.items, self.takes = items, dict(takes or {})
+        self.items, self.takes, self.places = items, dict(takes or {}), dict(places or {})
+        if strangers := sorted(self.places.keys() - self.takes.keys()):
+            raise ModelError(
+                f"places are given of {strangers[0]!r}, and the module takes "
+                f"{', '.join(self.takes) or 'nothing'}: name them by the keys of takes"
+            )
         if items and takes:
             raise ModelError(
                 f"a module of {items} takes {', '.join(self.takes)}: modules of items that take other modules' "

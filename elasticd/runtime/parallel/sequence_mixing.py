@@ -65,16 +65,19 @@ def packable(
     samples: Sequence[Any],
     collate: Callable[[Sequence[Any]], Any] | None = None,
     untried: Callable[[str], None] = _warn,
+    taken: Sequence[Mapping[str, TakenRows]] = (),
 ) -> list[str]:
     """The obstacles that keep the sequences of a model from being packed.
 
     Args:
         model: of the job.
         loss: of the job.
-        samples: a few of its dataset, three say. Their last tokens are tried.
+        samples: a few of its dataset, three say. Their last tokens are tried; of the first one those that take
+            rows of its items, if there are some.
         collate: makes batches of samples that are no tensors by themselves: what it makes of each sample alone
             is tried. None: samples are tensors.
         untried: called with the reason where that cannot be tried here.
+        taken: of a module that takes what others make of items: of each sample by key what it takes of them.
 
     Returns:
         A line for each finding, with the name of the module and the remedy. Empty: sequences can be packed.
@@ -85,10 +88,20 @@ def packable(
         wanted = [samples[i % len(samples)] for i in range(len(LENGTHS))]
         wanted = wanted if collate is None else [_of_batch(collate([sample])) for sample in wanted]
         wanted = wanted if model.reads is None else list(map(model.reads.row, wanted))
-        pieces = [_last(sample, length) for sample, length in zip(wanted, LENGTHS, strict=True)]
+        of_items = [taken[i % len(samples)] if taken else {} for i in range(len(LENGTHS))]
+        spans = [
+            _span(sample, length, of.values() if not place else ())
+            for place, (sample, length, of) in enumerate(zip(wanted, LENGTHS, of_items, strict=True))
+        ]
+        pieces = [_part(sample, *span) for sample, span in zip(wanted, spans, strict=True)]
+        rows = [
+            {key: each.within(*span) for key, each in of.items()}
+            for of, span in zip(of_items, spans, strict=True)
+        ]
         given = RowAndSequences(
             tuple(map(_length, pieces)), _row_of(pieces), [_row_of([piece]) for piece in pieces]
         )
+        entered = given.with_rows(rows) if taken else given
     except (_Unfit, KeyError, RuntimeError, TypeError, ValueError) as error:
         unfit = isinstance(error, _Unfit)
         return [str(error) if unfit else f"samples make no packed row: {type(error).__name__}: {error}"]
@@ -96,7 +109,7 @@ def packable(
     for wide in (True, False):  # some modules compute in the type that they were made in alone
         for training in (True, False):
             try:
-                return _tried(model, loss, given, wide=wide, training=training)
+                return _tried(model, loss, given, entered, wide=wide, training=training)
             except _Drew:  # what drops elements draws other masks for other shapes
                 continue
             except _Untried as why:
@@ -126,12 +139,42 @@ class RowAndSequences:
     together: Any  #: all in one row
     apart: Sequence[Any]  #: each by itself
 
+    def with_rows(self, rows: Sequence[Mapping[str, Any]]) -> RowAndSequences:
+        """The same with the rows of items that each sequence takes, by key."""
+        every = {key: _one_behind_the_other([of[key] for of in rows]) for key in rows[0]}
+        apart = [{**sequence, **of} for sequence, of in zip(self.apart, rows, strict=True)]
+        return RowAndSequences(self.lengths, {**self.together, **every}, apart)
+
+
+@dataclass(frozen=True)
+class TakenRows:
+    """The rows that a sample takes of what another module makes of its items."""
+
+    mask: Tensor  #: [tokens] True of each that takes one
+    rows: Any  #: those of all of its items, [rows, ...], or named tensors of that shape
+
+    def within(self, start: int, stop: int) -> Any:
+        """Those of the tokens [start, stop); None: they take none."""
+        ends = [int(self.mask[:at].sum()) for at in (start, stop)]
+        return _each(self.rows, lambda x: x[slice(*ends)]) if ends[0] < ends[1] else None
+
+
+def _one_behind_the_other(rows: Sequence[Any]) -> Any:
+    """The rows of several sequences; None: there are none."""
+    there = [each for each in rows if each is not None]
+    if not there or isinstance(there[0], Tensor):
+        return torch.cat(there) if there else None
+    return {name: torch.cat([each[name] for each in there]) for name in there[0]}
+
 
 # -- one model ------------------------------------------------------------------------------------------------
 
 
-def _tried(model: Model, loss: Loss, batch: RowAndSequences, *, wide: bool, training: bool) -> list[str]:
-    given, dtype = batch, torch.float64
+def _tried(
+    model: Model, loss: Loss, batch: RowAndSequences, given: RowAndSequences, *, wide: bool, training: bool
+) -> list[str]:
+    """The findings of a trial. given: what the embedding is called with."""
+    dtype = torch.float64
     for section in _sections_to_try(model):
         made = _section(model, section, wide=wide, training=training)
         module = made.modules[section]
@@ -469,11 +512,20 @@ def _row(lengths: Iterable[int]) -> PackedRow:
 _COUNTS = ("modalities",)
 
 
-def _last(sample: Any, most: int) -> Any:
-    """The last tokens of a sample, whose parts have one entry for each: those have targets, if any have."""
+def _span(sample: Any, most: int, taken: Iterable[TakenRows] = ()) -> tuple[int, int]:
+    """The tokens [start, stop) of a sample that are tried: the last ones, which have targets, if any have; or
+    around the first that takes a row of an item."""
     length = _length(sample)
     if not length:
         raise _Unfit("samples have no tensor with an entry for each token, so that none can be packed")
+    first = min((int(each.mask.nonzero()[0]) for each in taken if each.mask.any()), default=length)
+    start = max(0, min(length - most, first - most // 2))
+    return start, min(length, start + most)
+
+
+def _part(sample: Any, start: int, stop: int) -> Any:
+    """Some tokens of a sample, whose parts have one entry for each."""
+    length = _length(sample)
 
     def cut(part: Any, key: str) -> Any:
         if isinstance(part, Mapping):
@@ -489,7 +541,7 @@ def _last(sample: Any, most: int) -> Any:
                 f"{key or 'a sample'} has no entry for each of its sample's {length} tokens ({shape}), so that "
                 "samples cannot be packed"
             )
-        return torch.as_tensor(part)[-most:]
+        return torch.as_tensor(part)[start:stop]
 
     return cut(sample, "")
 

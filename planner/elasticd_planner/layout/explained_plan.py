@@ -253,14 +253,15 @@ def _of_items(plan: Plan, batch: ItemBatch, size: ModuleSizes) -> Iterator[tuple
     source, target = plan.view(batch.module), plan.loss_view
     known: dict[tuple[int, int, int, int], TensorFlow] = {}
     for name, group in batch.walk():
-        ends = name.pipeline, name.lane, group.pipeline, group.lane
-        if ends not in known:
-            near = source.pipelines[name.pipeline].by_lane[name.lane].stages[-1]
-            far = target.pipelines[group.pipeline].by_lane[group.lane].stages[0]
-            known[ends] = between(near.devices, far.devices)
-        if count := round(group.rows * size.output):
-            trained = source.module.trainable
-            yield from _both_ways(known[ends], ("items", "item gradients"), count, 1, trained)
+        for lane in group.lanes:
+            ends = name.pipeline, name.lane, group.pipeline, lane
+            if ends not in known:
+                near = source.pipelines[name.pipeline].by_lane[name.lane].stages[-1]
+                far = target.pipelines[group.pipeline].by_lane[lane].stages[0]
+                known[ends] = between(near.devices, far.devices)
+            if count := round(group.rows * size.output):
+                trained = source.module.trainable
+                yield from _both_ways(known[ends], ("items", "item gradients"), count, 1, trained)
 
 
 # -- inside of TP groups ---------------------------------------------------------------------------------------

@@ -10,6 +10,8 @@ full. No forward pass begins more than `ahead` micro-batches early, so that a la
 and of those in the pipeline. With `ahead` of all micro-batches the forward passes of items may all come first
 and their backward passes last (the three phases of Megatron-LM's MIMO); with 1 they nest in the pipeline.
 
+*Lanes* whose passes wait for each other have them at one place in the order, a row at a time (`module_passes`).
+
 *Messages.* A message is sent and received at one place in the order (`message_places`): where both ends are
 between two passes, up to four passes of its receiver before the one that needs it.
 
@@ -23,7 +25,7 @@ passes of the first rank in another module.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from heapq import heappop, heappush
 from typing import NamedTuple
 
@@ -33,6 +35,7 @@ from elasticd_planner.layout.module_passes import (
     ModulePasses,
     PassGroup,
     item_time,
+    row_time,
     stage_microseconds,
 )
 from elasticd_planner.layout.pass_order import Act, Schedule
@@ -49,7 +52,8 @@ _FAR = 1 << 60
 
 
 class ModuleAct(NamedTuple):
-    """An act of the members of one TP group: a pass, or their end of a message."""
+    """An act of the members of one TP group: a pass, or their end of a message. Of lanes that pass a row
+    together each has an act of its own."""
 
     module: str
     pipeline: int
@@ -128,7 +132,12 @@ def module_pass_times(
         _in_one_queue(order)
     elif delay is not None or actual is not None:
         _delayed(order, len(plan.members), delay or _no_time)
-    return tuple(ModulePassTime(_act(one, "pass"), one.begin, one.end) for one in order)
+    return tuple(
+        ModulePassTime(act, one.begin, one.end)
+        for one in order
+        for act in _acts_of(one, "pass")
+        if act.act.what == "pass"
+    )
 
 
 def step_microseconds(
@@ -163,7 +172,7 @@ def _set_times(order: Sequence[ModulePass], plan: Plan, batches: Mapping[str, Ba
     }
     means = {module.module: module.item_rows for module in plan.modules}
     for one in order:
-        one.time = times[one.group.key][one.kind][one.chunk]
+        one.time = row_time(times[one.group.key][one.kind][one.chunk], one.group, one.index)
         module, p, j, _ = one.group.key
         if isinstance(items := batches[module], ItemBatch):
             one.time = item_time(one.time, items.pipelines[p][j][one.index], means[module])
@@ -204,11 +213,34 @@ def _in_one_queue(order: Sequence[ModulePass]) -> None:
         free.update(dict.fromkeys(one.group.devices, one.end))
 
 
-def _act(one: ModulePass, what: str, name: GroupId | None = None) -> ModuleAct:
+def _acts_of(
+    one: ModulePass, what: str, name: GroupId | None = None, lanes: Sequence[int] = ()
+) -> Iterable[ModuleAct]:
+    """The acts of a pass, or of an end of a message.
+
+    Args:
+        one: the pass.
+        what: its part in it.
+        name: of the group of items that the message is of.
+        lanes: of those that pass a row together: that have a part in the message; empty: all.
+    """
     new = tuple.__new__  # in few instructions: an order is made each step
     module, pipeline, lane, stage = one.group.key
-    act = new(Act, (what, one.kind, one.index, one.chunk))
-    return new(ModuleAct, (module, pipeline, lane, stage, act, name))
+    if not one.group.rows:
+        act = new(Act, (what, one.kind, one.index, one.chunk))
+        return (new(ModuleAct, (module, pipeline, lane, stage, act, name)),)
+    acts = []
+    for number, places in enumerate(one.group.rows):
+        if (index := places.get(one.index)) is not None:
+            if lanes and number not in lanes:
+                continue
+            act = Act(what, one.kind, index, one.chunk)  # type: ignore[arg-type]
+        elif what == "pass" and one.group.serves:
+            act = Act("serve", one.kind, one.index, one.chunk)
+        else:
+            continue
+        acts.append(ModuleAct(module, pipeline, number, stage, act, name))
+    return acts
 
 
 #: The pass of the order that comes next, the time, a number (so that no two are equal), sender, receiver, and
@@ -233,10 +265,11 @@ def _acts(order: Sequence[ModulePass]) -> Iterator[ModuleAct]:
     for place, one in enumerate(order):
         while at < last and messages[at][0] == place:
             _, _, _, sender, receiver, name = messages[at]
-            yield _act(sender, "send", name)
-            yield _act(receiver, "receive", name)
+            lanes = () if name is None else sender.takers or receiver.takers
+            yield from _acts_of(sender, "send", name, lanes)
+            yield from _acts_of(receiver, "receive", name, lanes)
             at += 1
-        yield _act(one, "pass")
+        yield from _acts_of(one, "pass")
 
 
 def sections_done(order: Sequence[ModuleAct], view: Plan, spec: ModelSpec) -> dict[str, int]:
@@ -253,7 +286,7 @@ def sections_done(order: Sequence[ModuleAct], view: Plan, spec: ModelSpec) -> di
     name = view.module.module
     last: dict[tuple[int, int, int, int], int] = {}
     for index, (module, pipeline, lane, stage, act, _) in enumerate(order):
-        if module == name and act.what == "pass" and act.kind == "backward":
+        if module == name and act.what in ("pass", "serve") and act.kind == "backward":
             last[pipeline, lane, stage, act.chunk] = index
     lanes = [pipeline.by_lane for pipeline in view.pipelines]
     found = dict.fromkeys(spec.sections(0, len(spec.layers)), -1)

@@ -2,6 +2,10 @@
 
 Those of a module of items are ranked by need: when the first stage of the module with the loss would take their
 micro-batch if each micro-batch of that lane took as long as at its slowest stage.
+
+Lanes of the module with the loss may wait for each other inside of a pass: those of a packed row, of which some
+may share a sequence, and those that share experts. Then a pass is of a row, on the devices of all lanes, and
+has one place in the order.
 """
 
 from __future__ import annotations
@@ -11,8 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from elasticd_planner.layout.pass_order import Schedule
-from elasticd_planner.spec.batch import BatchPlan
-from elasticd_planner.spec.item_batch import GroupId, ItemBatch, ItemGroup
+from elasticd_planner.spec.batch import BatchPlan, BatchRow
+from elasticd_planner.spec.item_batch import NORMAL, GroupId, ItemBatch, ItemGroup
 from elasticd_planner.spec.plan import NO_TIMES, ModulePlan, Pipeline, Plan, Stage
 from elasticd_planner.value import refuse
 
@@ -21,6 +25,8 @@ Component = set[tuple[str, int]]
 
 #: Rows that `Stage.microseconds` of a module of items is of; an item of unknown size counts as so many.
 ROWS = 1024
+#: Tokens of a packed row that it is of, by the slowdown of a normal lane.
+UNIT = 1024 * NORMAL
 #: A pass of a block whose times are not known [us].
 _FORWARD, _BACKWARD = 1000, 2000
 
@@ -30,10 +36,10 @@ class ModulePass:
 
     __slots__ = (
         *("group", "kind", "index", "chunk", "time", "rank", "due", "taker", "missing", "came", "begin", "end"),
-        *("place", "numbers", "users", "receives"),
+        *("place", "numbers", "users", "receives", "takers"),
     )
     place: int  #: in the order
-    numbers: list[int]  #: by device of its TP group how many passes begin there before it
+    numbers: list[int]  #: by device of its group how many passes begin there before it
 
     def __init__(
         self,
@@ -50,7 +56,7 @@ class ModulePass:
         Args:
             group: its devices.
             kind: "forward" or "backward".
-            index: of its micro-batch, or of its group of items, in the lane.
+            index: of its micro-batch, or of its group of items, in the lane; of lanes together, the row.
             chunk: of the stage.
             time: that it takes [us].
             rank: of a module of items: those of lower rank are needed first.
@@ -63,15 +69,21 @@ class ModulePass:
         self.came = 0  # when the last of its inputs is there, as far as they have begun
         self.begin = self.end = 0
         self.users: list[ModulePass] = []  # passes that need it
-        self.receives: list[tuple[ModulePass, GroupId | None]] = []  # from other TP groups
+        self.receives: list[tuple[ModulePass, GroupId | None]] = []  # from other groups
+        self.takers: tuple[int, ...] = ()  # of a module of items: the lanes that take what it makes
 
 
 @dataclass(eq=False, slots=True)
 class PassGroup:
-    """A TP group: the devices of a stage of a lane of a module."""
+    """The devices that are in a pass: a TP group, or those of all lanes of a stage."""
 
-    key: tuple[str, int, int, int]  #: module, pipeline, lane, stage
+    key: tuple[str, int, int, int]  #: module, pipeline, lane, stage; of all lanes, the first lane
     devices: tuple[int, ...]
+    #: Of all lanes: by lane, and by the rows of which it has a part, the index of its micro-batch.
+    rows: tuple[Mapping[int, int], ...] = ()
+    serves: bool = False  #: of all lanes: one without a part of a row serves in its passes
+    #: Of rows of a packed plan: by row so many times as long as a pass takes by the plan [1 / `UNIT`].
+    sizes: tuple[int, ...] = ()
     passes: list[ModulePass] = field(default_factory=list)  #: of the module with the loss all; else those begun
     begun: int = 0  #: how many of them
     started: int = 0  #: of the module with the loss: micro-batches that have begun at the first stage
@@ -115,8 +127,14 @@ class ModulePasses:
         for p, (pipeline, rows) in enumerate(zip(loss.pipelines, batch.pipelines, strict=True)):
             if component is not None and (loss.module, p) not in component:
                 continue
+            if batch.packed or pipeline.shares_experts:
+                self._add_rows(loss.module, p, pipeline, rows)
+                continue
             for j, lane in enumerate(pipeline.by_lane):
-                self._add_lane(loss.module, p, j, lane, sum(bool(row.lanes[j]) for row in rows))
+                groups = self._groups(loss.module, p, j, lane)
+                count = sum(bool(row.lanes[j]) for row in rows)
+                self._first[p, j] = self._add_stages(groups, lane, count)
+                self._period[p, j] = _period(lane)
         for module in plan.modules:
             if not module.items:
                 continue
@@ -142,9 +160,50 @@ class ModulePasses:
             for s, stage in enumerate(lane.stages)
         ]
 
-    def _add_lane(self, module: str, p: int, j: int, lane: Pipeline, count: int) -> None:
-        """The passes of a lane of the module with the loss."""
-        groups, stages = self._groups(module, p, j, lane), len(lane.stages)
+    def _add_rows(self, module: str, p: int, pipeline: Pipeline, rows: Sequence[BatchRow]) -> None:
+        """The passes of a pipeline of the module with the loss whose lanes pass each row together."""
+        lanes = pipeline.by_lane
+        places = tuple(
+            {row: place for place, row in enumerate(row for row, each in enumerate(rows) if each.lanes[lane])}
+            for lane in range(len(lanes))
+        )
+        sizes = tuple(
+            max(
+                sum(piece.tokens for piece in pieces) * lane.slowdown
+                for pieces, lane in zip(row.lanes, pipeline.packed, strict=True)
+            )
+            for row in (rows if pipeline.packed else ())
+        )
+        groups = [
+            PassGroup(
+                (module, p, 0, s),
+                tuple(self.devices[device] for device in stage.devices),
+                places,
+                bool(stage.shared_blocks),
+                sizes,
+            )
+            for s, stage in enumerate(pipeline.stages)
+        ]
+        first, period = self._add_stages(groups, lanes[0], len(rows)), _period(lanes[0])
+        if sizes:
+            period = period * sum(sizes) // len(sizes) // UNIT
+        for lane in range(len(lanes)):
+            self._first[p, lane], self._period[p, lane] = first, period
+
+    def _add_stages(
+        self, groups: Sequence[PassGroup], lane: Pipeline, count: int
+    ) -> dict[tuple[str, int], ModulePass]:
+        """The passes of a lane of the module with the loss, or of all lanes together.
+
+        Args:
+            groups: by stage.
+            lane: its stages.
+            count: of micro-batches, or of rows.
+
+        Returns:
+            Those at the first stage, by kind and index.
+        """
+        stages = len(lane.stages)
         found: dict[tuple[str, int, int], ModulePass] = {}  # by kind, place, micro-batch
         for s, (group, stage) in enumerate(zip(groups, lane.stages, strict=True)):
             times = stage_microseconds(stage)
@@ -152,7 +211,7 @@ class ModulePasses:
                 self.own[device].append(group)
             for kind, index, chunk in self._schedule(stages, s, count, lane.chunks) if count else ():
                 if self._backward or kind == "forward":
-                    one = ModulePass(group, kind, index, chunk, times[kind][chunk])
+                    one = ModulePass(group, kind, index, chunk, row_time(times[kind][chunk], group, index))
                     found[kind, chunk * stages + s, index] = one
                     group.passes.append(one)
         self.count += len(found)
@@ -163,17 +222,14 @@ class ModulePasses:
                     _needs(one, found["forward", place - 1, index])
             elif place < last:
                 _needs(one, found["backward", place + 1, index])
-        self._first[p, j] = {(kind, index): one for (kind, place, index), one in found.items() if not place}
-        self._period[p, j] = max(
-            sum(sum(part) for part in stage_microseconds(stage).values()) for stage in lane.stages
-        )
+        return {(kind, index): one for (kind, place, index), one in found.items() if not place}
 
     def _add_items(self, module: ModulePlan, batch: ItemBatch, component: Component | None) -> None:
         """The passes of a module of items. Those that are needed first have the lowest ranks."""
 
         def when(each: tuple[GroupId, ItemGroup]) -> tuple[int, int, GroupId]:
             row = each[1].micro_batch
-            return row * self._period[each[1].pipeline, each[1].lane], row, each[0]
+            return row * self._period[each[1].pipeline, each[1].lanes[0]], row, each[0]
 
         # By pipeline and lane, and by kind: TP group, chunk and time of 1,024 rows, in the order of passes.
         lanes: dict[tuple[int, int], dict[str, list[tuple[PassGroup, int, int]]]] = {}
@@ -213,7 +269,7 @@ class ModulePasses:
         backward: bool,
     ) -> None:
         """The chain of passes of one group of items. mean: rows of an item."""
-        first = self._first[items.pipeline, items.lane]
+        first = self._first[items.pipeline, items.lanes[0]]
         taking, giving = first["forward", items.micro_batch], first.get(("backward", items.micro_batch))
         chunks = places["forward"][-1][1] + 1
         before: ModulePass | None = None
@@ -222,6 +278,7 @@ class ModulePasses:
                 time = item_time(whole, items, mean)
                 order = rank * chunks + (chunks - 1 - chunk if kind == "forward" else chunk)
                 one = ModulePass(group, kind, name.number, chunk, time, order, items.micro_batch, taking.group)
+                one.takers = items.lanes
                 self.count += 1
                 if before is None:
                     group.queue.append(one)
@@ -271,6 +328,22 @@ def item_time(whole: int, items: ItemGroup, mean: int) -> int:
         mean: rows of an item; 0: not known.
     """
     return max(1, whole * (items.rows or (mean or ROWS) * len(items.items)) // ROWS)
+
+
+def row_time(whole: int, group: PassGroup, index: int) -> int:
+    """The time of a pass of a micro-batch, or of a row, of the module with the loss [us].
+
+    Args:
+        whole: the time by the plan: of a micro-batch, or in a packed plan of 1,024 tokens on a normal lane.
+        group: its devices.
+        index: of the micro-batch or row.
+    """
+    return max(1, whole * group.sizes[index] // UNIT) if group.sizes else whole
+
+
+def _period(lane: Pipeline) -> int:
+    """The time of a micro-batch at the slowest stage [us]."""
+    return max(sum(sum(part) for part in stage_microseconds(stage).values()) for stage in lane.stages)
 
 
 def _needs(user: ModulePass, one: ModulePass, name: GroupId | None = None) -> None:

@@ -9,6 +9,9 @@ dealt in the step, divided by its weight (its micro-batches in the plan) and mul
 slow lane gets fewer items before any layout changes. A lane may serve some pipelines of the module with the
 loss alone (`Pipeline.serves`). It takes an item in a pass, since items have shapes of their own, in the order
 in which they are needed.
+
+Of a packed batch a sample may be cut over lanes of a row. Its items are dealt once, and all of these lanes take
+what is made of them.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from itertools import chain
 from math import lcm
 from typing import NamedTuple
 
-from elasticd_planner.spec.batch import BatchPlan, ids_of
+from elasticd_planner.spec.batch import BatchPlan, BatchRow, ids_of
 from elasticd_planner.spec.plan import ModulePlan, Place, Plan
 from elasticd_planner.value import Value, refuse
 
@@ -43,8 +46,8 @@ class ItemGroup(NamedTuple):
 
     items: tuple[SampleItem, ...]  # in the order of need
     pipeline: int  # of the module with the loss: the one that needs them
-    lane: int  # of that pipeline
-    micro_batch: int  # an index in that lane
+    lanes: tuple[int, ...]  # of that pipeline: those that have a part of their sample, in order
+    micro_batch: int  # the row of that pipeline
     rows: int = 0  # [tokens] of all its items; 0: not known
 
 
@@ -57,7 +60,7 @@ class GroupId(NamedTuple):
     number: int
 
 
-#: A micro-batch of the module with the loss: pipeline, lane, index in the lane.
+#: A micro-batch of the module with the loss: pipeline, lane, row.
 Need = tuple[int, int, int]
 
 
@@ -86,7 +89,8 @@ class ItemBatch(Value, frozen=True, kw_only=True, dict=True):
         needs no items is left out."""
         found: dict[Need, list[GroupId]] = defaultdict(list)
         for name, group in self.walk():
-            found[group.pipeline, group.lane, group.micro_batch].append(name)
+            for lane in group.lanes:
+                found[group.pipeline, lane, group.micro_batch].append(name)
         return {need: tuple(names) for need, names in found.items()}
 
     @cached_property
@@ -96,9 +100,9 @@ class ItemBatch(Value, frozen=True, kw_only=True, dict=True):
         digest.update(self.module.encode())
         for lanes in self.pipelines:
             for groups in lanes:
-                for items, *need in groups:
-                    listed = chain.from_iterable(items)
-                    digest.update(struct.pack(f"<5q{2 * len(items)}q", len(items), *need, *listed))
+                for items, pipeline, taking, *need in groups:
+                    listed = (len(items), *chain.from_iterable(items), pipeline, len(taking), *taking, *need)
+                    digest.update(struct.pack(f"<{len(listed)}q", *listed))
                 digest.update(b";")
             digest.update(b"/")
         return int.from_bytes(digest.digest(), "little") or 1
@@ -110,7 +114,7 @@ class _Item(NamedTuple):
     cost: int  # negative, so that what costs most goes first
     micro_batch: int
     pipeline: int
-    lane: int
+    lanes: tuple[int, ...]
     place: int  # among the items of the micro-batch
     item: SampleItem
 
@@ -225,12 +229,31 @@ def _items(
     """The items of all micro-batches."""
     for pipeline, listed in enumerate(batch.pipelines):
         for index, row in enumerate(listed):
-            for lane, pieces in enumerate(row.lanes):
-                place = 0
-                for sample in ids_of(pieces):
-                    for item in _items_of(sample, counts):
-                        yield _Item(-_cost(item, rows), index, pipeline, lane, place, item)
-                        place += 1
+            place = 0
+            for lanes, sample in _takers(row, batch):
+                for item in _items_of(sample, counts):
+                    yield _Item(-_cost(item, rows), index, pipeline, lanes, place, item)
+                    place += 1
+
+
+def _takers(row: BatchRow, batch: BatchPlan) -> Iterator[tuple[tuple[int, ...], int]]:
+    """The samples of a row, each with the lanes that take its items. In a packed row a sample is there once,
+    however many parts of it there are."""
+    if not batch.packed:
+        for lane, pieces in enumerate(row.lanes):
+            yield from (((lane,), sample) for sample in ids_of(pieces))
+        return
+    lanes: dict[int, list[int]] = defaultdict(list)
+    lacking: dict[int, int] = defaultdict(int)  # [pairs]
+    for lane, pieces in enumerate(row.lanes):
+        for sample, length, start, stop in pieces:
+            if lane not in lanes[sample]:
+                lanes[sample].append(lane)
+            lacking[sample] += (0 if start else (length + 1) // 2) - (stop - start)
+    for sample, taking in lanes.items():
+        if lacking[sample]:
+            refuse(f"step {batch.step}: sample {sample} is cut over rows, and its items are of one row")
+        yield tuple(taking), sample
 
 
 def _items_of(sample: int, counts: Mapping[int, int] | None) -> Sequence[SampleItem]:
@@ -249,9 +272,9 @@ def _cost(item: SampleItem, rows: Mapping[SampleItem, int] | None) -> int:
     return cost
 
 
-def _need(each: _Item) -> tuple[int, int, int, int]:
-    return each.micro_batch, each.pipeline, each.lane, each.place
+def _need(each: _Item) -> tuple[int, int, tuple[int, ...], int]:
+    return each.micro_batch, each.pipeline, each.lanes, each.place
 
 
 def _group(each: _Item, *, known: bool) -> ItemGroup:
-    return ItemGroup((each.item,), each.pipeline, each.lane, each.micro_batch, -each.cost if known else 0)
+    return ItemGroup((each.item,), each.pipeline, each.lanes, each.micro_batch, -each.cost if known else 0)

@@ -60,8 +60,9 @@ class Stage(Value, frozen=True, kw_only=True, omit_defaults=True):
     # Each member of a lane has a slice of the tokens between the cut modules of a block (Korthikanti et al.,
     # 2022). It says nothing of a lane of one.
     sequence_parallel: bool = False
-    # [us] of a forward and of a backward pass of a micro-batch through all chunks; of a module of items, of
-    # 1,024 rows. Predicted, and for the order of passes alone; (0, 0): not known.
+    # [us] of a forward and of a backward pass of a micro-batch through all chunks; of a packed pipeline, of
+    # 1,024 tokens of a row on a lane of slowdown 64; of a module of items, of 1,024 rows. Predicted, and for
+    # the order of passes alone; (0, 0): not known.
     microseconds: tuple[int, int] = NO_TIMES
     # Of each block, chunk by chunk, the experts that each device has, in the order of `devices`. A device may
     # have any, or none; an expert may be on several. Empty of a block, or at all: each lane has all experts,
@@ -633,13 +634,9 @@ class Plan(StoredValue, frozen=True, kw_only=True, dict=True, tag="plan"):
             refuse(f"plan {self.number}: device {min(twice)} is placed twice")
         if self.carriers and not self.state.zero:
             refuse(f"plan {self.number}: {self.carriers[0]} carries replicas, which zero 0 does not have")
-        packed = {bool(pipeline.packed) for module in self.modules for pipeline in module.pipelines}
-        if len(packed) > 1:
-            refuse(f"plan {self.number}: some of its pipelines are packed, and others are not")
-        if self.packed and (len(self.modules) > 1 or self.modules[0].items):
-            refuse(f"plan {self.number}: packed rows are of models of one module; plan without packing")
+        self._check_packed()
         for module in self.modules:
-            if self.packed or module.items:  # rows of as many sequences as fit; weights
+            if module.items or module.pipelines[0].packed:  # rows of as many sequences as fit; weights
                 continue
             samples = sum(pipeline.micro_batches for pipeline in module.pipelines) * self.micro_batch
             if samples != self.global_batch:
@@ -649,6 +646,17 @@ class Plan(StoredValue, frozen=True, kw_only=True, dict=True, tag="plan"):
                 )
         if self.binding and set(self.binding) != devices:
             refuse(f"plan {self.number}: binding must name exactly the members {sorted(devices)}")
+
+    def _check_packed(self) -> None:
+        for module in self.modules:
+            packed = {bool(pipeline.packed) for pipeline in module.pipelines}
+            if len(packed) > 1:
+                refuse(f"plan {self.number}: some of its pipelines are packed, and others are not")
+            if module.items and True in packed:
+                refuse(
+                    f"plan {self.number}: module {module.module} takes {module.items}, one at a time: only the "
+                    "module with the loss has packed rows"
+                )
 
     def _least_version(self) -> int:
         pipelines = [pipeline for module in self.modules for pipeline in module.pipelines]
@@ -731,8 +739,8 @@ class Plan(StoredValue, frozen=True, kw_only=True, dict=True, tag="plan"):
 
     @property
     def packed(self) -> bool:
-        """True if it says of its lanes which packed rows they hold."""
-        return bool(self.modules[0].pipelines[0].packed)
+        """True if it says of the lanes of the module with the loss which packed rows they hold."""
+        return any(module.pipelines[0].packed for module in self.modules)
 
     @cached_property
     def _lanes(self) -> tuple[tuple[Pipeline, ...], ...]:
