@@ -6,6 +6,7 @@ test came before it there.
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -17,6 +18,12 @@ def graphs() -> int:
     """Graphs that were made in this process so far."""
     utils: Any = sys.modules.get("torch._dynamo.utils")  # imported by whoever compiles
     return int(utils.counters["stats"]["unique_graphs"]) if utils else 0
+
+
+def drop_traces() -> None:
+    """torch's compiler writes down all that it does where somebody reads it, which takes a quarter of its time.
+    pytest takes the log of every test, and reads it so."""
+    setattr(logging.getLogger("torch.__trace"), "addHandler", lambda handler: None)  # noqa: B010
 
 
 def breaks() -> int:

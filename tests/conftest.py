@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, settings
 
 from elasticd.machines.job import machine
 from tests import forkserver, rewriting, schedule, seeds, sizes
-from tests.compiling import _graphs_are_of_one_test, compiler, traced  # noqa: F401
+from tests.compiling import _graphs_are_of_one_test, compiler, drop_traces, traced  # noqa: F401
 from tests.etcds import shared_etcd  # noqa: F401
 
 COMMON = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -41,6 +41,7 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
 def pytest_configure(config: pytest.Config) -> None:
     sizes.choose(config.getoption("--full"))
     settings.load_profile("full" if config.getoption("--full") else "quick")
+    drop_traces()
 
 
 @pytest.hookimpl(tryfirst=True)

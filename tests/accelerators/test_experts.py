@@ -19,7 +19,7 @@ from tests.accelerators import vgpu
 from tests.accelerators.strict_process_group import StrictGroups, connected
 from tests.integration.train_experts import BALANCE, whole
 from tests.models.layouts import SEED, Training
-from tests.models.mixture import VOCABULARY
+from tests.models.mixture import LAYERS, VOCABULARY
 from tests.models.test_balance import one_process
 from tests.models.test_experts import NEAR, PLACED
 from tests.models.texts import Text
@@ -30,7 +30,7 @@ STEPS = 2
 
 
 def training(**options: Any) -> Training:
-    given = {"model": whole().describe(), "loss": next_token_loss, "dataset": Text(VOCABULARY)}
+    given = {"model": whole(LAYERS).describe(), "loss": next_token_loss, "dataset": Text(VOCABULARY)}
     return Training(**given, steps=STEPS, options={"balance": BALANCE} | options)
 
 
@@ -60,7 +60,7 @@ def worker(device: str, store: Any, plan: Plan) -> dict[str, Any]:
 @pytest.mark.parametrize("name", ["over lanes, two stages"])
 def test_placed_experts_train_on_the_device_as_in_one_process(name: str) -> None:
     vgpu.needed()
-    plan, alone = PLACED[name], whole()
+    plan, alone = PLACED[name], whole(LAYERS)
     results = gang.run(__file__, "worker", plan.members, plan)
     blocks = [(block.router, block.experts, block.shift) for block in alone.blocks]
     (losses, weights), balances, _ = one_process(training(), alone, BALANCE, blocks)

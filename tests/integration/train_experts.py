@@ -16,14 +16,18 @@ from tests.models.mixture import VOCABULARY, Biased
 from tests.models.texts import Text
 
 #: Samples of a step, and the seed of their order.
-BATCH, SEED = 8, 3
+BATCH, SEED = 4, 3
+#: Blocks of the job's model.
+LAYERS = 2
 BALANCE = Balance(loss=0.05, bias=0.01, router="blocks.*.router", parameter="blocks.*.shift")
 
 
-def whole() -> Biased:
+def whole(layers: int = LAYERS) -> Biased:
     """The model, in double precision."""
     torch.manual_seed(0)
-    return Biased().double()
+    model = Biased().double()
+    model.blocks = model.blocks[:layers]
+    return model
 
 
 def main() -> None:

@@ -85,6 +85,7 @@ class Training:
     collate: Callable[[Sequence[Any]], Any] = pad
     packing: Packing | None = None
     steps: int = 2
+    batch: int = BATCH  # samples of a step
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def recipe(self) -> Recipe:
@@ -93,7 +94,7 @@ class Training:
             loss=self.loss,
             optimizer=optimizer,
             dataset=self.dataset,
-            global_batch=BATCH,
+            global_batch=self.batch,
             seed=SEED,
             data=DataOptions(collate=self.collate, packing=self.packing),
             **self.options,

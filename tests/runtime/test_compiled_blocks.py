@@ -62,9 +62,9 @@ class Text:
         return {"inputs": ids[:-1], "targets": ids[1:]}
 
 
-def recipe_of(*, compile: bool) -> Recipe:
+def recipe_of(*, compile: bool, layers: int = CONFIG.layers) -> Recipe:
     with torch.device("meta"):
-        model = Decoder(CONFIG).describe()
+        model = Decoder(replace(CONFIG, layers=layers)).describe()
     return Recipe(
         model=model,
         loss=next_token_loss,
