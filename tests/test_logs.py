@@ -72,10 +72,10 @@ def test_an_exception_is_in_its_line(kept: Kept) -> None:
 
 def test_an_event_of_the_leader_is_a_line_with_its_plan_and_device(kept: Kept) -> None:
     leading = Leader(CoordinatorState(epoch=1), chaos=False, failed=lambda error: None)
-    leading.tell(
+    leading.record(
         CoordinatorNote(kind="slow", job="j", text="it is slow", data={"device": "beta/0", "step": 12})
     )
-    leading.tell(CoordinatorNote(kind="recorded", job="j", text="plan 3 runs", data={"number": 3}))
+    leading.record(CoordinatorNote(kind="recorded", job="j", text="plan 3 runs", data={"number": 3}))
     slow, recorded = kept.lines
     assert (slow["kind"], slow["job"], slow["device"], slow["step"]) == ("slow", "j", "beta/0", 12)
     assert (recorded["plan"], recorded["message"]) == (3, "job j: plan 3 runs")

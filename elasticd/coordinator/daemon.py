@@ -24,6 +24,7 @@ from elasticd.coordinator import election
 from elasticd.coordinator import live_config as changed
 from elasticd.coordinator.api_types import ClusterStatus, LeaderStatus
 from elasticd.coordinator.auth import Authorizer, CallerProof
+from elasticd.coordinator.commands import Commands
 from elasticd.coordinator.election import CannotLead, Deposed, Term
 from elasticd.coordinator.events.event_pages import Pages
 from elasticd.coordinator.garbage_collector import collecting
@@ -262,24 +263,24 @@ class Coordinator:
         )
         leading.writer = Writer(
             *(self._store, self._executor, term.leadership, self.keys, ledger),
-            told=leading.tell,
+            told=leading.record,
             refused=leading.unwritten,
             failed=self._unwritable,
-            wrote=leading.wrote,
+            wrote=leading.shares.wrote,
         )
-        leading.keep(pages, kept)
-        leading.remember(restarted)
-        leading.remember_rounds(in_restart_mode(self.keys, term.jobs.items), ended)
+        leading.pages.restore(pages, kept, state.jobs)
+        leading.stores.remember(restarted)
+        leading.restarting.remember(in_restart_mode(self.keys, term.jobs.items), ended)
         changes = msgspec.structs.replace(changes, detect=self._settings.detect, policy=self._settings.policy)
         leading.follow(changes, f"as changed while running: {', '.join(sorted(changes.values))}")
         leading.lease_fails = lambda: self._keeper.away
-        self.leading = leading
+        self.leading, self.commands = leading, Commands(leading)
         self._exits.push_async_callback(leading.planning.close)
         self._exits.callback(leading.decoding.shutdown, wait=False, cancel_futures=True)
         self._start(leading.writer.run(), "writer")
         self._exits.push_async_callback(self._flush, leading)
         self._start(leading.ticks(), "ticks")
-        self._start(leading.keeping(), "journal")
+        self._start(leading.pages.keeping(), "journal")
         self._start(leading.feed.rounds(self.listening, self.viewers.beside), "live")
         if self._memory is not None:
             self._start(self._remember(self._memory), "memory")
@@ -340,7 +341,7 @@ class Coordinator:
             return
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(writer.drained(), 2.0)
-        leading.page()
+        leading.pages.write()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(writer.drained(), 2.0)
 
@@ -378,7 +379,7 @@ class Coordinator:
             self.leading.state,
             self.config.cluster.name,
             self._leader,
-            tuple(self.leading.restarts.values()),
+            self.leading.restarting.listed(),
             time.monotonic(),
             self.leading.now(),
             self.leading.journal.speeds,

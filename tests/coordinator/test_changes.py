@@ -152,7 +152,7 @@ def test_history_is_bounded_in_the_leader_and_in_the_store() -> None:
         server = MemoryServer()
         async with coordinating(server) as coordinator:
             for number in range(1, MOST_HISTORY + 4):
-                await coordinator.leading.change({"policy.horizon_steps": number}, "me", lambda: None)
+                await coordinator.commands.change({"policy.horizon_steps": number}, "me", lambda: None)
             kept = [record.number for record in coordinator.leading.changes.history]
             store = MemoryStore(server)
             found = store.snapshot(f"{coordinator.keys.config}-history/").items

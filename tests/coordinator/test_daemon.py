@@ -18,12 +18,11 @@ from elasticd_planner.spec.measurement import Measurement
 from elasticd.codec import decoding
 from elasticd.codec.message import encode
 from elasticd.config.tree import with_overrides
-from elasticd.coordinator import daemon
-from elasticd.coordinator import leader as leading
+from elasticd.coordinator import bootstrap_stores, daemon, write_shares
+from elasticd.coordinator.bootstrap_stores import LARGEST_RANK
 from elasticd.coordinator.daemon import Coordinator, run, serve
 from elasticd.coordinator.election import CannotLead
 from elasticd.coordinator.http import agent_socket
-from elasticd.coordinator.leader import LARGEST_RANK
 from elasticd.machines.job.state.job_state import JobPhase, fresh
 from elasticd.records import DoneRecord, Keys, PlanRecord, Proposal, decode
 from elasticd.store.leader import ElectedLeader, read_leader
@@ -186,7 +185,7 @@ def test_a_leader_whose_etcd_is_found_to_be_an_old_copy_ends_and_names_the_file(
             memory.note(marks={KEYS.job(JOB, "plan"): Mark(created=2, modified=10_000, changes=9)})
             job = msgspec.structs.replace(fresh(JOB, JobPhase.RUNNING, 0.0), highest=1)
             state = coordinator.leading.state
-            coordinator.leading.state = msgspec.structs.replace(state, jobs={JOB: job})
+            coordinator.leading.runner.state = msgspec.structs.replace(state, jobs={JOB: job})
             with pytest.raises(CannotLead, match=r"restored from an old copy.*delete that file"):
                 await asyncio.wait_for(coordinator.ended(), 60)
         finally:
@@ -234,7 +233,7 @@ def test_job_that_is_over_can_be_forgotten_and_one_that_runs_cannot() -> None:
             assert (await post(coordinator, path, by))[0] == 200
             await until(lambda: not store.snapshot(KEYS.jobs).items)
             leading = coordinator.leading
-            assert (leading.state.jobs, leading.journal.steps(JOB), leading._stores) == ({}, [], {})
+            assert (leading.state.jobs, leading.journal.steps(JOB), len(leading.stores)) == ({}, [], 0)
             await until(lambda: leading.journal.events(0)[-1].kind == "forgotten")
 
     asyncio.run(body())
@@ -252,18 +251,19 @@ def test_rounds_of_a_job_in_restart_mode_are_cleared_in_time_or_by_a_user(
             by = Watching(job="laps", torchrun="t", local_rank=0, pid=1, round=1, world=2, nodes=2, least=1)
             store.put(KEYS.rendezvous("laps") + "state", b"{}")
             await alpha.tell(StepTime(device="alpha/0", by=by, lap=Lap(step=1, seconds=1.0, wall=1.0)))
-            await until(lambda: "laps" in coordinator.leading.restarts)
+            await until(lambda: "laps" in coordinator.leading.restarting.jobs)
             status, answer = await post(coordinator, "/v1/jobs/laps/forget", {"by": "alice"})
             assert (status, "stop its torchruns" in answer["error"]) == (409, True)
             assert (await post(coordinator, "/v1/jobs/old/forget", {"by": "alice"}))[0] == 200
             await until(lambda: store.get(KEYS.rendezvous("old") + "state") is None)
             leading, now = coordinator.leading, time.monotonic()
-            monkeypatch.setattr(leading, "_clock", lambda: now + leading.state.settings.keep_seconds - 100)
-            leading._clear_rounds()
-            monkeypatch.setattr(leading, "_clock", lambda: now + leading.state.settings.keep_seconds + 100)
-            leading._clear_rounds()
+            for seconds in (-100, 100):
+                later = now + leading.state.settings.keep_seconds + seconds
+                for clocked in (leading, leading.restarting):
+                    monkeypatch.setattr(clocked, "_clock", lambda later=later: later)
+                leading.clear()
             await until(lambda: not store.snapshot(KEYS.jobs).items)
-            assert leading.restarts == {}
+            assert leading.restarting.jobs == {}
 
     asyncio.run(body())
 
@@ -557,7 +557,7 @@ def test_what_is_skipped_counts_among_the_messages_of_an_agent(monkeypatch: pyte
 def test_a_worker_that_sets_its_ranks_again_and_again_does_not_fill_the_store(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(leading, "RANKS_AT_ONCE", 5 * LARGEST_RANK)
+    monkeypatch.setattr(bootstrap_stores, "RANKS_AT_ONCE", 5 * LARGEST_RANK)
 
     def told(number: int) -> FromClient:
         call = StoreCall(id=number, op="set", key="rdzv/1", value=bytes(LARGEST_RANK - 10), seconds=5.0)
@@ -591,8 +591,8 @@ def test_a_node_whose_words_have_too_much_written_is_heard_more_slowly_and_no_ot
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A worker that says of ever new checkpoints has a list written each time."""
-    monkeypatch.setattr(leading, "WRITES_AT_ONCE", 100_000)
-    monkeypatch.setattr(leading, "WRITES_A_SECOND", 1.0)
+    monkeypatch.setattr(write_shares, "WRITES_AT_ONCE", 100_000)
+    monkeypatch.setattr(write_shares, "WRITES_A_SECOND", 1.0)
 
     async def body() -> None:
         server = MemoryServer()
@@ -616,12 +616,14 @@ def test_a_node_whose_words_have_too_much_written_is_heard_more_slowly_and_no_ot
                 return [one.name for one in coordinator.leading.state.jobs[JOB].published]
 
             said = 0
-            while not coordinator.leading.wait("alpha"):  # lists that wait for each other are written as one
+            while not coordinator.leading.shares.wait(
+                "alpha"
+            ):  # lists that wait for each other are written as one
                 name, said = await says(said), said + 1
                 await until(lambda name=name: name in published())
                 await asyncio.wait_for(writer.drained(), 60)
             unheard = await says(said)
-            assert coordinator.leading.wait("beta") == 0
+            assert coordinator.leading.shares.wait("beta") == 0
             await beta.tell(here["beta/0"].up(StoreCall(id=1, op="set", key="plan/1/x", value=b"x")))
             await until(lambda: beta.bodies("wbeta/0") == [StoreAnswer(id=1)])
             await asyncio.wait_for(writer.drained(), 60)

@@ -43,7 +43,7 @@ def test_file_that_is_read_anew_while_it_stands_by_holds_once_it_leads() -> None
 def test_file_that_is_read_anew_while_a_change_is_written_is_not_lost() -> None:
     async def body() -> None:
         async with coordinating() as coordinator:
-            durable, once = coordinator.leading._durable, [True]
+            durable, once = coordinator.commands._durable, [True]
 
             async def late(mark: int, otherwise: str) -> None:
                 await durable(mark, otherwise)
@@ -51,7 +51,7 @@ def test_file_that_is_read_anew_while_a_change_is_written_is_not_lost() -> None:
                     once.clear()
                     coordinator.reconfigure(read_anew(coordinator.config))
 
-            coordinator.leading._durable = late  # type: ignore[method-assign]
+            coordinator.commands._durable = late  # type: ignore[method-assign]
             status, _ = await post(coordinator, "/v1/config", {"values": {"policy.paused": True}, "by": "me"})
             assert status == 200
             policy = coordinator.leading.state.settings.policy

@@ -13,7 +13,7 @@ import pytest
 from starlette.routing import Route
 
 from elasticd.cli.status import unwritten
-from elasticd.coordinator import leader as leading
+from elasticd.coordinator import commands, leader
 from elasticd.coordinator.auth import Authorizer
 from elasticd.coordinator.daemon import Coordinator
 from elasticd.coordinator.http.api import Served
@@ -100,7 +100,7 @@ def test_every_route_that_changes_something_is_asked_here() -> None:
 
 
 def test_while_etcd_is_away_nothing_is_changed_and_the_answer_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(leading, "WRITE_SECONDS", 0.5)
+    monkeypatch.setattr(commands, "WRITE_SECONDS", 0.5)
 
     async def body() -> None:
         server = MemoryServer()
@@ -118,7 +118,7 @@ def test_while_etcd_is_away_nothing_is_changed_and_the_answer_says_so(monkeypatc
             assert decided(coordinator) == before
             for key in (KEYS.job(JOB, "stop"), KEYS.config):
                 assert MemoryStore(server).get(key) is None, "no later leader does what was refused"
-            monkeypatch.setattr(leading, "WRITE_SECONDS", 60.0)
+            monkeypatch.setattr(commands, "WRITE_SECONDS", 60.0)
             assert (await post(coordinator, *ASKS["stop"]))[0] == 200
             assert coordinator.leading.state.jobs[JOB].stopping == "stopped by alice"
 
@@ -126,7 +126,7 @@ def test_while_etcd_is_away_nothing_is_changed_and_the_answer_says_so(monkeypatc
 
 
 def test_at_etcds_quota_a_wish_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(leading, "WRITE_SECONDS", 0.5)
+    monkeypatch.setattr(commands, "WRITE_SECONDS", 0.5)
 
     async def body() -> None:
         server = MemoryServer()
@@ -269,7 +269,7 @@ def test_a_leader_with_nothing_to_write_finds_out_that_etcd_is_away(
 
 
 def test_status_says_for_how_long_etcd_has_not_taken_what_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(leading, "UNWRITTEN_SECONDS", 0.05)
+    monkeypatch.setattr(leader, "UNWRITTEN_SECONDS", 0.05)
 
     async def body() -> None:
         server = MemoryServer()
@@ -278,7 +278,7 @@ def test_status_says_for_how_long_etcd_has_not_taken_what_is_shown(monkeypatch: 
             await asyncio.wait_for(coordinator.leading.writer.drained(), 60)
             assert (await coordinator.status()).unwritten_seconds == 0.0
             server.outage(True)
-            coordinator.leading.stop(JOB, 600.0, "alice")
+            coordinator.commands.stop(JOB, 600.0, "alice")
             await until(lambda: coordinator.leading.unwritten_seconds > 0.1)
             found = await coordinator.status()
             assert found.unwritten_seconds > 0.1

@@ -86,7 +86,7 @@ def test_a_listener_hears_all_that_is_known_and_then_each_event_once() -> None:
                 assert [news.node.node for news in client.of(live.NodeNews)] == ["alpha"]
                 assert hello.newest_event == coordinator.leading.journal.newest_id
                 for number in range(3):
-                    coordinator.leading.tell(CoordinatorNote(kind="chaos", text=f"told {number}"))
+                    coordinator.leading.record(CoordinatorNote(kind="chaos", text=f"told {number}"))
                 await until(lambda: len(client.of(live.EventNews)) == 3, 30.0)
                 assert [news.event.text for news in client.of(live.EventNews)] == ["told 0", "told 1", "told 2"]
                 ids = [news.id for news in client.heard if not isinstance(news, live.LiveHello)]
@@ -108,7 +108,7 @@ def test_a_change_of_a_node_is_told_and_its_health_apart() -> None:
                 await until(lambda: bool(client.of(live.HealthNews)), 30.0)
                 assert client.of(live.HealthNews)[-1].health.stolen == 0.25
                 assert len(client.of(live.NodeNews)) == before, "its record has not changed"
-                coordinator.leading.pace("alpha/0", 3.0)
+                coordinator.commands.pace("alpha/0", 3.0)
                 await until(lambda: len(client.of(live.NodeNews)) > before, 30.0)
                 assert client.of(live.NodeNews)[-1].node.devices[0].pace == 3.0
 
@@ -149,7 +149,7 @@ def test_nothing_is_noted_or_made_while_nobody_listens() -> None:
             async with coordinating() as coordinator:
                 feed = coordinator.leading.feed
                 assert not feed
-                coordinator.leading.tell(CoordinatorNote(kind="chaos", text="told"))
+                coordinator.leading.record(CoordinatorNote(kind="chaos", text="told"))
                 await asyncio.sleep(3 * live_feed.ROUND)
                 assert not made
                 assert not feed._noted.events
@@ -178,7 +178,7 @@ def test_who_comes_back_goes_on_after_the_last_id_and_hears_no_hello() -> None:
                 await until(lambda: bool(stays.of(live.Whole) and goes.of(live.LeaderPulse)), 30.0)
                 last = goes.heard[-1].id
                 goes.close()
-                coordinator.leading.tell(CoordinatorNote(kind="chaos", text="meanwhile"))
+                coordinator.leading.record(CoordinatorNote(kind="chaos", text="meanwhile"))
                 await until(lambda: bool(stays.of(live.EventNews)), 30.0)
                 with listening(coordinator, last) as back:
                     await until(lambda: bool(back.of(live.EventNews)), 30.0)
@@ -209,7 +209,7 @@ def test_a_lagging_listener_gets_a_hello() -> None:
                 for listener in feed._listeners:
                     listener.lag()
                 await until(lambda: len(client.of(live.Whole)) == 2, 30.0)
-                coordinator.leading.tell(CoordinatorNote(kind="chaos", text="after"))
+                coordinator.leading.record(CoordinatorNote(kind="chaos", text="after"))
                 await until(lambda: bool(client.of(live.EventNews)), 30.0)
 
     running(body)
@@ -266,7 +266,7 @@ def test_a_defect_in_a_round_costs_a_hello_and_not_the_leader() -> None:
         async with coordinating() as coordinator:
             with patch.object(live_feed, "_made", once), listening(coordinator) as client:
                 await until(lambda: bool(client.of(live.LeaderPulse)) and not broken, 30.0)
-                coordinator.leading.tell(CoordinatorNote(kind="chaos", text="after"))
+                coordinator.leading.record(CoordinatorNote(kind="chaos", text="after"))
                 await until(lambda: bool(client.of(live.EventNews)), 30.0)
             assert not coordinator.ready()
 
@@ -431,7 +431,7 @@ def test_status_as_json_goes_on_with_what_changes() -> None:
             options = ("status", "--json", "--follow", "--coordinator", coordinator.url)
             following = asyncio.create_task(asyncio.to_thread(call, *options))
             await until(lambda: bool(coordinator.leading.feed), 30.0)
-            coordinator.leading.tell(CoordinatorNote(kind="chaos", text="told"))
+            coordinator.leading.record(CoordinatorNote(kind="chaos", text="told"))
             await asyncio.sleep(1.0)  # it hears that before the end
             await coordinator.stop()
             done = await following

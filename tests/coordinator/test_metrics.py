@@ -70,7 +70,7 @@ def test_a_scrape_shows_nodes_devices_jobs_and_counts() -> None:
 
             job = fresh("train", JobPhase.RUNNING, 0.0)
             state = coordinator.leading.state
-            coordinator.leading.state = CoordinatorState(
+            coordinator.leading.runner.state = CoordinatorState(
                 epoch=state.epoch, nodes=state.nodes, jobs={"train": job}
             )
             found = await scrape(coordinator)

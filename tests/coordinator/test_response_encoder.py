@@ -67,7 +67,7 @@ def test_a_viewers_request_leaves_the_loop_free(path: str, work: set[str]) -> No
     async def body() -> None:
         async with coordinating() as coordinator:
             leading = coordinator.leading
-            leading.state = msgspec.structs.replace(
+            leading.runner.state = msgspec.structs.replace(
                 leading.state, jobs={"j": fresh("j", JobPhase.RUNNING, 0.0)}
             )
             loop = Loop()

@@ -111,7 +111,7 @@ def test_launchers_hear_of_the_jobs_that_they_follow_with_the_page_of_a_dashboar
             await until(lambda: "j" in next(iter(connections._live.values())).follows)
             for job, kind in (("other", "recorded"), ("j", "fitted"), ("j", "recorded")):
                 note = CoordinatorNote(kind=kind, job=job, text=f"{kind} of {job}", data={"number": 1})
-                coordinator.leading.tell(note)
+                coordinator.leading.record(note)
             await until(lambda: any(isinstance(message, Happened) for message in there.heard))
             (event,) = [message for message in there.heard if isinstance(message, Happened)]
             assert (event.job, event.kind, event.text) == ("j", "recorded", "recorded of j")

@@ -94,7 +94,7 @@ def test_the_cluster_is_shown_as_the_leader_has_it(tmp_path: Path) -> None:
             assert [cell["name"] for cell in found["nodes"][0]["devices"]] == ["alpha/0", "alpha/1"]
             assert found["counts"] == {"unused": 2}
             assert found["viewer"] == {"signed_in": True, "asks": False, "name": "", "role": "operator"}
-            coordinator.leading.pace("alpha/1", 3.0)
+            coordinator.commands.pace("alpha/1", 3.0)
             await page.until("/api/cluster", lambda view: view["nodes"][0]["devices"][1].get("pace") == 3.0)
             device = await page.until("/api/devices/alpha/1", lambda view: view["events"])
             assert device["events"][0]["kind"] == "chaos"
@@ -126,11 +126,11 @@ def test_browsers_hear_each_event_once_and_go_on_after_the_last_id(tmp_path: Pat
         async with coordinating() as coordinator, serving(coordinator, tmp_path) as dashboard:
             with streaming(dashboard.url) as first:
                 await until(lambda: bool(first.of("hello")), SOON)
-                coordinator.leading.tell(CoordinatorNote(kind="chaos", text="one"))
+                coordinator.leading.record(CoordinatorNote(kind="chaos", text="one"))
                 await until(lambda: bool(first.of("event")), SOON)
                 last = first.heard[-1][0]
             await until(lambda: not len(dashboard.board.streams), SOON)
-            coordinator.leading.tell(CoordinatorNote(kind="chaos", text="two"))
+            coordinator.leading.record(CoordinatorNote(kind="chaos", text="two"))
             with streaming(dashboard.url, last=last) as back:
                 await until(lambda: bool(back.of("event")), SOON)
                 assert [event["text"] for event in back.of("event")] == ["two"]
@@ -176,7 +176,7 @@ def test_texts_of_others_are_data_and_break_no_event(tmp_path: Path) -> None:
             with streaming(dashboard.url) as browser:
                 await until(lambda: bool(browser.of("hello")), SOON)
                 text = f"{NASTY}\r\n\r\nevent: hello\ndata: {{}}\u2028"
-                coordinator.leading.tell(CoordinatorNote(kind="chaos", text=text, data={"node": NASTY}))
+                coordinator.leading.record(CoordinatorNote(kind="chaos", text=text, data={"node": NASTY}))
                 await until(lambda: bool(browser.of("event")), SOON)
                 assert browser.of("event")[0]["text"] == text
                 assert len(browser.of("hello")) == 1
@@ -217,7 +217,7 @@ def test_events_are_filtered_paged_and_have_permalinks(tmp_path: Path) -> None:
             for number in range(25):
                 kind = "chaos" if number % 2 else "configured"
                 note = CoordinatorNote(kind=kind, text=f"{number}", data={"node": f"n{number % 3}"})
-                coordinator.leading.tell(note)
+                coordinator.leading.record(note)
             await page.until("/api/events", lambda found: len(found["events"]) >= 25)
             first = await page.json("/api/events?limit=10&kind=chaos,configured")
             second = await page.json(f"/api/events?limit=10&kind=chaos,configured&before={first['before']}")
@@ -395,7 +395,7 @@ def test_over_a_leaders_death_no_event_is_lost_or_doubled_and_history_stays(tmp_
                     with streaming(dashboard.url) as browser:
                         await until(lambda: bool(browser.of("hello")), SOON)
                         for number in range(5):
-                            first.leading.tell(CoordinatorNote(kind="chaos", text=f"before {number}"))
+                            first.leading.record(CoordinatorNote(kind="chaos", text=f"before {number}"))
                         await until(lambda: len(browser.of("event")) == 5, SOON)
                         await first.stop()
                         await until(lambda: not dashboard.board.known.reachable, SOON)
@@ -403,10 +403,10 @@ def test_over_a_leaders_death_no_event_is_lost_or_doubled_and_history_stays(tmp_
                         assert shown["leader"]["reachable"] is False
                         assert shown["leader"]["trouble"]
                         await standing_by
-                        second.leading.tell(CoordinatorNote(kind="chaos", text="while nobody heard"))
+                        second.leading.record(CoordinatorNote(kind="chaos", text="while nobody heard"))
                         leader[0] = second.url
                         await page.until("/api/cluster", lambda view: view["leader"]["url"] == second.url)
-                        second.leading.tell(CoordinatorNote(kind="chaos", text="after"))
+                        second.leading.record(CoordinatorNote(kind="chaos", text="after"))
                         await until(
                             lambda: any(event["text"] == "after" for event in browser.of("event")), SOON
                         )
@@ -433,7 +433,7 @@ def test_a_restart_of_the_dashboard_keeps_its_history_also_while_nobody_leads(tm
             serving(coordinator, tmp_path) as dashboard,
             Page(dashboard.url) as page,
         ):
-            coordinator.leading.tell(CoordinatorNote(kind="chaos", text="kept"))
+            coordinator.leading.record(CoordinatorNote(kind="chaos", text="kept"))
             await page.until("/api/events?kind=chaos", lambda found: found["events"])
             await page.until("/api/cluster", lambda view: view["nodes"])
         dashboard = Dashboard(configured(tmp_path), coordinator.url)
@@ -468,7 +468,7 @@ def test_etcd_away_is_shown_and_data_stays(tmp_path: Path, monkeypatch: pytest.M
         ):
             await page.until("/api/cluster", lambda view: view["nodes"])
             server.outage(True)
-            coordinator.leading.tell(CoordinatorNote(kind="chaos", text="to be written"))
+            coordinator.leading.record(CoordinatorNote(kind="chaos", text="to be written"))
             shown = await page.until("/api/cluster", lambda view: not view["etcd"]["reachable"])
             assert shown["nodes"]
             refused = {act["name"]: act for act in (await page.json("/api/act"))["acts"]}["pause"]

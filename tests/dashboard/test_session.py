@@ -171,7 +171,7 @@ def test_a_dashboard_that_lost_its_token_does_not_open_its_history(tmp_path: Pat
         async with secured(tokens(tmp_path)) as coordinator:
             async with serving(coordinator, tmp_path, secured=True) as dashboard, Page(dashboard.url) as page:
                 await page.post("/session", {"token": VIEWER})
-                coordinator.leading.tell(CoordinatorNote(kind="chaos", text="confidential"))
+                coordinator.leading.record(CoordinatorNote(kind="chaos", text="confidential"))
                 await page.until("/api/events?kind=chaos", lambda found: found["events"])
             dashboard = Dashboard(configured(tmp_path), coordinator.url)
             await dashboard.start()
@@ -213,7 +213,7 @@ def test_a_token_that_is_withdrawn_loses_its_open_stream(
                 Path(section.operators or "").write_text("bob another-0123456789abcdef\n")
                 coordinator.access = Authorizer.read(section)
                 await until(lambda: not mine._thread.is_alive(), SOON)
-                coordinator.leading.tell(CoordinatorNote(kind="chaos", text="after"))
+                coordinator.leading.record(CoordinatorNote(kind="chaos", text="after"))
                 await until(lambda: bool(others.of("event")), SOON)
                 assert not mine.of("event")
             await until(lambda: not len(dashboard.board.streams), SOON)

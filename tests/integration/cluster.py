@@ -288,7 +288,7 @@ class Cluster:
 
     def pace(self, device: str, factor: float) -> None:
         async def pace() -> None:
-            self.coordinator.leading.pace(device, factor)
+            self.coordinator.commands.pace(device, factor)
 
         self.call(pace())
 
@@ -304,14 +304,14 @@ class Cluster:
 
     def checkpoint(self) -> None:
         async def ask() -> None:
-            self.coordinator.leading.checkpoint(JOB)
+            self.coordinator.commands.checkpoint(JOB)
 
         self.call(ask())
 
     def adopt(self) -> None:
         async def ask() -> None:
-            leading = self.coordinator.leading
-            await leading.decide(lambda: leading.adopt(JOB, "alice"), lambda: None)
+            commands = self.coordinator.commands
+            await commands.decide(lambda: commands.adopt(JOB, "alice"), lambda: None)
 
         self.call(ask())
 

@@ -60,7 +60,7 @@ def test_all_that_are_told_to_go_end_the_job_which_says_so(how: str) -> None:
     """Each by itself, or by a user who stops the job."""
 
     async def stop() -> None:
-        cluster.coordinator.leading.stop("job", 60.0, "alice@host")
+        cluster.coordinator.commands.stop("job", 60.0, "alice@host")
 
     with Cluster({"a": 2, "b": 1}, plans=PLANS, settings=SETTINGS) as cluster:
         cluster.run(SCRIPT)

@@ -202,7 +202,7 @@ def said(run: Launched) -> Callable[[], str]:
 
 
 async def stop(launches: Launches, job: str) -> None:
-    launches.cluster.coordinator.leading.stop(job, 60.0, "a test")
+    launches.cluster.coordinator.commands.stop(job, 60.0, "a test")
 
 
 def test_second_start_beside_a_job_that_runs_disturbs_nothing(launches: Launches) -> None:

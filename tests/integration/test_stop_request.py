@@ -31,7 +31,7 @@ PAIR = {"": plan_of(*((n, [stage(0, 3, (device, 1))]) for n, device in ((2, "a/0
 
 def stop(cluster: Cluster) -> None:
     async def ask() -> None:
-        cluster.coordinator.leading.stop("job", 600.0, "alice@host")
+        cluster.coordinator.commands.stop("job", 600.0, "alice@host")
 
     cluster.call(ask())
 

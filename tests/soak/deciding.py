@@ -27,8 +27,9 @@ from elasticd_planner.spec.cluster import node_of
 
 from elasticd.config.tree import Config
 from elasticd.coordinator import live_config
+from elasticd.coordinator.commands import UNCHANGED
 from elasticd.coordinator.events.event_pages import Pages
-from elasticd.coordinator.leader import UNCHANGED, Leader
+from elasticd.coordinator.leader import Leader
 from elasticd.coordinator.store_transactions import StoreTransactions
 from elasticd.coordinator.store_writer import Writer, aged, read_times
 from elasticd.machines.agent.state import AgentDrained
@@ -38,7 +39,6 @@ from elasticd.machines.job.state.events import (
     CancelPlan,
     CoordinatorNote,
     CoordinatorSend,
-    Effect,
     Event,
     RequestPlan,
     Stored,
@@ -54,7 +54,7 @@ from elasticd.simulator.scenarios.scenario import Scenario
 from elasticd.store.leader import LeadershipLost
 from elasticd.store.memory import MemoryStore
 from elasticd.store.protocol import Limits, Put, WatchEvent, WatchItem
-from elasticd.wire.coordinator import AgentHello, Drain, FromClient, ToClient, ToLeader
+from elasticd.wire.coordinator import AgentHello, Drain, FromClient, ToLeader
 from elasticd.wire.rendezvous import Join, Leave
 from elasticd.wire.worker import Hello
 from tests.machines.hostile import Hostile
@@ -111,19 +111,21 @@ class DecidingLeading(Leader):
             times=leader.times,
         )
 
-    def _execute(self, effect: Effect) -> None:
-        if isinstance(effect, CoordinatorSend):
-            if isinstance(effect.message, ToClient):
-                self._leader.send(effect.node, effect.message)
-            elif isinstance(effect.message, Drain) and self._leader.alive:
-                self._leader.drain(effect.node, effect.message.on)
-        elif isinstance(effect, RequestPlan | CancelPlan):
-            self._leader.plan(effect)
+    def send(self, message: CoordinatorSend) -> None:
+        if isinstance(message.message, Drain):
+            if self._leader.alive:
+                self._leader.drain(message.node, message.message.on)
         else:
-            super()._execute(effect)
+            self._leader.send(message)
 
-    def tell(self, note: CoordinatorNote) -> None:
-        super().tell(note)
+    def request_plan(self, request: RequestPlan) -> None:
+        self._leader.request_plan(request)
+
+    def cancel_plan(self, request: CancelPlan) -> None:
+        self._leader.cancel_plan(request)
+
+    def record(self, note: CoordinatorNote) -> None:
+        super().record(note)
         self._leader.note(note)
 
 
@@ -157,30 +159,26 @@ class WritingLeader(SimulatedLeader):
         self._ledger = StoreTransactions(
             self._keys, self._store.limits, (*jobs, *items, *drained, *self._journal)
         )
-        leading = DecidingLeading(self._state, self)
+        leading = DecidingLeading(self.state, self)
         leading.writer = Writer(
             self.store,
             StoreThread(engine, lambda: draw.uniform(0.001, faults.latency_seconds)),
             self._leadership,
             self._keys,
             self._ledger,
-            told=leading.tell,
+            told=leading.record,
             refused=leading.unwritten,
             failed=self.failed,
-            wrote=leading.wrote,
+            wrote=leading.shares.wrote,
         )
         self.leading, self.door = leading, FrontDoor(leading)
-        leading.follow(live_config.of(_file(self._state), self._keys, items), "as changed while running")
-        leading.keep(self._pages, self._kept)
-        self._tasks = [self.loop.create_task(task) for task in (leading.writer.run(), leading.keeping())]
+        leading.follow(live_config.of(_file(self.state), self._keys, items), "as changed while running")
+        leading.pages.restore(self._pages, self._kept, leading.state.jobs)
+        self._tasks = [self.loop.create_task(task) for task in (leading.writer.run(), leading.pages.keeping())]
 
     @property
     def state(self) -> CoordinatorState:
-        return self.leading.state if self.leading is not None else self._state
-
-    @state.setter
-    def state(self, state: CoordinatorState) -> None:
-        self._state = state
+        return self.leading.state if self.leading is not None else super().state
 
     def _read(self, jobs: list[Stored]) -> list[Stored]:
         """As the daemon does, after what the journal has."""
@@ -231,15 +229,15 @@ class WritingLeader(SimulatedLeader):
         """The users whose changes of the configuration it knows."""
         return {record.by for record in self.leading.changes.history} if self.leading is not None else set()
 
-    def send(self, node: str, message: ToClient) -> None:
+    def send(self, message: CoordinatorSend) -> None:
         if self.alive:
-            self._send(node, message)
+            super().send(message)
 
-    def plan(self, effect: RequestPlan | CancelPlan) -> None:
-        if self.alive and isinstance(effect, RequestPlan):
-            self._request(effect.job, effect.token, effect.problem)
+    def request_plan(self, request: RequestPlan) -> None:
+        if self.alive:
+            super().request_plan(request)
         else:
-            self._cancel(effect.job)
+            self._cancel(request.job)
 
     def note(self, note: CoordinatorNote) -> None:
         if note.kind == "defect":

@@ -9,6 +9,7 @@ from starlette.types import Message
 
 from elasticd.coordinator.api_types import ClusterStatus
 from elasticd.coordinator.auth import Authorizer
+from elasticd.coordinator.commands import Commands
 from elasticd.coordinator.http.app import application
 from elasticd.coordinator.http.response_encoder import Viewers
 from elasticd.coordinator.leader import Leader
@@ -23,7 +24,8 @@ class FrontDoor:
     """One leader's, as its port would serve it. What needs the daemon around the leader is not served."""
 
     def __init__(self, leading: Leader) -> None:
-        self.leading, self.access, self.viewers = leading, Authorizer({}, asks=False), Viewers()
+        self.leading, self.commands = leading, Commands(leading)
+        self.access, self.viewers = Authorizer({}, asks=False), Viewers()
         self._app = application(self, OFTEN)
 
     async def post(self, path: str, body: object) -> tuple[int, str]:

@@ -186,7 +186,7 @@ async def _listen(leading: Leader, socket: WebSocket, connection: Connection, ea
                     while not allowance.take(1, time.monotonic()):
                         leading.metrics.refused("rate")
                         await asyncio.sleep(1 / MESSAGES_PER_SECOND)
-                while wait := leading.wait(connection.node):
+                while wait := leading.shares.wait(connection.node):
                     leading.metrics.refused("writes")
                     await asyncio.sleep(min(wait, LONGEST_PAUSE_SECONDS))
                 await leading.turns.take(partial(handle_all, some))

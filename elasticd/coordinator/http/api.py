@@ -25,6 +25,7 @@ from elasticd.coordinator.api_types import (
     unknown,
 )
 from elasticd.coordinator.auth import ANYBODY, Authorizer, Caller
+from elasticd.coordinator.commands import Commands
 from elasticd.coordinator.http.response_encoder import Viewers
 from elasticd.coordinator.http.routing import get, post
 from elasticd.coordinator.leader import Leader
@@ -69,6 +70,7 @@ class Served(Protocol):
     `viewers` make and encode what is large beside the loop."""
 
     leading: Leader
+    commands: Commands
     access: Authorizer
     viewers: Viewers
 
@@ -154,20 +156,20 @@ class ApiRoutes:
     @post("/v1/nodes/{node}/drain", refuses=(409, 503), example=DrainRequest(on=True))
     async def drain(self, node: str, body: DrainRequest, caller: Caller | None) -> DrainRequest:
         """Lets the devices of a node be left by all plans, or be used again."""
-        leading = self._served.leading
+        commands = self._served.commands
         what = f"asked for node {node} to be {'drained' if body.on else 'used again'}"
         audit = partial(self._asked, caller, what, action="drain" if body.on else "undrain", node=node)
-        await leading.decide(lambda: leading.drain(node, body.on), audit)
+        await commands.decide(lambda: commands.drain(node, body.on), audit)
         return body
 
     @post("/v1/nodes/{node}/forget", refuses=(409, 503), example=ByRequest(by="alice"))
     async def forget_node(self, node: str, body: ByRequest, caller: Caller | None) -> ByRequest:
         """Shows a node no more that is away; it is known again once its agent comes back."""
         by = _by(body.by, caller)
-        leading = self._served.leading
+        commands = self._served.commands
         what = f"asked for node {node} to be forgotten"
-        audit = partial(leading.asked, by, what, action="forget", node=node)
-        await leading.decide(lambda: leading.forget_node(node, by), audit)
+        audit = partial(commands.audit, by, what, action="forget", node=node)
+        await commands.decide(lambda: commands.forget_node(node, by), audit)
         return body
 
     @post("/v1/jobs/{job}/stop", refuses=(409, 503), example=StopRequest(by="alice"))
@@ -175,10 +177,10 @@ class ApiRoutes:
         """Ends a job: its workers make a last checkpoint, where they have a folder for it, and leave. Says
         which nodes' workers will not hear of it, and train on until the time is up."""
         by = _by(body.by, caller)
-        leading = self._served.leading
+        commands = self._served.commands
         what = f"asked for job {job} to stop within {body.seconds:g} s"
-        audit = partial(leading.asked, by, what, job=job, action="stop", seconds=body.seconds)
-        unheard = await leading.decide(lambda: leading.stop(job, body.seconds, by), audit)
+        audit = partial(commands.audit, by, what, job=job, action="stop", seconds=body.seconds)
+        unheard = await commands.decide(lambda: commands.stop(job, body.seconds, by), audit)
         return Stopping(by=body.by, seconds=body.seconds, unheard=unheard)
 
     @post("/v1/jobs/{job}/checkpoint", refuses=(409, 503), example=ByRequest(by="alice"))
@@ -186,28 +188,28 @@ class ApiRoutes:
         """Has a job make a checkpoint as soon as no other one is being written. An event tells of it once it is
         whole."""
         by = _by(body.by, caller)
-        leading = self._served.leading
+        commands = self._served.commands
         what = f"asked for a checkpoint of job {job}"
-        audit = partial(leading.asked, by, what, job=job, action="checkpoint")
-        await leading.decide(lambda: leading.checkpoint(job), audit)
+        audit = partial(commands.audit, by, what, job=job, action="checkpoint")
+        await commands.decide(lambda: commands.checkpoint(job), audit)
         return body
 
     @post("/v1/jobs/{job}/adopt", refuses=(409, 503), example=ByRequest(by="alice"))
     async def adopt(self, job: str, body: ByRequest, caller: Caller | None) -> ByRequest:
         """Writes the plan that a job's workers run to etcd, which was set up anew and lacks it."""
         by = _by(body.by, caller)
-        leading = self._served.leading
-        audit = partial(leading.asked, by, f"asked for job {job} to be adopted", job=job, action="adopt")
-        await leading.decide(lambda: leading.adopt(job, by), audit)
+        commands = self._served.commands
+        audit = partial(commands.audit, by, f"asked for job {job} to be adopted", job=job, action="adopt")
+        await commands.decide(lambda: commands.adopt(job, by), audit)
         return body
 
     @post("/v1/jobs/{job}/forget", refuses=(409, 503), example=ByRequest(by="alice"))
     async def forget(self, job: str, body: ByRequest, caller: Caller | None) -> ByRequest:
         """Deletes all that is kept of a job that is over; its name can be used again."""
         by = _by(body.by, caller)
-        leading = self._served.leading
-        audit = partial(leading.asked, by, f"asked for job {job} to be forgotten", action="forget")
-        await leading.decide(lambda: leading.forget(job, by), audit)
+        commands = self._served.commands
+        audit = partial(commands.audit, by, f"asked for job {job} to be forgotten", action="forget")
+        await commands.decide(lambda: commands.forget(job, by), audit)
         return body
 
     @get("/v1/config")
@@ -223,12 +225,12 @@ class ApiRoutes:
     async def change(self, body: ConfigRequest, caller: Caller | None) -> Settings:
         """Changes detection and policy while running; the values are checked, kept, and followed at once."""
         by = _by(body.by, caller)
-        leading = self._served.leading
+        commands = self._served.commands
         values = {key: "the file's" if value is None else value for key, value in body.values.items()}
         words = ", ".join(f"{key} = {value}" for key, value in values.items())
-        audit = partial(leading.asked, by, f"changed {words}", action="config", values=body.values)
-        await leading.change(body.values, by, audit)
-        return leading.changes.shown()
+        audit = partial(commands.audit, by, f"changed {words}", action="config", values=body.values)
+        await commands.change(body.values, by, audit)
+        return commands.leader.changes.shown()
 
     @get("/v1/record", media="application/jsonl")
     async def record(self) -> AsyncIterator[bytes]:
@@ -276,7 +278,7 @@ class ApiRoutes:
         return Ready()
 
     def _asked(self, caller: Caller | None, what: str, **data: Any) -> None:
-        self._served.leading.asked((caller or ANYBODY).words, what, **data)
+        self._served.commands.audit((caller or ANYBODY).words, what, **data)
 
     def _know(self, job: str) -> None:
         jobs = self._served.leading.state.jobs

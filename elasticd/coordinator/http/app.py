@@ -35,7 +35,7 @@ STATUS: dict[Reason, int] = {
 
 def application(served: Served, requests_per_second: float, hosts: frozenset[str] = frozenset()) -> Starlette:
     """The ASGI application, which lets one address ask so often; `hosts` as in `RequestMiddleware`."""
-    rest, chaos = ApiRoutes(served), ChaosRoutes(lambda: served.leading)
+    rest, chaos = ApiRoutes(served), ChaosRoutes(lambda: served.commands)
     declared = (*endpoints(rest), *endpoints(chaos))
     rest.document = document(declared, asks=served.access.asks)
 

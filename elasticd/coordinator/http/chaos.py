@@ -22,6 +22,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 from elasticd.config.security import Role
 from elasticd.coordinator.api_types import ApiError, Harming
 from elasticd.coordinator.auth import ANYBODY, Caller
+from elasticd.coordinator.commands import Commands
 from elasticd.coordinator.connections import REACH_SECONDS
 from elasticd.coordinator.http.middleware import CALLER
 from elasticd.coordinator.http.routing import post
@@ -112,24 +113,24 @@ _EXAMPLE = ChaosRequest(action="slow", device="alpha/1", factor=3.0)
 
 
 class ChaosRoutes:
-    """The routes of chaos, and the cuts that this server holds. `leading` gives who leads now."""
+    """The routes of chaos, and the cuts that this server holds. `commands` gives those to the newest leader."""
 
-    def __init__(self, leading: Callable[[], Leader]) -> None:
-        self._leading = leading
+    def __init__(self, commands: Callable[[], Commands]) -> None:
+        self._commands = commands
         self._cuts = ChaosCuts()
 
     @post("/v1/chaos", refuses=(404, 409, 503), example=_EXAMPLE)
     async def chaos(self, body: ChaosRequest, caller: Caller | None) -> Harming:
         """Harms the cluster on purpose, where the configuration allows it. Answers once the agents have heard
         of it."""
-        leading = self._leading()
+        commands = self._commands()
         where = f"{body.device or body.node}{f' and {body.other}' if body.other else ''}"
         data = {"device": body.device} if body.device else {"node": body.node}
         what = f"asked chaos to {body.action} {where}"
         by = (caller or ANYBODY).words
-        audit = partial(leading.asked, by, what, action=f"chaos {body.action}", **data)
-        nodes = await leading.decide(lambda: order(leading, self._cuts, body), audit)
-        unheard = tuple([node for node in nodes if not await self._acknowledged(leading, node, body)])
+        audit = partial(commands.audit, by, what, action=f"chaos {body.action}", **data)
+        nodes = await commands.decide(lambda: order(commands, self._cuts, body), audit)
+        unheard = tuple([node for node in nodes if not await self._acknowledged(commands.leader, node, body)])
         if unheard and body.action not in TOLD_AGAIN:
             raise ApiError(
                 "unavailable",
@@ -138,10 +139,10 @@ class ChaosRoutes:
             )
         return Harming(**msgspec.structs.asdict(body), pending=unheard)
 
-    async def _acknowledged(self, leading: Leader, node: str, body: ChaosRequest) -> bool:
+    async def _acknowledged(self, leader: Leader, node: str, body: ChaosRequest) -> bool:
         """Returns whether the agent of a node has heard of an order. One that is cut off says so by another
         connection."""
-        if await leading.connections.reached(node):
+        if await leader.connections.reached(node):
             return True
         return body.action == "cut" and not body.other and await self._cuts.began(node)
 
@@ -149,16 +150,16 @@ class ChaosRoutes:
         """The connection that a cut agent keeps. Closed at once, which ends the cut, where there is no cut."""
         node = str(socket.path_params["node"])
         caller: Caller = socket.scope.get(CALLER) or ANYBODY
-        if not self._leading().chaos or self._cuts.refusal(node, caller):
-            self._leading().metrics.refused("impostor")
+        if not self._commands().leader.chaos or self._cuts.refusal(node, caller):
+            self._commands().leader.metrics.refused("impostor")
             await socket.close(1008)
             return
         await self._cuts.stay(node, socket)
 
 
-def _no_worker(leading: Leader, device: str, action: str) -> str:
+def _no_worker(leader: Leader, device: str, action: str) -> str:
     """Why there is nothing that an agent can do this to."""
-    if job := leading.restarting(device):
+    if job := leader.restarting.holding(device, leader.now()):
         return (
             f"job {job} runs on {device} in restart mode without elasticd.watch(): its agent "
             f"does not know the worker's process. To {action} it, use its process id"
@@ -166,25 +167,26 @@ def _no_worker(leading: Leader, device: str, action: str) -> str:
     return f"device {device} has no worker to {action}"
 
 
-def order(leading: Leader, cuts: ChaosCuts, body: ChaosRequest) -> tuple[str, ...]:
+def order(commands: Commands, cuts: ChaosCuts, body: ChaosRequest) -> tuple[str, ...]:
     """Carries a request out. Returns the nodes whose agents are to hear of it. Raises `ApiError` with what
     would be right."""
-    leading.allow_chaos()
+    commands.allow_chaos()
     if body.action in TOLD_AGAIN:
-        leading.pace(body.device, body.factor if body.action == "slow" else 1.0)
+        commands.pace(body.device, body.factor if body.action == "slow" else 1.0)
         return (node_of(body.device),)
     if body.action in TO_DEVICES:
-        leading.know_device(body.device)
-        if body.action != "thaw" and not leading.has_worker(body.device):  # who was frozen may be known no more
-            raise ApiError("conflict", _no_worker(leading, body.device, body.action))
-        return _harm(leading, node_of(body.device), Harm(how=body.action, device=body.device))  # type: ignore[arg-type]
+        commands.know_device(body.device)
+        there = body.action == "thaw" or commands.has_worker(body.device)  # one that was frozen may be gone
+        if not there:
+            raise ApiError("conflict", _no_worker(commands.leader, body.device, body.action))
+        return _harm(commands, node_of(body.device), Harm(how=body.action, device=body.device))  # type: ignore[arg-type]
     if body.action in TO_NODES and body.other:
-        return _data(leading, body)
+        return _data(commands, body)
     if body.action == "cut":
         _check_seconds(body)
         if body.node in cuts:
             raise ApiError("conflict", f"node {body.node} is cut already: heal it first")
-        ordered = _harm(leading, body.node, Harm(how="cut", seconds=body.seconds))
+        ordered = _harm(commands, body.node, Harm(how="cut", seconds=body.seconds))
         cuts.expect(body.node)
         return ordered
     if body.action == "heal":
@@ -205,12 +207,12 @@ def _check_seconds(body: ChaosRequest) -> None:
         )
 
 
-def _data(leading: Leader, body: ChaosRequest) -> tuple[str, ...]:
+def _data(commands: Commands, body: ChaosRequest) -> tuple[str, ...]:
     """The data network between two nodes."""
     _check_seconds(body)
     addresses = {}
     for name in (body.node, body.other):
-        known = leading.connected(name, f"nobody is there to {body.action} it")
+        known = commands.connected(name, f"nobody is there to {body.action} it")
         if is_first(known.release):
             raise ApiError(
                 "conflict", f"the agent of node {name} (elasticd {known.release}) cannot cut the data network"
@@ -226,11 +228,13 @@ def _data(leading: Leader, body: ChaosRequest) -> tuple[str, ...]:
     ways = [(body.node, body.other), (body.other, body.node)]
     ways = ways[:1] if body.one_way and body.action == "cut" else ways
     for node, other in ways:
-        leading.apply(Harmed(node=node, harm=Harm(how=how, peer=addresses[other], seconds=body.seconds)))
+        commands.leader.apply(
+            Harmed(node=node, harm=Harm(how=how, peer=addresses[other], seconds=body.seconds))
+        )
     return tuple(node for node, _ in ways)
 
 
-def _harm(leading: Leader, node: str, harm: Harm) -> tuple[str, ...]:
-    leading.connected(node, f"nobody is there to {harm.how} it")
-    leading.apply(Harmed(node=node, harm=harm))
+def _harm(commands: Commands, node: str, harm: Harm) -> tuple[str, ...]:
+    commands.connected(node, f"nobody is there to {harm.how} it")
+    commands.leader.apply(Harmed(node=node, harm=harm))
     return (node,)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from elasticd_planner.problem import JobProblem
 from elasticd_planner.spec.plan import Plan
 
 from elasticd.clock import Due
@@ -15,6 +14,7 @@ from elasticd.coordinator.store_transactions import StoreTransactions, Sweep
 from elasticd.coordinator.store_writer import drains, stored
 from elasticd.machines.coordinator import machine
 from elasticd.machines.coordinator.machine import CoordinatorState
+from elasticd.machines.coordinator.machine_runner import MachineRunner
 from elasticd.machines.job.state.events import (
     AgentDown,
     AgentUp,
@@ -22,8 +22,8 @@ from elasticd.machines.job.state.events import (
     CoordinatorNote,
     CoordinatorSend,
     CoordinatorTick,
-    Effect,
     Event,
+    Log,
     Planned,
     Received,
     RequestPlan,
@@ -97,9 +97,8 @@ class SimulatedLeader:
         self._ledger = StoreTransactions(keys, self._store.limits, known)
         jobs = self._read(stored(keys, known))
         drained = drains(keys, self._store.snapshot(keys.drains).items)
-        self.state: CoordinatorState = machine.takeover(
-            self._leadership.term, jobs, settings, engine.now(), drains=drained
-        )
+        state = machine.takeover(self._leadership.term, jobs, settings, engine.now(), drains=drained)
+        self._runner = MachineRunner(state, self)
         self.alive = True
         self.planning_seconds, self.plans = 0.0, 0
         self._asked: dict[str, Due] = {}
@@ -110,6 +109,11 @@ class SimulatedLeader:
     def _read(self, jobs: list[Stored]) -> list[Stored]:
         """The jobs that it has read as it takes over, with their ages: here time begins with each leader."""
         return jobs
+
+    @property
+    def state(self) -> CoordinatorState:
+        """All that this leader knows of nodes and jobs."""
+        return self._runner.state
 
     def job(self, name: str) -> JobState | None:
         """The job's state; None for a job that this leader does not know."""
@@ -153,9 +157,7 @@ class SimulatedLeader:
         """One step of its machine, whose effects are carried out at once. After `die` events are dropped."""
         if not self.alive:
             return
-        self.state, effects = machine.step(self.state, event, self._engine.now())
-        for effect in effects:
-            self._execute(effect)
+        self._runner.perform(self._runner.step(event, self._engine.now()))
         self._watch_time()
 
     def die(self) -> None:
@@ -168,40 +170,45 @@ class SimulatedLeader:
         """The lease of its key has run out."""
         self._leadership.resign(self._store)
 
-    def _execute(self, effect: Effect) -> None:
-        if isinstance(effect, CoordinatorNote):
-            self._tell(effect)
-        elif isinstance(effect, CoordinatorSend):
-            if isinstance(effect.message, ToClient):  # no snapshots here, and the script does the harm
-                self._send(effect.node, effect.message)
-        elif isinstance(effect, RequestPlan):
-            self._request(effect.job, effect.token, effect.problem)
-        elif isinstance(effect, CancelPlan):
-            self._cancel(effect.job)
-        elif isinstance(effect, Write):
-            self._write(effect)
-            for note in effect.notes:
-                self._tell(note)
+    def record(self, note: CoordinatorNote) -> None:
+        """To the script that made this leader."""
+        self._tell(note)
 
-    def _write(self, write: Write) -> None:
-        """A job that the store does not take is an error of the scenario, not one to be simulated."""
+    def log(self, line: Log) -> None:
+        """Nobody reads a log here."""
+
+    def send(self, message: CoordinatorSend) -> None:
+        """To a node's workers. There are no snapshots here, and the script does the harm."""
+        if isinstance(message.message, ToClient):
+            self._send(message.node, message.message)
+
+    def write(self, write: Write) -> None:
+        """Into the store. A job that it does not take is an error of the scenario, not one to be simulated."""
         for asked in (write, Sweep(job=write.job)):
             for ops in self._ledger.transactions(asked):
                 result = self._leadership.transact(self._store, self._ledger.compares(ops), ops)
                 assert result.succeeded, "nobody else writes the leader's records here"
                 self._ledger.done(ops, {op.key: result.revision for op in ops if isinstance(op, Put)})
+        for note in write.notes:
+            self.record(note)
 
-    def _request(self, job: str, token: int, problem: JobProblem) -> None:
-        self._cancel(job)
-        seconds = self._planner.seconds(problem)
+    def request_plan(self, request: RequestPlan) -> None:
+        """Of the scenario's planner, which answers after some time."""
+        self._cancel(request.job)
+        seconds = self._planner.seconds(request.problem)
 
         def answered() -> None:
             self.planning_seconds += seconds
             self.plans += 1
-            self._asked.pop(job, None)
-            self.apply(Planned(job=job, token=token, answer=self._planner.answer(problem)))
+            self._asked.pop(request.job, None)
+            answer = self._planner.answer(request.problem)
+            self.apply(Planned(job=request.job, token=request.token, answer=answer))
 
-        self._asked[job] = self._engine.after(seconds, answered)
+        self._asked[request.job] = self._engine.after(seconds, answered)
+
+    def cancel_plan(self, request: CancelPlan) -> None:
+        """The planner's answer is not waited for."""
+        self._cancel(request.job)
 
     def _cancel(self, job: str) -> None:
         due = self._asked.pop(job, None)
