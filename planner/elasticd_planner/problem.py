@@ -127,8 +127,6 @@ class Problem(StoredValue, frozen=True, kw_only=True, tag="planner-problem"):
         names = [self.module, *(module.name for module in self.modules)]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             refuse(f"modules: two are named {twice[0]!r}; give each a name of its own")
-        if self.packed is not None:
-            refuse("modules: sequences are packed in models of one module alone; plan without packing")
 
 
 class MeshProblem(StoredValue, frozen=True, kw_only=True, tag="mesh-problem"):

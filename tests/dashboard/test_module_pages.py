@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 from collections import defaultdict
 from pathlib import Path
@@ -15,29 +16,36 @@ from elasticd_planner.problem_files.shapes import shapes_of
 from elasticd_planner.problem_files.solve import solve
 from elasticd_planner.search.planner import plan as planned
 from elasticd_planner.spec.step_measurements import Step
+from rich.console import Console
+from rich.text import Text
 
+from elasticd.cli.picture import module_picture
+from elasticd.cli.step_picture import StepPicture
 from elasticd.coordinator.live_feed import measurements
 from elasticd.dashboard import job_page, plan_page
 from elasticd.dashboard.known import table_of
+from elasticd.dashboard.why import use
 from elasticd.machines.job.measurements.module_times import module_times
 from elasticd.machines.job.state.job_state import JobPhase, JobState
 from elasticd.records import HistoryRecord, JobSpec, ModuleSpec
 from tests.planner.drawn_module_problems import drawn_problem
 from tests.planner.models import cluster
 from tests.planner.test_module_measurements import ALONE, BOTH, ENCODER, measured, problem_of, profiles
+from tests.planner.test_packed_modules import drawn
 
 EXAMPLE = Path(__file__).parents[2] / "examples/problems/vision_language.json"
 
 
-def record() -> HistoryRecord:
-    problem = drawn_problem(3, modules=2)
+def record(*, packed: bool = False) -> HistoryRecord:
+    problem = drawn(3) if packed else drawn_problem(3, modules=2)
     answer = planned(problem, 1)
     assert answer.plan is not None
     return HistoryRecord(number=1, problem=problem, plan=answer.plan, reason="the first plan")
 
 
-def test_a_plans_page_has_all_modules_and_their_one_order() -> None:
-    made = record()
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_plans_page_has_all_modules_and_their_one_order(packed: bool) -> None:
+    made = record(packed=packed)
     plan = made.plan
     boxes = plan_page.boxes(made)
     assert [box.module for box in boxes] == [module.module for module in plan.modules for _ in module.by_lane]
@@ -59,6 +67,20 @@ def test_a_plans_page_has_all_modules_and_their_one_order() -> None:
         spans.sort()
         for (_, stop), (start, _) in itertools.pairwise(spans):
             assert stop <= start + 1e-9, "a device does one pass at a time"
+
+
+def test_a_plan_of_packed_rows_beside_images_is_shown_in_a_terminal_and_by_device() -> None:
+    made = record(packed=True)
+    step = StepPicture(made.problem, made.plan)
+    console = Console(width=160, record=True, file=io.StringIO())
+    console.print(module_picture(made.plan, made.problem.rates, step.busy))
+    for line in (*step.lanes(), *step.order(), Text(step.limit())):
+        console.print(line)
+    shown = console.export_text()
+    assert all(module.module in shown for module in made.plan.modules)
+    assert step.seconds == pytest.approx(made.plan.prediction.step_seconds)  # type: ignore[union-attr]
+    own = made.plan.loss_view.by_lane[0]
+    assert f"a step of at most {own.packed[0].capacity} tokens" in use(made.plan, own.stages[0].devices[0])
 
 
 def test_a_jobs_page_has_the_seconds_of_each_module() -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
+from elasticd_planner.search.planner import plan
 from elasticd_planner.spec.packed_sequences import PackedSequences
 from elasticd_planner.spec.sequence_lengths import Lengths, even
 
-from elasticd.machines.job.measurements import data_lengths
-from elasticd.machines.job.state.job_state import JobPhase
+from elasticd.machines.job.measurements import data_lengths, step_prediction
+from elasticd.machines.job.state.job_state import JobPhase, JobSettings
 from tests.machines.world import World
+from tests.planner.test_packed_modules import drawn
 
 
 def world_of(
@@ -136,3 +139,15 @@ def found(world: World) -> PackedSequences:
 
 def longest(world: World) -> int:
     return found(world).longest
+
+
+def test_a_step_of_packed_samples_with_images_is_predicted_as_it_was_planned() -> None:
+    problem = drawn(3)
+    made = plan(problem, 3).plan
+    assert made is not None
+    assert made.prediction is not None
+    settings = JobSettings(inside=problem.cluster.inside, between=problem.cluster.between)
+    seconds = step_prediction.modules_seconds(
+        made, settings, problem.profile, problem.modules, problem.rates, None, problem.packed
+    )
+    assert seconds == pytest.approx(made.prediction.step_seconds)

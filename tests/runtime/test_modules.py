@@ -502,7 +502,8 @@ def test_the_planner_counts_the_messages_that_are_kept_until_the_end_of_the_step
 
     run_threads(plan.members, train)
     size = 4 * TEXT.width * 8
-    counted = kept_messages(plan, vision, 2 * BATCH, size)
+    items = [2.0 * lane.micro_batches * plan.micro_batch for lane in plan.loss_view.by_lane]
+    counted = kept_messages(plan, vision, items, size)
     window = {} if frozen else {"a/0": size * 2 * (vision.ahead + 1)}  # counted with the activations
     for device, kept in most.items():
         assert kept <= counted.get(device, 0) + window.get(device, 0)

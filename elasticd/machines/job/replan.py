@@ -23,6 +23,7 @@ from elasticd_planner.readable import counted, readable_seconds
 from elasticd_planner.spec.cluster import Cluster, Device, Node, node_of
 from elasticd_planner.spec.expert_load import ExpertLoad
 from elasticd_planner.spec.mesh import JobPlan, MeshPlan
+from elasticd_planner.spec.packed_sequences import PackedSequences
 from elasticd_planner.spec.plan import Plan
 from elasticd_planner.spec.sequence_lengths import even
 from elasticd_planner.spec.step_measurements import NONE_REPORTED, Step
@@ -199,7 +200,7 @@ def _fit(turn: Transaction, plan: Plan) -> None:
         packed = data_lengths.packed(turn.job)
         links = step_prediction.links_of(turn.settings)
         if len(plan.modules) > 1:
-            profile = _fit_modules(turn, plan, profile, sampled)
+            profile = _fit_modules(turn, plan, profile, sampled, packed)
         else:
             load = expert_rows.in_force(turn)
             profile = fit(profile, plan, sampled, links, turn.job.rates.rates, packed, load)
@@ -219,7 +220,13 @@ def _fit(turn: Transaction, plan: Plan) -> None:
     turn.note("fitted", text, number=plan.number, block_seconds=block, step_seconds=seconds)
 
 
-def _fit_modules(turn: Transaction, plan: Plan, profile: ModelProfile, steps: tuple[Step, ...]) -> ModelProfile:
+def _fit_modules(
+    turn: Transaction,
+    plan: Plan,
+    profile: ModelProfile,
+    steps: tuple[Step, ...],
+    packed: PackedSequences | None,
+) -> ModelProfile:
     """Fits the profiles of all modules. Returns that of the module with the loss. Raises Invalid as `fit`."""
     job, settings, loss = turn.job, turn.settings, plan.loss_module.module
     load = expert_rows.in_force(turn)
@@ -229,7 +236,7 @@ def _fit_modules(turn: Transaction, plan: Plan, profile: ModelProfile, steps: tu
 
     def predicted(profiles: Mapping[str, ModelProfile]) -> float:
         own, others = profiles[loss], modules(profiles)
-        return step_prediction.modules_seconds(plan, settings, own, others, job.rates.rates, load)
+        return step_prediction.modules_seconds(plan, settings, own, others, job.rates.rates, load, packed)
 
     links, known = step_prediction.links_of(settings), _profiles(turn, plan, profile)
     fitted = fit_modules(known, plan, steps, links, predicted, job.rates.rates)

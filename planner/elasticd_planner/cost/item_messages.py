@@ -7,17 +7,19 @@ that is not trained, nor of gradients: they stay until the vote at the end of th
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 
 from elasticd_planner.spec.plan import ModulePlan, Plan
 
 
-def kept_messages(plan: Plan, module: ModulePlan, items: float, size: float) -> dict[str, float]:
+def kept_messages(plan: Plan, module: ModulePlan, items: Sequence[float], size: float) -> dict[str, float]:
     """Bytes that devices keep of a mean step.
 
     Args:
         plan: of all modules.
         module: of items.
-        items: of the step.
+        items: of the step, that each lane of the module with the loss takes. One of a sequence that is cut over
+            lanes goes to each of them.
         size: bytes of what the module gives of an item.
 
     Returns:
@@ -33,17 +35,15 @@ def kept_messages(plan: Plan, module: ModulePlan, items: float, size: float) -> 
     for serves, weight in together.items():
         for p in serves:
             weights[p] += weight
-    every = sum(lane.micro_batches for _, lane in takers)
-    needs = [items * lane.micro_batches / every for _, lane in takers]
     ends = [lane.stages[-1].devices for _, lane in makers], [lane.stages[0].devices for _, lane in takers]
     by_device: dict[str, list[int]] = defaultdict(list)  # the lanes that take items with a device
     for number, devices in enumerate(ends[1]):
         for device in devices:
             by_device[device].append(number)
-    sent = needs
+    sent = list(items)
     if not module.trainable:
         wanted = [0.0] * len(pipelines)
-        for (p, _), need in zip(takers, needs, strict=True):
+        for (p, _), need in zip(takers, items, strict=True):
             wanted[p] += need
         each = {serves: sum(wanted[p] / weights[p] for p in serves) for serves in together}
         sent = [each[serves] * lane.micro_batches for serves, lane in makers]
@@ -52,7 +52,7 @@ def kept_messages(plan: Plan, module: ModulePlan, items: float, size: float) -> 
             (p, _), near, far = takers[taker], {*ends[0][maker]}, {*ends[1][taker]}
             if p not in serves:
                 continue
-            part = needs[taker] * lane.micro_batches / weights[p]
+            part = items[taker] * lane.micro_batches / weights[p]
             if module.trainable and near <= far:  # gradients that are there
                 sent[taker] -= part
             elif not module.trainable and far <= near:  # outputs that are

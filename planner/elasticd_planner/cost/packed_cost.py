@@ -22,7 +22,7 @@ A step ends with the slowest pipeline, and what follows it (`ProfileCost.after`)
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heapify, heapreplace
 
@@ -79,20 +79,23 @@ class PackedCost:
     packed: PackedSequences
     micro_batch: int  # samples of a padded micro-batch, which a row has no more tokens than, if nothing says so
     _lanes: dict[tuple[Stage, ...], _Lane] = field(default_factory=dict)
-    _rooms: dict[tuple[tuple[Stage, ...], int, int, bool], int] = field(default_factory=dict)
+    _rooms: dict[tuple[tuple[Stage, ...], int, int, bool, tuple[int, ...]], int] = field(default_factory=dict)
 
     # -- memory
 
-    def capacity(self, plan: Plan) -> tuple[tuple[int, ...], ...]:
-        """The most tokens of a row that each lane of each pipeline may have; 0: not even its state fits."""
+    def capacity(self, plan: Plan, memory: Mapping[str, int] | None = None) -> tuple[tuple[int, ...], ...]:
+        """The most tokens of a row that each lane of each pipeline may have; 0: not even its state fits.
+        memory: of each device [bytes]; None: all that it has."""
         cost, limit = self.cost.under(plan), self.packed.row_tokens or math.inf
+        memory = self.cluster.memory if memory is None else memory
         found = []
         for pipeline in plan.pipelines:
             own, sized = [], self._of_lanes(pipeline, cost)
             for lane in pipeline.by_lane:
-                key = lane.stages, cost.pipelines, cost.members, sized.cut
+                sizes = tuple(memory[device] for stage in lane.stages for device in stage.devices)
+                key = lane.stages, cost.pipelines, cost.members, sized.cut, sizes
                 if key not in self._rooms:
-                    self._rooms[key] = most_tokens(lane, sized.sized, self.cluster.memory)
+                    self._rooms[key] = most_tokens(lane, sized.sized, memory)
                 own.append(int(min(limit, self._rooms[key])))
             found.append(tuple(own))
         return tuple(found)

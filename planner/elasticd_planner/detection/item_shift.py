@@ -83,7 +83,7 @@ class ItemShiftState(Value, frozen=True, kw_only=True):
         return cls(items=MeanShift(reference=items_a_sample), rows=MeanShift(reference=rows_an_item))
 
     def after(
-        self, items: float, rows: float, samples: int, settings: DetectSettings
+        self, items: float, rows: float, samples: float, settings: DetectSettings
     ) -> tuple[ItemShiftState, bool]:
         """The state after one more step, and whether one of the references is another one now.
 

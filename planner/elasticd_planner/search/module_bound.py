@@ -10,7 +10,7 @@ A step takes no less than
 and what comes after the passes of the module with the loss. The least over the settings and the numbers of
 pipelines of the larger of the two is the bound. On few devices all plans of the module with the loss alone are
 enumerated, with the quickest shares that there could be (`ExhaustiveSearch`, relaxed): what the best of them
-takes is no more than that module takes beside others.
+takes is no more than that module takes beside others. Where sequences are packed, the bound is the work alone.
 """
 
 from __future__ import annotations
@@ -63,6 +63,8 @@ class ModuleBound:
 
     def seconds(self, known: float) -> float:
         """Seconds that no plan beats; `known`: those of a plan."""
+        if self._costs.rows is not None:
+            return min(known, (self._costs.rows.cost.bound() + self.item_seconds) * (1 - ROUNDED))
         problem, bound = msgspec.structs.replace(self._problem, modules=(), given=None, current=None), known
         for setting in Settings(problem).listed:
             task = task_of(setting.problem(problem), hopeful=True)

@@ -2,7 +2,8 @@
 
 A step is played as ranks carry it out (`layout.module_order`), with the mean number of items in each sample,
 which are dealt to lanes as in a step. Messages have their time, of which that order knows nothing. What comes
-after all passes is added.
+after all passes is added. Where sequences are packed, those of a mean step are dealt to rows first
+(`module_rows`).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import msgspec
 import numpy as np
 
 from elasticd_planner.cost.item_messages import kept_messages
-from elasticd_planner.cost.memory import memory_by_device
+from elasticd_planner.cost.memory import fits, memory_by_device
 from elasticd_planner.cost.model import KnownCosts, after_seconds, stage_times, step_seconds
 from elasticd_planner.cost.model_profile import ModelProfile
 from elasticd_planner.cost.profile_cost import ProfileCost
@@ -25,6 +26,7 @@ from elasticd_planner.layout.module_order import Delay, ModulePassTime, module_p
 from elasticd_planner.layout.module_passes import ROWS, ModulePass, PassGroup
 from elasticd_planner.numeric import Floats
 from elasticd_planner.problem import ModuleProblem, Problem
+from elasticd_planner.search.module_rows import PackedRows
 from elasticd_planner.spec.batch import BatchPlan, batch_plan
 from elasticd_planner.spec.item_batch import GroupId, ItemBatch, SampleItem, item_batch
 from elasticd_planner.spec.plan import NO_TIMES, ModulePlan, Pipeline, Plan, Stage
@@ -37,6 +39,9 @@ MOST_PASSES = 12_288
 
 #: Devices times samples of a step of which all passes are played.
 MOST_PLAYED = 1 << 16
+
+#: The slowdown of a normal lane [64ths].
+NORMAL = 64
 
 #: A lane keeps at most so many items more than its part of those that are needed: items are whole.
 UNEVEN_ITEMS = 1
@@ -67,18 +72,23 @@ class ModuleCosts:
         self.problem = problem
         self.modules = {module.name: module for module in problem.modules}
         self._profiles = {name: item_profile(module) for name, module in self.modules.items()}
-        self._known: dict[tuple[str, int], KnownCosts] = defaultdict(KnownCosts)
+        self._known: dict[tuple[str, float], KnownCosts] = defaultdict(KnownCosts)
+        #: Of packed sequences; None: samples are padded.
+        self.rows = PackedRows(problem) if problem.packed is not None else None
 
     def item_profile(self, name: str) -> ModelProfile:
         """The profile of a module of items, of micro-batches of one item."""
         return self._profiles[name]
 
     def cost(self, view: Plan) -> ProfileCost:
-        """The cost of the module of a view, under that plan. Of a module of items a micro-batch is an item.
-        That of the module with the loss is of its experts' load, if the problem has one."""
+        """The cost of the module of a view, under that plan. Of a module of items a micro-batch is an item; of
+        packed sequences it is a row of a lane, of the mean size. That of the module with the loss is of its
+        experts' load, if the problem has one."""
         name, problem, load = view.module.module, self.problem, None
         if name in self.modules:
             profile = self._profiles[name]
+        elif self.rows is not None:
+            profile, load = problem.profile.sized(self.rows.row_tokens(view)), problem.experts
         else:
             profile, load = problem.profile, problem.experts
             if view.micro_batch != problem.micro_batch:
@@ -96,7 +106,7 @@ class ModuleCosts:
     def lane_seconds(self, view: Plan) -> list[tuple[Floats, Floats]]:
         """Seconds of a micro-batch, or of an item, on the stages of each lane: forward, backward [stage]."""
         name, cost = view.module.module, self.cost(view)
-        known, module = self._known[name, view.micro_batch], self.modules.get(name)
+        known, module = self._known[name, cost.profile.tokens], self.modules.get(name)
         found = []
         for lane in view.by_lane:
             times = stage_times(lane, self.problem.cluster, self.problem.rates, cost, known)
@@ -108,14 +118,25 @@ class ModuleCosts:
         return found
 
     def timed(self, plan: Plan) -> Plan:
-        """The plan with the times of its passes. Lanes of a stage have one time: that of the slowest."""
+        """The plan with the times of its passes. Lanes of a stage have one time: that of the slowest; where
+        rows are packed, of the slowest if each took as long as a lane without slowdown."""
         listed = []
         for module in plan.modules:
-            scale = ROWS * 1e6 / self.modules[module.module].rows_an_item if module.items else 1e6
-            lanes = iter(self.lane_seconds(plan.view(module.module)))
+            view = plan.view(module.module)
+            scale = 1e6
+            if module.items:
+                scale *= ROWS / self.modules[module.module].rows_an_item
+            elif self.rows is not None:
+                scale *= ROWS / self.rows.row_tokens(view)
+            lanes = iter(self.lane_seconds(view))
             pipelines = []
             for pipeline in module.pipelines:
                 both = [next(lanes) for _ in pipeline.micro_batches_by_lane]
+                if pipeline.packed:
+                    both = [
+                        (forward * NORMAL / lane.slowdown, backward * NORMAL / lane.slowdown)
+                        for (forward, backward), lane in zip(both, pipeline.packed, strict=True)
+                    ]
                 forward, backward = (np.max(part, axis=0) * scale for part in zip(*both, strict=True))
                 stages = tuple(
                     msgspec.structs.replace(stage, microseconds=(max(1, round(f)), round(b)))
@@ -131,7 +152,12 @@ class ModuleCosts:
         part, share = self._part(plan)
         batches = self.batches(part, share)
         end = step_microseconds(part, batches, passes, self._delay(part, batches))
-        return end / 1e6 + self.after_seconds(plan)
+        return end / 1e6 * self._each + self.after_seconds(plan)
+
+    @property
+    def _each(self) -> float:
+        """The samples of a step that one of those that are played stands for."""
+        return 1.0 if self.rows is None else self.rows.each
 
     def running_seconds(self, plan: Plan) -> float:
         """Seconds of a mean step of a plan whose passes take what the profiles say now, in the order that the
@@ -142,7 +168,7 @@ class ModuleCosts:
         part, share = self._part(plan)
         batches = self.batches(part, share)
         end = step_microseconds(part, batches, passes, self._delay(part, batches), actual=self.timed(part))
-        return end / 1e6 + self.after_seconds(plan)
+        return end / 1e6 * self._each + self.after_seconds(plan)
 
     def pass_times(
         self, plan: Plan, batches: Mapping[str, BatchPlan | ItemBatch]
@@ -165,6 +191,8 @@ class ModuleCosts:
             if module.items and batches is None:
                 each = self.step_items(self.modules[module.module]) / sum(counts)
                 counts = [count * each for count in counts]
+            elif not module.items and self.rows is not None:
+                counts = self._row_counts(plan.view(module.module), batches)
             elif batches is not None and isinstance(batch := batches[module.module], ItemBatch):
                 mean = self.modules[module.module].rows_an_item
                 listed = [groups for pipeline in batch.pipelines for groups in pipeline]
@@ -175,6 +203,18 @@ class ModuleCosts:
                 for (forward, backward), count in zip(times, counts, strict=True)
             ]
         return found
+
+    def _row_counts(self, view: Plan, batches: Mapping[str, BatchPlan | ItemBatch] | None) -> list[float]:
+        """The rows of mean size and work that each lane has in a step."""
+        assert self.rows is not None
+        mean, batch = self.rows.row_tokens(view), None if batches is None else batches[view.module.module]
+        if not isinstance(batch, BatchPlan):
+            return [work * self.rows.each / mean for work in self.rows.dealt(view).work]
+        return [
+            sum(self.rows.work(piece) for row in rows for piece in row.lanes[lane]) / mean
+            for pipeline, rows in zip(view.pipelines, batch.pipelines, strict=True)
+            for lane in range(len(pipeline.micro_batches_by_lane))
+        ]
 
     def played(self, plan: Plan, batches: Mapping[str, BatchPlan | ItemBatch]) -> tuple[ModulePassTime, ...]:
         """When the passes of a step run, which ranks order by the plan's times, and which take what they cost
@@ -230,7 +270,8 @@ class ModuleCosts:
         kept = tuple(loss.pipelines[p] for p in chosen)
         number = {p: at for at, p in enumerate(chosen)}
         devices, inside = _devices(loss.pipelines), _devices(kept)
-        samples = sum(pipeline.micro_batches for pipeline in kept) * plan.micro_batch
+        whole = sum(pipeline.micro_batches for pipeline in loss.pipelines)
+        samples = round(plan.global_batch * sum(pipeline.micro_batches for pipeline in kept) / whole)
         modules, part = [], 0.0
         for module in plan.modules:
             if not module.items:
@@ -270,7 +311,8 @@ class ModuleCosts:
 
     def step_items(self, module: ModuleProblem) -> int:
         """The items of a mean step, of whole groups."""
-        items = module.items_a_sample * self.problem.global_batch
+        samples = self.problem.global_batch if self.rows is None else self.rows.packed.sequences
+        items = module.items_a_sample * samples
         together = _together(items)
         return math.floor(items / together) * together
 
@@ -288,11 +330,16 @@ class ModuleCosts:
             items: of a step that is known the rows of the items of each sample, by what they are called. Those
                 that are not there are of a mean step.
         """
-        batch = batch_plan(plan.view(self.problem.module), 0, range(plan.global_batch))
+        view, samples = plan.view(self.problem.module), plan.global_batch
+        if self.rows is None:
+            batch = batch_plan(view, 0, range(samples))
+        else:
+            batch = self.rows.dealt(view, samples / self.problem.global_batch).batch
+            samples = self.rows.samples(samples / self.problem.global_batch)
         found: dict[str, BatchPlan | ItemBatch] = {self.problem.module: batch}
         for module in self.problem.modules:
             known = (items or {}).get(module.items)
-            rows = self._mean_rows(plan, module, share) if known is None else known
+            rows = self._mean_rows(samples, module, share) if known is None else known
             counts = {sample: len(each) for sample, each in enumerate(rows)}
             costs = {
                 SampleItem(sample, n): row for sample, each in enumerate(rows) for n, row in enumerate(each)
@@ -301,34 +348,26 @@ class ModuleCosts:
         return found
 
     @staticmethod
-    def _mean_rows(plan: Plan, module: ModuleProblem, share: float) -> list[list[int]]:
+    def _mean_rows(samples: int, module: ModuleProblem, share: float) -> list[list[int]]:
         """Of each sample of a mean step the rows of its items. Where there are many some go together."""
         items = module.items_a_sample * share
-        together = _together(items * plan.global_batch)
+        together = _together(items * samples)
         each = items / together
-        ends = [math.floor(each * sample) for sample in range(plan.global_batch + 1)]
+        ends = [math.floor(each * sample) for sample in range(samples + 1)]
         size = max(1, round(module.rows_an_item * together))
         return [[size] * (stop - start) for start, stop in pairwise(ends)]
 
     def kept_items(self, plan: Plan, module: ModulePlan) -> list[int]:
         """The most items that each lane of a module keeps, over all its pipelines: its part of the items of
         `ahead` micro-batches of each lane of the module with the loss, and of those under way there."""
-        given, loss = self.modules[module.module], plan.view(self.problem.module)
-        samples = 0
-        for lane in loss.by_lane:
-            alive = min(lane.micro_batches, module.ahead + len(lane.stages) * lane.chunks)
-            samples += alive * plan.micro_batch
+        given, alive = self.modules[module.module], self._alive_samples(plan, module.ahead)
         weights = [lane.micro_batches for lane in module.by_lane]
-        items = given.items_a_sample * samples
+        items = given.items_a_sample * sum(alive)
         kept = [math.ceil(items * weight / sum(weights)) + UNEVEN_ITEMS for weight in weights]
         if not any(lane.serves for lane in module.pipelines):
             return kept
         # A lane of few pipelines may have to take more of their items than it would of those of all.
-        need = [0.0] * len(plan.loss_module.pipelines)
-        for p, pipeline in enumerate(plan.loss_module.pipelines):
-            for lane in pipeline.by_lane:
-                alive = min(lane.micro_batches, module.ahead + len(lane.stages) * lane.chunks)
-                need[p] += alive * plan.micro_batch * given.items_a_sample
+        need = [samples * given.items_a_sample for samples in alive]
         have = [0] * len(need)
         for lane in module.by_lane:
             for p in lane.serves:
@@ -336,9 +375,39 @@ class ModuleCosts:
         own = [sum(need[p] * lane.micro_batches / have[p] for p in lane.serves) for lane in module.by_lane]
         return [max(least, math.ceil(each) + UNEVEN_ITEMS) for least, each in zip(kept, own, strict=True)]
 
+    def _alive_samples(self, plan: Plan, ahead: int) -> list[int]:
+        """By pipeline of the module with the loss the samples of its micro-batches that are needed ahead, and
+        of those under way."""
+        view, samples = plan.view(self.problem.module), list[int]()
+        for p, pipeline in enumerate(view.pipelines):
+            counts = [
+                min(lane.micro_batches, ahead + len(lane.stages) * lane.chunks) for lane in pipeline.by_lane
+            ]
+            if self.rows is None:
+                samples.append(sum(counts) * plan.micro_batch)
+            else:
+                samples.append(math.ceil(self.rows.dealt(view).alive(p, max(counts)) * self.rows.each))
+        return samples
+
+    def roomy(self, plan: Plan) -> Plan:
+        """The plan with as many tokens in its packed rows as memory leaves beside modules of items; as it is
+        where that is no more."""
+        assert self.rows is not None
+        memory = self.problem.cluster.memory
+        widest = self.rows.with_memory(plan, memory)
+        for draft in (plan,) if widest is None else (widest, plan):  # wider rows have more items
+            left, own = dict(memory), self.rows.cost.memory(draft.loss_view)
+            for device, size in self.memory(draft).items():
+                left[device] -= size - own.get(device, 0)
+            longer = self.rows.with_memory(plan, left)
+            if longer is not None and fits(self.memory(longer), self.problem.cluster):
+                return longer
+        return plan
+
     def memory(self, plan: Plan) -> dict[str, int]:
         """Bytes that each member needs, of all modules that it is in."""
-        needed = memory_by_device(plan.view(self.problem.module), self.cost(plan.view(self.problem.module)))
+        view = plan.view(self.problem.module)
+        needed = memory_by_device(view, self.cost(view)) if self.rows is None else self.rows.cost.memory(view)
         needed |= {device: self._carried(plan) for device in plan.carriers}
         for module in plan.modules:
             if module.items:
@@ -347,10 +416,18 @@ class ModuleCosts:
         for module in plan.modules:
             if module.items:
                 given = self.modules[module.module]
-                items = given.items_a_sample * plan.global_batch
+                needs = self._lane_samples(plan)
+                items = [given.items_a_sample * samples for samples in needs]
                 for device, kept in kept_messages(plan, module, items, self.output_bytes(given)).items():
                     needed[device] += math.ceil(kept)
         return needed
+
+    def _lane_samples(self, plan: Plan) -> list[float]:
+        """Samples of a mean step whose items each lane of the module with the loss takes."""
+        view = plan.view(self.problem.module)
+        if self.rows is None:
+            return [lane.micro_batches * plan.micro_batch for lane in view.by_lane]
+        return [pieces * self.rows.each for pieces in self.rows.dealt(view).pieces]
 
     def output_bytes(self, module: ModuleProblem) -> float:
         """Bytes of what a module gives of an item, in the mean."""
@@ -410,6 +487,8 @@ class ModuleCosts:
 
     def passes_seconds(self, view: Plan) -> float:
         """Seconds of a step of the module with the loss alone, without what comes after its passes."""
+        if self.rows is not None:
+            return self.rows.cost.seconds(view) - after_seconds(view, self.problem.cluster, self.rows.cost.cost)
         cost, cluster = self.cost(view), self.problem.cluster
         return step_seconds(view, cluster, self.problem.rates, cost) - after_seconds(view, cluster, cost)
 

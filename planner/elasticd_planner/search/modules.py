@@ -8,6 +8,9 @@ each takes. Where it fits no device it gets plans of its own in the memory that 
 3. *The best candidates* of those that share devices and of those that share none are played (`module_cost`),
 and of the best one a few pairs of `ahead` and `lead` for which there is memory. Of near-equal ones the one is
 taken that moves the fewest bytes.
+
+Where sequences are packed, rows have as many tokens as memory leaves beside modules of items: these are placed
+beside the fewest tokens that hold the longest sequence, and then rows grow (`module_rows`).
 """
 
 from __future__ import annotations
@@ -72,6 +75,10 @@ MANY = 2048
 
 #: A rank makes an order of about so many passes of the module with the loss at most.
 ORDER_PASSES = 16_384
+
+#: The part by which a step of packed rows may take less than its estimate, which is of no dealt sequences; and
+#: by which it may take longer in the memory that modules of items leave before layouts for that are tried.
+ROWS_OFF, TIGHT_ROWS = 0.1, 0.02
 
 #: Lanes of items serve each of so many pipelines alone where that saves this part of a step. So many plans are
 #: tried, the best ones.
@@ -142,7 +149,7 @@ class ModulePlanner:
         if not candidates:
             return Answer(plan=None, refusal=self._refusal(), current_seconds=now, candidates=count)
         slack = self.tolerance if self.problem.current is not None else 0.0
-        current = [] if running is None else [running, self._predicted(self.costs.timed(running))]
+        current = [] if running is None else [running, self._predicted(self.costs.timed(self._roomy(running)))]
         options = [*self._options(candidates, slack), *current]
         limit = _seconds(min(options, key=_seconds)) * (1 + slack) * (1 + EQUAL)
         near = [option for option in options if _seconds(option) <= limit]
@@ -155,8 +162,10 @@ class ModulePlanner:
         played: list[tuple[Candidate, Plan]] = []
         least, counts = math.inf, Counter[bool]()
 
+        off = ROUNDED if self.costs.rows is None else ROWS_OFF
+
         def hopeless(candidate: Candidate) -> bool:
-            return self._estimate(candidate) * (1 - ROUNDED) > least * (1 + slack)
+            return self._estimate(candidate) * (1 - off) > least * (1 + slack)
 
         for candidate in candidates:
             if hopeless(candidate):
@@ -180,6 +189,10 @@ class ModulePlanner:
         if names != sorted([self.problem.module, *self.costs.modules]):
             return f"its modules are {', '.join(names)}, and those of the job are others"
         given = self._carried(given.replace(idle=(), carriers=(), binding={}))
+        if (rows := self.costs.rows) is not None:
+            given = self.costs.roomy(rows.packed_plan(given))
+            if not rows.holds(given.loss_view):
+                return rows.too_long(given.loss_view)
         plan = self._predicted(self.costs.timed(given))
         assert plan.prediction is not None
         if wrong := given_plan.lacking(plan.prediction.memory, self.problem.cluster):
@@ -199,6 +212,7 @@ class ModulePlanner:
         the module by itself may be the quickest. Of many devices the others are like the quickest of them."""
         usable = [device.name for device in alive(self.problem)]
         many, regular = len(usable) > EXACT_DEVICES, self._regular_plans({})
+        many &= self.costs.rows is None  # searches of packed plans are not brief
         like = form(regular[0]) if many and regular else None
         shared = [each for layout in regular for each in self.placed(layout, usable)]
         if all(each.squeezed for each in shared):
@@ -306,8 +320,10 @@ class ModulePlanner:
     def _beside(
         self, loss: Plan, devices: Sequence[str], *, recompute: bool, room: float, lean: bool
     ) -> Candidate | None:
-        alone = self._plan([], loss)
-        made = Candidate(plan=alone, seconds=self.costs.passes_seconds(alone))
+        rows, full = self.costs.rows, loss
+        if rows is not None:
+            loss = rows.lean(loss)
+        made = Candidate(plan=self._plan([], loss), seconds=self.costs.passes_seconds(self._plan([], full)))
         needs = sorted(self.problem.modules, key=lambda each: -self.costs.item_work(each) * each.items_a_sample)
         for module in needs:
             free = [device for device in devices if device not in loss.carriers]
@@ -315,7 +331,11 @@ class ModulePlanner:
             if found is None:
                 return None
             made = found
-        return made
+        if rows is None:
+            return made
+        seconds = self.costs.passes_seconds(self.costs.roomy(with_pair(made.plan, 1, 0)).loss_view)
+        alone = self.costs.passes_seconds(self._plan([], full))
+        return replace(made, squeezed=made.squeezed or seconds > alone * (1 + TIGHT_ROWS))
 
     def _with(
         self,
@@ -502,7 +522,7 @@ class ModulePlanner:
         if (groups := min(len(loss), math.ceil(count / ORDER_PASSES))) > 1:
             plan = self._serving(plan, groups)
         aheads = self._aheads(plan)
-        return self._predicted(self.costs.timed(with_pair(plan, aheads[0], min(LEADS[0], aheads[0]))))
+        return self._predicted(self._paired(plan, aheads[0], min(LEADS[0], aheads[0])))
 
     def _serving(self, plan: Plan, groups: int) -> Plan:
         """The plan whose lanes of items serve groups of pipelines."""
@@ -527,10 +547,30 @@ class ModulePlanner:
         """Numbers of micro-batches that memory allows, all of them first. Where one fits, smaller ones do."""
         every = max(lane.micro_batches for lane in plan.view(self.problem.module).by_lane)
         listed = [every, *(ahead for ahead in AHEADS if ahead < every)]
+        if self.costs.rows is not None:
+            return self._aheads_of_rows(plan, listed) or [1]
         for at, ahead in enumerate(listed):
             if fits(self.costs.memory(with_pair(plan, ahead, 0)), self.problem.cluster):
                 return listed[at:]
         return [1]
+
+    def _aheads_of_rows(self, plan: Plan, listed: Sequence[int]) -> list[int]:
+        """Those of packed rows, first those whose items leave rows their tokens."""
+        pairs = [(ahead, self._roomy(with_pair(plan, ahead, 0))) for ahead in listed]
+        seconds = {
+            ahead: self.costs.passes_seconds(made.loss_view)
+            for ahead, made in pairs
+            if fits(self.costs.memory(made), self.problem.cluster)
+        }
+        limit = min(seconds.values(), default=0.0) * (1 + TIGHT_ROWS)
+        return sorted(seconds, key=lambda ahead: (seconds[ahead] > limit, -ahead))
+
+    def _roomy(self, plan: Plan) -> Plan:
+        return plan if self.costs.rows is None else self.costs.roomy(plan)
+
+    def _paired(self, plan: Plan, ahead: int, lead: int) -> Plan:
+        """The plan with this pair, and with the times of its passes."""
+        return self.costs.timed(self._roomy(with_pair(plan, ahead, lead)))
 
     def _pairs(self, plan: Plan) -> Iterator[Plan]:
         """The same plan with each `lead`, and with other `ahead` under the best of these."""
@@ -545,12 +585,16 @@ class ModulePlanner:
         best, most = plan, aheads[0]
         for lead in leads[1:]:
             if lead <= most:
-                other = self._predicted(with_pair(plan, most, lead))
+                other = self._predicted(self._paired(plan, most, lead))
                 best = other if _seconds(other) < _seconds(best) * (1 - EQUAL) else best
                 yield other
         lead = _items_of(best)[0].lead
-        for ahead in aheads[2:5:2]:
-            yield self._predicted(with_pair(plan, ahead, min(lead, ahead)))
+        if self.costs.rows is None:
+            others = [(ahead, min(lead, ahead)) for ahead in aheads[2:5:2]]
+        else:  # what is kept of items ahead is taken from rows
+            others = [(ahead, each) for ahead in aheads[1:] for each in sorted({min(lead, ahead), 1})]
+        for ahead, each in others:
+            yield self._predicted(self._paired(plan, ahead, each))
 
     def _predicted(self, plan: Plan) -> Plan:
         seconds, memory = self.costs.seconds(plan), self.costs.memory(plan)
@@ -569,7 +613,9 @@ class ModulePlanner:
         layers |= {module.name: module.profile.layers for module in problem.modules}
         if {module.module: module.pipelines[0].layers for module in plan.modules} != layers:
             return None
-        if given_plan.missing(plan, problem):
+        if given_plan.missing(plan, problem) or plan.packed != (problem.packed is not None):
+            return None
+        if self.costs.rows is not None and not self.costs.rows.holds(plan.loss_view):
             return None
         plan = plan.replace(number=self.number, idle=self._idle(plan), binding={})
         seconds, memory = self.costs.running_seconds(plan), self.costs.memory(plan)

@@ -52,6 +52,8 @@ _SIZES = 8
 _FEW = 1024.0
 #: How much more tokens a row has than the one before, of those by which it is told what lanes may hold.
 _STEP = 1.1
+#: Plans of regular layouts that a search of several modules looks at.
+REGULAR = 8
 #: Where all memory holds less than so many times the longest sequence, what may hold it is tried first.
 _TIGHT = 2
 
@@ -78,6 +80,28 @@ def answer(problem: Problem, search: Search, regular: Regular, number: int, tole
         return answer(own, search, regular, number, tolerance)
 
     return given_plan.answer(problem, planning.as_given, searched)
+
+
+def regular_plans(problem: Problem, search: Search, regular: Regular, number: int) -> list[Plan]:
+    """Packed plans of regular layouts, the quickest first: the best of each TP size, and number of pipelines,
+    lanes and stages.
+
+    Args:
+        problem: with packed sequences.
+        search: the dense search, for the problem's views.
+        regular: the regular layouts of a view.
+        number: of the plans.
+    """
+    assert problem.packed is not None
+    planning = _PackedSearch(
+        problem=problem, packed=problem.packed, search=search, regular=regular, number=number
+    )
+    best: dict[tuple[object, ...], _Option] = {}
+    for option in sorted(planning._layouts(tight=False).options, key=lambda each: each.seconds):
+        pipelines = option.plan.pipelines
+        kind = form(option.plan), len(pipelines), option.lanes, max(len(each.stages) for each in pipelines)
+        best.setdefault(kind, option)
+    return [option.plan for option in best.values()][:REGULAR]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -535,10 +559,11 @@ class _PackedSearch:
 
 
 def cost_of(problem: Problem) -> PackedCost:
-    """The cost of packed plans of a problem, under its load of experts if it has one."""
+    """The cost of packed plans of a problem, of its module with the loss, under its load of experts if it has
+    one."""
     assert problem.packed is not None
     alone = SearchSpace(states=problem.search_space.states[:1])
-    dense = task_of(msgspec.structs.replace(problem, search_space=alone, packed=None)).cost
+    dense = task_of(msgspec.structs.replace(problem, search_space=alone, packed=None, modules=())).cost
     assert isinstance(dense, ProfileCost)
     return PackedCost(
         cost=replace(dense, load=problem.experts),

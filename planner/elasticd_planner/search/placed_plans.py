@@ -173,9 +173,12 @@ class ModulePlans:
 
     def bound(self, plan: Plan) -> float:
         """See `PlacedPlans`."""
+        items = ModuleBound(self.problem, self._costs).item_seconds
+        if self._costs.rows is not None:
+            return self._costs.rows.cost.bound() + items
         loss = msgspec.structs.replace(self.problem, modules=(), given=None, current=None)
         task = task_of(setting_of(plan.loss_view, loss).problem(loss), hopeful=True)
-        return task.work_bound + ModuleBound(self.problem, self._costs).item_seconds
+        return task.work_bound + items
 
     def reason(self, plan: Plan) -> str:
         """See `PlacedPlans`."""

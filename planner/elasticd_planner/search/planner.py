@@ -125,6 +125,10 @@ def _unplaced(
     known: list[Settings] | None,
 ) -> Answer:
     """The plan with experts divided by shares, of a search that knows no load of them."""
+
+    def dense(view: Problem, near: Form | None) -> Answer:
+        return _plain(view, number, tolerance, like=near, looked_at=ENUMERATED_PACKED)
+
     if problem.experts is not None:
         problem = msgspec.structs.replace(problem, experts=None)
     if problem.modules:
@@ -134,14 +138,12 @@ def _unplaced(
             return plan(view, number, tolerance, like=near, brief=brief, known=of_views)
 
         def regular(view: Problem) -> list[Plan]:
-            return _regular(view, of_views)
+            if view.packed is None:
+                return _regular(view, of_views)
+            return packed.regular_plans(view, dense, _regular, number)
 
         return modules.answer(problem, alone, regular, number, tolerance)
     if problem.packed is not None:
-
-        def dense(view: Problem, near: Form | None) -> Answer:
-            return _plain(view, number, tolerance, like=near, looked_at=ENUMERATED_PACKED)
-
         return packed.answer(problem, dense, _regular, number, tolerance)
     if problem.given is not None:
 

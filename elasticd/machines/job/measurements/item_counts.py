@@ -16,7 +16,7 @@ from elasticd_planner.spec.plan import Plan
 from elasticd_planner.spec.sequence_lengths import even
 from elasticd_planner.spec.step_measurements import Step
 
-from elasticd.machines.job.measurements import step_prediction
+from elasticd.machines.job.measurements import data_lengths, step_prediction
 from elasticd.machines.job.state.job_state import JobState
 from elasticd.machines.job.state.transaction import Transaction
 
@@ -28,13 +28,15 @@ def measured(turn: Transaction, plan: Plan, step: Step) -> None:
     """Takes in the items of a whole step. Where they have shifted, later plans are made for them as they are
     now."""
     shifts, modules, said = dict(turn.job.item_shifts), list(turn.job.modules), []
+    packed = data_lengths.packed(turn.job)
+    samples = plan.global_batch if packed is None else packed.sequences
     for at, module in enumerate(modules):
         own = step.modules.get(module.name)
         if own is None:
             continue
         items, rows = _items_and_rows(own, plan.view(module.name))
         before = shifts.get(module.name) or ItemShiftState.begin(module.items_a_sample, module.rows_an_item)
-        shifts[module.name], shifted = before.after(items, rows, plan.global_batch, turn.settings.detect)
+        shifts[module.name], shifted = before.after(items, rows, samples, turn.settings.detect)
         if shifted:
             new = shifts[module.name]
             now = msgspec.structs.replace(
@@ -53,7 +55,7 @@ def measured(turn: Transaction, plan: Plan, step: Step) -> None:
     if not said:
         return
     turn.set(modules=tuple(modules), sampled=(), first_step=None)
-    seconds = step_prediction.predict_anew(turn, None)
+    seconds = step_prediction.predict_anew(turn, packed)
     step_prediction.keep_profile(turn)
     turn.note("shifted", "; ".join(said), step=step.step, plan=turn.job.number, step_seconds=seconds)
 

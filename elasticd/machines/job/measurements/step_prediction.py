@@ -36,6 +36,7 @@ def modules_seconds(
     modules: tuple[ModuleProblem, ...],
     slowdowns: Rates,
     load: ExpertLoad | None,
+    packed: PackedSequences | None,
 ) -> float:
     """Seconds of a step of a plan of several modules.
 
@@ -46,6 +47,7 @@ def modules_seconds(
         modules: the others.
         slowdowns: of devices.
         load: of the experts of the module with the loss; None: it has none, or they are as even as shares.
+        packed: the sequences of a step, where the job packs them.
     """
     devices: dict[str, list[Device]] = {}
     for device in plan.members:
@@ -60,6 +62,7 @@ def modules_seconds(
         module=plan.loss_module.module,
         modules=modules,
         experts=load,
+        packed=packed,
     )
     return module_cost.predicted_seconds(plan, problem)
 
@@ -79,7 +82,7 @@ def predict_anew(turn: Transaction, packed: PackedSequences | None) -> float | N
         return None
     links, slowdowns, load = links_of(turn.settings), job.stability.planned, expert_rows.in_force(turn)
     if len(plan.modules) > 1:
-        seconds = modules_seconds(plan, turn.settings, job.profile, job.modules, slowdowns, load)
+        seconds = modules_seconds(plan, turn.settings, job.profile, job.modules, slowdowns, load, packed)
     else:
         seconds = predicted_seconds(job.profile, plan, links, slowdowns, packed, load)
     if not math.isfinite(seconds):
