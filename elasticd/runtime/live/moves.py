@@ -8,16 +8,11 @@ from the one before in the samples of lanes alone takes world, tensors and group
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from elasticd_migration.local_state import LocalState, NotElementWise
-from elasticd_migration.migrate import agree, migrate
-from elasticd_migration.reshard import bytes_lacking, whole_bytes
-from elasticd_migration.schema import Schema
 from elasticd_planner.layout.mesh_layouts import MeshLayouts
 from elasticd_planner.spec.mesh import MeshModel, MeshPlan
 
@@ -26,12 +21,9 @@ from elasticd.runtime.comm.groups import Group, PlanGroups
 from elasticd.runtime.live import world
 from elasticd.runtime.live.live_copy import Build, LiveCopy
 from elasticd.runtime.live.live_state import LiveRefusal, State
-from elasticd.runtime.snapshot.memory_file import BadSnapshot
-from elasticd.runtime.snapshot.restore import Snapshots, with_snapshots
-from elasticd.runtime.switch.move import source_of, transition_members, transport_of
+from elasticd.runtime.snapshot.restore import Snapshots
+from elasticd.runtime.switch.move import StateMove, source_of, transition_members, transport_of
 from elasticd.runtime.switch.plan_copy import MoveResult, PreparedPlan
-from elasticd.runtime.telemetry.main_thread import during
-from elasticd.wire.main_thread import MOVING
 
 #: Loads into a state what an earlier start of the script saved; returns the steps that had been made.
 Resume = Callable[[State], int]
@@ -98,45 +90,22 @@ class LiveMoves:
             raise
 
     def _move(self, prepared: PreparedPlan[LiveCopy], held: LiveCopy | None, step: int) -> MoveResult:
-        group, new, recovery = prepared.group, prepared.engine, prepared.proposal.recovery
-        source = None if prepared.all_read else held
-        steps = group.all_gather(torch.tensor([step if source else -1]))
-        step = max(0, *(int(each) for each in steps))
-        if recovery is not None and prepared.all_read:
-            step = recovery.step
-        began = time.perf_counter()
+        begun = StateMove[LiveCopy].begin(prepared, held, step)
+        group, new, old = prepared.group, prepared.engine, prepared.old
         if new is not None and new.before is not None:  # lanes get other shares, and all stays where it is
-            return MoveResult(step=step, began=began)
+            return MoveResult(step=begun.step, began=begun.began)
         if (before := world.current()) is not None:
             before.leave()
         if new is not None:
             new.build(self.build, self.seed)
-        if prepared.old is None:
-            if new is not None and self.resume is not None:
-                step = self._resumed(new, group)
-            return MoveResult(step=step, began=began)
+        if old is None:
+            step = begun.step if new is None or self.resume is None else self._resumed(new, group)
+            return MoveResult(step=step, began=begun.began)
         transport = transport_of(group)
-        group.plan_groups.keep(transport)
-        try:
-            state = source.state() if source is not None else LocalState()
-            if prepared.snapshot is not None:
-                state = with_snapshots(state, prepared.snapshot, prepared.old.held(group.me))
-        except (NotElementWise, BadSnapshot) as error:
-            agree(transport, Schema(refused=str(error)))  # raises it on every rank alike
-            raise
-        with during(group.plan_groups.stopwatch.where, MOVING):
-            moved = migrate(prepared.old, prepared.new, state, transport)
+        moved = begun.migrated(old, self.model, LiveCopy.state, transport)
         if new is not None:
             new.adopt(moved.state)
-        sizes = moved.schema.sizes
-        return MoveResult(
-            step=step,
-            bytes_sent=transport.bytes_sent,
-            bytes_lacking=bytes_lacking(prepared.old, prepared.new, sizes).get(group.me, 0),
-            bytes_state=whole_bytes(prepared.new, sizes),
-            began=began,
-            flows=moved.flows,
-        )
+        return begun.result(old, moved, transport)
 
     def _resumed(self, new: LiveCopy, group: Group) -> int:
         """Has the script load what it saved. All members of the first plan call it together.

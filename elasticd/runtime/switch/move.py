@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Generic
 
 import torch
 from elasticd_migration.local_state import LocalState, NotElementWise, trimmed
@@ -25,7 +26,7 @@ from elasticd_planner.spec.mesh import JobPlan
 from elasticd_planner.spec.plan import Plan
 
 from elasticd.records import Proposal, Recovery
-from elasticd.runtime.accelerator import Accelerator
+from elasticd.runtime.accelerator import CPU, Accelerator
 from elasticd.runtime.checkpoint.loader import FrozenValues, NoCheckpoint, Types, clear, start_from
 from elasticd.runtime.comm.communicators import agreed
 from elasticd.runtime.comm.device_communicators import DeviceCommunicators
@@ -38,7 +39,7 @@ from elasticd.runtime.engine.set_aside import NoHostMemory
 from elasticd.runtime.snapshot.memory_file import BadSnapshot
 from elasticd.runtime.snapshot.restore import remains, stood_in, with_snapshots
 from elasticd.runtime.switch.device_transport import DeviceTransport
-from elasticd.runtime.switch.plan_copy import MoveResult, PreparedPlan
+from elasticd.runtime.switch.plan_copy import Held, MoveResult, PreparedPlan
 from elasticd.runtime.telemetry.main_thread import during
 from elasticd.wire.main_thread import FIRST, MOVING, READING
 
@@ -194,6 +195,105 @@ def source_of(tensors: JobTensors, old: JobPlan, recovery: Recovery | None) -> H
     return remains(holdings_of(tensors, old), old, recovery)
 
 
+@dataclass(frozen=True, kw_only=True)
+class StateMove(Generic[Held]):
+    """The move of state to one plan on one rank, from the step on that all ranks agree on."""
+
+    prepared: PreparedPlan[Held]
+    source: Held | None  # the copy here whose state moves; None: this rank only joins, or reads what it has
+    step: int  # updates that the moved state has seen
+    began: float  # seconds on `time.perf_counter`, when all ranks had come
+
+    @classmethod
+    def begin(cls, prepared: PreparedPlan[Held], held: Held | None, step: int) -> StateMove[Held]:
+        """Agrees with the other ranks of the transition group on the step.
+
+        Args:
+            prepared: what `prepare` made.
+            held: the copy here whose state the job goes on from; None: this rank only joins.
+            step: updates applied to it.
+        """
+        recovery = prepared.proposal.recovery
+        source = None if prepared.all_read else held  # it may be steps ahead
+        steps = prepared.group.all_gather(torch.tensor([step if source is not None else -1]))
+        step = max(0, *(int(each) for each in steps))
+        if recovery is not None and prepared.all_read:
+            step = recovery.step
+        # All have come: a joiner waited for the others' vote until now.
+        return cls(prepared=prepared, source=source, step=step, began=time.perf_counter())
+
+    def migrated(
+        self,
+        old: Holdings,
+        tensors: JobTensors,
+        own: Callable[[Held], LocalState],
+        transport: Transport,
+        device: torch.device = CPU.device,
+    ) -> Moved:
+        """Moves the state to the boxes of the new plan.
+
+        Args:
+            old: of the state that moves.
+            tensors: of the job.
+            own: the state of the source.
+            transport: over which it moves.
+            device: where new tensors lie.
+
+        Raises:
+            SOUND, PeerLost, Cancelled: see `move`.
+        """
+        prepared, source = self.prepared, self.source
+        # Its last messages may still be on their way until all ranks have said ok.
+        prepared.group.plan_groups.keep(transport)
+        with during(prepared.group.plan_groups.stopwatch.where, MOVING):
+            try:
+                state = self._local(old, tensors, own)
+            except (NotElementWise, NoHostMemory, BadSnapshot) as error:
+                agree(transport, Schema(refused=str(error)))  # raises it on every rank alike
+                raise
+            in_place = prepared.proposal.in_place
+            if source is not None and in_place:
+                source.spent = True
+            try:
+                return migrate(
+                    old,
+                    prepared.new,
+                    state,
+                    transport,
+                    in_place=in_place,
+                    device=device,
+                    prepared=prepared.prepared_move,
+                )
+            except (Disagreement, Lost):
+                if source is not None and in_place:
+                    source.spent = False  # on every rank alike: nothing was moved
+                raise
+
+    def _local(self, old: Holdings, tensors: JobTensors, own: Callable[[Held], LocalState]) -> LocalState:
+        """The state of this rank that others may take: its own, and what it read for lost ranks."""
+        prepared, me = self.prepared, self.prepared.group.me
+        if self.source is None:
+            return prepared.snapshot or LocalState()
+        state, recovery, plan = own(self.source), prepared.proposal.recovery, prepared.proposal.old
+        if recovery is not None and plan is not None and me in recovery.stale:
+            state = trimmed(state, remains(holdings_of(tensors, plan), plan, recovery).held(me))
+        if prepared.snapshot is not None:
+            state = with_snapshots(state, prepared.snapshot, old.held(me))
+        return state
+
+    def result(self, old: Holdings, moved: Moved, transport: Transport) -> MoveResult:
+        """The step that the move leads to, and its cost. `old` and `transport`: those of `migrated`."""
+        new, sizes = self.prepared.new, moved.schema.sizes
+        return MoveResult(
+            step=self.step,
+            bytes_sent=transport.bytes_sent,
+            bytes_lacking=bytes_lacking(old, new, sizes).get(self.prepared.group.me, 0),
+            bytes_state=whole_bytes(new, sizes),
+            began=self.began,
+            flows=moved.flows,
+        )
+
+
 def move(prepared: PreparedPlan[Engine], engine: Engine | None, step: int, recipe: Recipe) -> MoveResult:
     """Fills the new engine from what all ranks hold. The old engine is untouched, but by a move in place, which
     leaves it spent, and where its state is set aside: it can train again after `Engine.back`.
@@ -210,102 +310,46 @@ def move(prepared: PreparedPlan[Engine], engine: Engine | None, step: int, recip
     Raises:
         SOUND, PeerLost, Cancelled: The move failed. After one of `SOUND` the transition group is usable.
     """
-    group, new, proposal = prepared.group, prepared.engine, prepared.proposal
-    recovery = proposal.recovery
-    where = group.plan_groups.stopwatch.where
-    if prepared.all_read:
-        engine = None  # it may be steps ahead
-    steps = group.all_gather(torch.tensor([step if engine else -1]))
-    step = max(0, *(int(s) for s in steps))
-    if recovery is not None and prepared.all_read:
-        step = recovery.step
-    began = time.perf_counter()  # all have come: a joiner waited for the others' vote until now
-    if prepared.old is None:
+    begun, new, old = StateMove[Engine].begin(prepared, engine, step), prepared.engine, prepared.old
+    if old is None:
         assert new is not None
-        folder = recipe.checkpointing.path
-        if proposal.checkpoints and folder is not None:
-            types = Types(layouts=new.layouts, master=recipe.master)
-            with during(where, READING):
-                found = start_from(
-                    folder, proposal.checkpoints, types, group, recipe.accelerator, _frozen(recipe)
-                )
-            new.adopt(found.state)
-            new.guard.restart()
-            return MoveResult(step=found.step, checkpoint=found.name, began=began)
-        if recovery is not None:
-            raise NoCheckpoint("the job is to go on from a checkpoint, and this rank has no folder of any")
-        if folder is not None and group.rank == 0:
-            clear(folder)
-        with during(where, FIRST):
-            state = first_state(
-                recipe.model, new.layouts, group.me, recipe.seed, recipe.master, recipe.accelerator
-            )
-        new.adopt(state)
-        return MoveResult(step=step, began=began)
+        return _first(begun, new, recipe)
+
+    def own(source: Engine) -> LocalState:
+        source.copied()  # the new engine may take its tensors over
+        aside = prepared.group.me in prepared.proposal.aside
+        return source.set_aside(prepared.new.held(prepared.group.me)) if aside else source.state()
+
     transport = _data_transport(prepared, recipe.accelerator)
-    group.plan_groups.keep(
-        transport
-    )  # whose last messages may still be on their way until all ranks have said ok
-    with during(where, MOVING):
-        moved = _migrated(prepared, prepared.old, engine, transport, recipe)
+    moved = begun.migrated(old, recipe.model.specs, own, transport, recipe.accelerator.device)
     if new is not None:
         new.adopt(moved.state)
-    sizes = moved.schema.sizes
-    return MoveResult(
-        step=step,
-        bytes_sent=transport.bytes_sent,
-        bytes_lacking=bytes_lacking(prepared.old, prepared.new, sizes).get(group.me, 0),
-        bytes_state=whole_bytes(prepared.new, sizes),
-        began=began,
-        flows=moved.flows,
-    )
+    return begun.result(old, moved, transport)
+
+
+def _first(begun: StateMove[Engine], new: Engine, recipe: Recipe) -> MoveResult:
+    """Fills the first plan's engine from a checkpoint, or with first values."""
+    group, proposal = begun.prepared.group, begun.prepared.proposal
+    folder = recipe.checkpointing.path
+    where = group.plan_groups.stopwatch.where
+    if proposal.checkpoints and folder is not None:
+        types = Types(layouts=new.layouts, master=recipe.master)
+        with during(where, READING):
+            found = start_from(folder, proposal.checkpoints, types, group, recipe.accelerator, _frozen(recipe))
+        new.adopt(found.state)
+        new.guard.restart()
+        return MoveResult(step=found.step, checkpoint=found.name, began=begun.began)
+    if proposal.recovery is not None:
+        raise NoCheckpoint("the job is to go on from a checkpoint, and this rank has no folder of any")
+    if folder is not None and group.rank == 0:
+        clear(folder)
+    with during(where, FIRST):
+        state = first_state(recipe.model, new.layouts, group.me, recipe.seed, recipe.master, recipe.accelerator)
+    new.adopt(state)
+    return MoveResult(step=begun.step, began=begun.began)
 
 
 def _frozen(recipe: Recipe) -> FrozenValues:
     """The frozen parameters of checkpoints that leave them out."""
     model, seed = recipe.model, recipe.seed
     return FrozenValues(digest=model.frozen_digest, value=lambda name, box: model.first_value(name, box, seed))
-
-
-def _migrated(
-    prepared: PreparedPlan[Engine],
-    old: Holdings,
-    engine: Engine | None,
-    transport: Transport,
-    recipe: Recipe,
-) -> Moved:
-    proposal, me = prepared.proposal, prepared.group.me
-    if engine is not None:
-        engine.copied()  # the new engine may take its tensors over
-    try:
-        if engine is None:
-            state = prepared.snapshot or LocalState()
-        elif me in proposal.aside:
-            state = engine.set_aside(prepared.new.held(me))
-        else:
-            state = engine.state()
-        recovery, plan = proposal.recovery, proposal.old
-        if recovery is not None and plan is not None and me in recovery.stale and not prepared.all_read:
-            layouts = holdings_of(recipe.model.specs, plan)
-            state = trimmed(state, remains(layouts, plan, recovery).held(me))
-        if engine is not None and prepared.snapshot is not None:
-            state = with_snapshots(state, prepared.snapshot, old.held(me))
-    except (NotElementWise, NoHostMemory, BadSnapshot) as error:
-        agree(transport, Schema(refused=str(error)))  # raises it on every rank alike
-        raise
-    if engine is not None:
-        engine.spent = proposal.in_place
-    try:
-        return migrate(
-            old,
-            prepared.new,
-            state,
-            transport,
-            in_place=proposal.in_place,
-            device=recipe.accelerator.device,
-            prepared=prepared.prepared_move,
-        )
-    except (Disagreement, Lost):
-        if engine is not None:
-            engine.spent = False  # on every rank alike: nothing was moved
-        raise

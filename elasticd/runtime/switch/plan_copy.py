@@ -25,6 +25,7 @@ class PlanCopy(Protocol):
     """The training state under one plan on one rank."""
 
     torn: bool  #: an update began and did not end: the state here is of no step
+    spent: bool  #: its memory holds the state of another plan
 
     @property
     def plan(self) -> Any:
@@ -49,10 +50,6 @@ class PlanCopy(Protocol):
     @property
     def last(self) -> Vote | None:
         """The vote of the last update."""
-
-    @property
-    def spent(self) -> bool:
-        """True once its memory holds the state of another plan."""
 
     @property
     def lent(self) -> object | None:
