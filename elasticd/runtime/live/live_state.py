@@ -36,6 +36,9 @@ _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 _MEMBERS = frozenset({"params", "param_names"})
 #: Names of tensors of the average begin so.
 AVERAGE = "ema."
+#: Bytes of a buffer up to which each step copies it: torch counts no writes to the statistics of F.batch_norm,
+#: and those are smaller.
+_ALWAYS = 1 << 16
 
 
 class LiveRefusal(ScriptRefusal):
@@ -84,10 +87,36 @@ class State:
 
 
 class _Kept(NamedTuple):
-    """A tensor of the model as `build` left it."""
+    """A tensor of the model as `build` left it; of a buffer, as its module has it now."""
 
-    tensor: Tensor
+    built: Tensor
     kind: Kind
+    module: nn.Module | None = None  # of a buffer
+    own_name: str = ""  # of a buffer within its module
+
+    @property
+    def tensor(self) -> Tensor:
+        """The tensor. A script may bind another one to the name of a buffer."""
+        now = None if self.module is None else self.module._buffers[self.own_name]
+        return self.built if now is None else now
+
+    def bind(self, buffer: Tensor) -> None:
+        """Gives a buffer its name back."""
+        assert self.module is not None
+        self.module._buffers[self.own_name] = buffer
+
+
+class _BufferCopy(NamedTuple):
+    """A copy of a buffer. It is never written to."""
+
+    buffer: Tensor
+    version: int | None  # torch's count of writes to the buffer; None: it has none
+    copy: Tensor
+
+    def is_of(self, buffer: Tensor) -> bool:
+        """Returns True if the buffer is as it was."""
+        same = buffer is self.buffer and self.version is not None
+        return same and buffer.nbytes > _ALWAYS and buffer._version == self.version
 
 
 class LiveTensors:
@@ -104,8 +133,8 @@ class LiveTensors:
         self._kept = dict(_tensors_of(state.model))
         if state.ema is not None:
             for name, kept in _tensors_of(state.ema):
-                kind: Kind = "buffer" if kept.kind == "buffer" else "frozen"
-                self._kept[AVERAGE + name] = _Kept(kept.tensor, kind)
+                self._kept[AVERAGE + name] = kept if kept.kind == "buffer" else kept._replace(kind="frozen")
+        self._copies: dict[str, _BufferCopy] = {}
         self._places = {name: self._placements(name, kept.tensor) for name, kept in self._kept.items()}
 
     @property
@@ -113,10 +142,30 @@ class LiveTensors:
         """The parameters that have a gradient."""
         return {name: kept.tensor for name, kept in self._kept.items() if kept.kind == "trained"}
 
-    @property
-    def buffers(self) -> list[Tensor]:
-        """Those of the model and the average, by reference."""
-        return [_local(kept.tensor) for kept in self._kept.values() if kept.kind == "buffer"]
+    def buffers(self) -> list[tuple[_Kept, _BufferCopy]]:
+        """Those of the model and the average, with a copy of each as it is now."""
+        return [(kept, self._copy(name)) for name, kept in self._kept.items() if kept.kind == "buffer"]
+
+    def _copy(self, name: str) -> _BufferCopy:
+        """A buffer and its copy: the last one, where torch counted no write to the buffer since.
+
+        Raises:
+            LiveRefusal: another tensor is bound to the name, of another shape or dtype.
+        """
+        kept, last = self._kept[name], self._copies.get(name)
+        buffer = kept.tensor
+        if last is not None and last.is_of(buffer):
+            return last
+        if (buffer.shape, buffer.dtype) != (kept.built.shape, kept.built.dtype):
+            raise LiveRefusal(
+                f"the buffer {name} is {buffer.dtype} {list(buffer.shape)} now, and `build` made it "
+                f"{kept.built.dtype} {list(kept.built.shape)}: let it keep its shape and dtype, or register it "
+                "with persistent=False if it can be computed again"
+            )
+        untold = isinstance(buffer, DTensor) or buffer.is_inference()
+        version = None if untold else buffer._version
+        self._copies[name] = _BufferCopy(buffer, version, _local(buffer).clone())
+        return self._copies[name]
 
     @property
     def devices(self) -> frozenset[torch.device]:
@@ -224,9 +273,8 @@ class LiveTensors:
             boxes = layouts.boxes(Item(name, role), device)
             if boxes:
                 into = buffers if role == "buffer" else values
-                local = _local(kept.tensor)
-                if role == "buffer":
-                    local = local.clone()  # the next forward pass may write to it while a snapshot is copied
+                # The next forward pass may write to a buffer while a snapshot is copied.
+                local = self._copy(name).copy if role == "buffer" else _local(kept.tensor)
                 into[name] = list(zip(boxes, _parts(local, boxes), strict=True))
         optimizer = _LocalOptimizer(self, layouts, device)
         extras: dict[str, object] = {name: each.state_dict() for name, each in self.state.others.items()}
@@ -262,7 +310,7 @@ class SmallState:
     def __init__(self, tensors: LiveTensors) -> None:
         state = tensors.state
         self._trained = [*tensors.trained.values()]
-        self._buffers = [(buffer, buffer.clone()) for buffer in tensors.buffers]
+        self._buffers = tensors.buffers()
         self._settings = [
             (group, {key: _as_now(value) for key, value in group.items() if key not in _MEMBERS})
             for each in state.optimizers
@@ -274,8 +322,9 @@ class SmallState:
         """Puts it back, and drops the gradients of the try that was lost."""
         for parameter in self._trained:
             parameter.grad = None
-        for buffer, before in self._buffers:
-            buffer.copy_(before)
+        for kept, before in self._buffers:
+            _local(before.buffer).copy_(before.copy)
+            kept.bind(before.buffer)
         for each, kept in self._others:
             each.load_state_dict(kept)
         for group, settings in self._settings:
@@ -425,7 +474,7 @@ def _tensors_of(model: nn.Module) -> Iterator[tuple[str, _Kept]]:
             if buffer is None or name in module._non_persistent_buffers_set or id(buffer) in seen:
                 continue
             seen.add(id(buffer))
-            yield clean(f"{prefix}.{name}" if prefix else name), _Kept(buffer, "buffer")
+            yield clean(f"{prefix}.{name}" if prefix else name), _Kept(buffer, "buffer", module, name)
 
 
 def clean(name: str) -> str:
