@@ -464,7 +464,7 @@ def test_a_script_that_leaves_its_loop_takes_its_leave(how: str, tmp_path: Path)
     made = 0 if how == "close" else 1
     assert agent.of(Goodbye) == [Goodbye(reason=f"the script left the loop after {made} of 10 steps")]
     assert agent.of(Raised, PeersLost) == []
-    trained._uncaught._hook(ValueError, ValueError("much later"), None)
+    trained._end.uncaught._hook(ValueError, ValueError("much later"), None)
     assert agent.of(Raised) == []
 
 

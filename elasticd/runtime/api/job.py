@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
 import socket
-import threading
-import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from functools import partial
 from numbers import Real
@@ -50,9 +47,9 @@ from elasticd.runtime.checkpoint.saver import Saver
 from elasticd.runtime.comm.all_reduce_probe import AllReduceProbe, plan_groups_of
 from elasticd.runtime.comm.communicators import settle
 from elasticd.runtime.control.agent_client import RejectedByAgent
+from elasticd.runtime.control.loop_end import LoopEnd, leave_at_exit
 from elasticd.runtime.control.one_process import EndSignals, OneProcess, ended
 from elasticd.runtime.control.preemption_notice import PreemptionNotice
-from elasticd.runtime.control.user_exceptions import Uncaught, UserExceptionExit
 from elasticd.runtime.data.options import DataOptions
 from elasticd.runtime.data.prefetch import Dataset, NothingRead, SampleError
 from elasticd.runtime.data.sample_ledger import LedgerError
@@ -63,7 +60,7 @@ from elasticd.runtime.engine.parallelism import ParallelismOptions
 from elasticd.runtime.engine.recipe import Recipe
 from elasticd.runtime.engine.stability import StabilityOptions
 from elasticd.runtime.engine.warmup import warm
-from elasticd.runtime.exits import Drained, JobOver, JobStopped, is_told, refused, stopped
+from elasticd.runtime.exits import Drained, JobOver, JobStopped, refused, stopped
 from elasticd.runtime.model.balance import Balance
 from elasticd.runtime.model.model import Loss, Model
 from elasticd.runtime.model.optimizer_check import MakeScheduler, ScriptOptimizer
@@ -89,12 +86,6 @@ log = logging.getLogger(__name__)
 _CALLS = {"state": "state_dict"}
 #: The weights that an evaluation may be of.
 WEIGHTS = ("value", "average")
-
-
-def _leave_unfinished(running: weakref.ref[Generator[Any, None, None]]) -> None:
-    """Closes a loop, unless it is finished or gone."""
-    if (unfinished := running()) is not None:
-        unfinished.close()
 
 
 class Callback:
@@ -280,7 +271,7 @@ class Job(RankInfo):
 
     def _start(self, grace: float) -> None:
         """Makes the loop and all that serves the agent's messages, and begins to receive them."""
-        self._taken = self._left = self._finished = self._ended = False
+        self._taken = False
         self._running: Generator[Next | Step, None, None] | None = None
         self._total = 0  # steps that the script asks for
         self._now: Next | None = None
@@ -312,13 +303,14 @@ class Job(RankInfo):
         self._control.start(self._hear)
         log.info("%s computes on %s, over gloo", self.device, recipe.accelerator.text)
         self._show()
-        self._failed, self._pid = False, os.getpid()
-        self._uncaught = Uncaught(self._fail_later)
-        self._exception_exit = UserExceptionExit(self._depart, self._control.alone)
         self._grace = grace
-        self._notice = self._make_notice()
-        if not self._control.alone:
-            self._notice.install()
+        self._end = LoopEnd(
+            self._control,
+            make_notice=self._make_notice,
+            depart=self._depart,
+            give_state=self._loop.fail,
+            end_threads=self._end_threads,
+        )
 
     def _make_notice(self) -> PreemptionNotice | EndSignals:
         """Hears the signals by which this process is asked to end."""
@@ -334,12 +326,6 @@ class Job(RankInfo):
         """The device that this worker computes on, as "cuda:0" or "cpu". (`device` is its name in the
         cluster.)"""
         return self._recipe.accelerator.device
-
-    @property
-    def _forked(self) -> bool:
-        """True in a child by fork of the process that made the job. It has no part in it, and ends
-        without a word: what it would say, or shut, is its parent's."""
-        return os.getpid() != self._pid
 
     def _idle(self) -> bool:
         return self._switcher.engine is None
@@ -472,7 +458,7 @@ class Job(RankInfo):
         Raises:
             RuntimeError: called outside of the loop's body.
         """
-        if not self._taken or self._left or self._finished or self._ended:
+        if not self._taken or self._end.left or self._end.finished or self._end.ended:
             raise RuntimeError("stop: call it in the body of the loop, between two steps")
         self._loop.stopping = True
 
@@ -485,13 +471,13 @@ class Job(RankInfo):
     ) -> None:
         """After an exception of the body: tells the other ranks, and returns once the state here is of no more
         use. After a `break`: returns once the state is saved, or cannot be. After the last step: leaves."""
-        if isinstance(error, Exception) and not self._finished:
-            self._fail_later(error)
+        if isinstance(error, Exception) and not self._end.finished:
+            self._end.fail_later(error)
             return
         if self._running is not None:
             self._running.close()
-        if self._left or self._finished:
-            self._exception_exit.now()
+        if self._end.left or self._end.finished:
+            self._end.farewell.now()
 
     def close(self) -> None:
         """Leaves: a loop of `next` and `step` before its last step, after which the job continues without this
@@ -499,14 +485,12 @@ class Job(RankInfo):
         self._now = None
         if self._running is not None:
             self._running.close()
-        if self._left or self._finished:
-            self._exception_exit.now()
+        if self._end.left or self._end.finished:
+            self._end.farewell.now()
 
     def _begin(self, total: int) -> Generator[Next | Step, None, None]:
-        """The loop. One that the script does not finish is left at the end of the script, while threads can
-        still be started: not at that of the interpreter, which drops its objects last."""
         running = self._begun(total)
-        atexit.register(_leave_unfinished, weakref.ref(running))
+        leave_at_exit(running)
         return running
 
     def _begun(self, total: int) -> Generator[Next | Step, None, None]:
@@ -519,9 +503,9 @@ class Job(RankInfo):
         if not total >= 0:  # NaN, too
             raise ValueError(f"the total of steps is {total!r}; it must be 0 or more updates in all")
         self._taken, self._total = True, total
-        self._uncaught.install()
+        self._end.uncaught.install()
         if self._control.alone and self._saver is not None:  # else a signal may end this process at once
-            self._notice.install()
+            self._end.notice.install()
         warm(self._recipe.model, self._recipe.accelerator)
         try:
             try:
@@ -529,60 +513,41 @@ class Job(RankInfo):
             except JobOver:
                 yield from self._with_callbacks(self._loop.missed())  # perhaps the last step
         except Drained as drained:
-            self._leave(drained.reason, drained=True)
+            self._end.notice.restore()
+            self._end.part(Goodbye(reason=drained.reason, drained=True))
+            self._notify(lambda each: each.on_end(self))
             raise
         except GeneratorExit as closed:
-            if self._failed or self._forked:
-                self._notice.restore()
+            if self._end.failed or self._end.forked:
+                self._end.notice.restore()
             else:
-                self._leave_later(closed.__context__)
+                self._end.leave_later(closed.__context__)
+                self._notify(lambda each: each.on_end(self))
             raise
         except BaseException as error:
             if isinstance(error, Exception):
-                self._fail(error)
-            self._end_threads()
-            self._notice.restore()
+                self._end.fail(error)
+            self._end.end_threads()
+            self._end.notice.restore()
             if isinstance(error, JobStopped) and self._control.ending:
                 raise ended(self._control.ending, str(error)) from None
             raise
-        self._finish()
-
-    def _finish(self) -> None:
-        """All steps are made. With other ranks, this one stays until the script ends, for what it asks for
-        after the loop."""
-        self._finished = True
-        self._notice.restore()
-        self._uncaught.restore()
-        if self._control.alone or threading.current_thread() is not threading.main_thread():
-            self._exception_exit.now()
-        else:
-            self._exception_exit.at_end()
+        self._end.finish()
         self._notify(lambda each: each.on_end(self))
 
     def _depart(self) -> None:
         """Takes leave of the others, after the last step or before it."""
-        if self._finished:
-            self._part("")
+        if self._end.finished:
+            self._end.part(Goodbye(reason=""))
         else:
             self._left_early()
-
-    def _leave_later(self, handled: BaseException | None) -> None:
-        """The loop was left, by `break` or by an exception of its body, which may reach `_fail_later`.
-
-        Args:
-            handled: the exception that the script handles around the loop, if it is inside an `except`.
-        """
-        self._left = True
-        self._notice.restore()
-        self._exception_exit.later(handled)
-        self._notify(lambda each: each.on_end(self))
 
     def _left_early(self) -> None:
         """The script left the loop by `break`: takes leave. Before that the state is saved if every member of
         the plan left the loop after the same step."""
         step, engine = self._switcher.step, self._switcher.engine
         why = f"the script left the loop after {step} of {self._total} steps"
-        if engine is not None and self._saver is not None and not (engine.torn or self._ended):
+        if engine is not None and self._saver is not None and not (engine.torn or self._end.ended):
             if self._control.alone:
                 self._loop.save_alone(engine)
             elif not self._loop.saved_by_all(engine):
@@ -591,30 +556,7 @@ class Job(RankInfo):
                     "On one rank alone, job.stop() ends the job with a checkpoint",
                     why,
                 )
-        self._part(why)
-
-    def _fail_later(self, error: Exception) -> None:
-        """An exception ends the main thread. If the loop's body raised it, this rank is still running."""
-        if self._left and not self._exception_exit.withdrawn():
-            return
-        if self._left and not self._control.alone:
-            self._notice = self._make_notice()
-            self._notice.install()
-        self._fail(error)
-
-    def _fail(self, error: Exception) -> None:
-        """The script's code raised: tells the leader, and keeps this process while its state is of use."""
-        if self._failed or self._finished or self._ended or self._forked:
-            return
-        self._failed = True
-        try:
-            self._loop.fail(error)
-        except JobStopped as end:
-            if not is_told(end):
-                log.warning("%s", end.reason)
-        except (JobOver, Drained):
-            pass
-        self._end_threads()
+        self._end.part(Goodbye(reason=why))
 
     def _with_callbacks(self, running: Iterator[Next | Step]) -> Iterator[Next | Step]:
         """Calls the callbacks before the loop gets a step. This device has the first state then."""
@@ -644,28 +586,12 @@ class Job(RankInfo):
                 call(each)
 
     def _end_threads(self) -> None:
-        """Ends the threads that copy the state, and all groups.
-
-        An interpreter that ends while a thread is inside gloo aborts.
-        """
-        if self._forked:
-            return
-        self._ended = True
+        """Ends the threads that copy the state, and all groups."""
         for maker in (self._saver, self._snapshotter):
             if maker is not None:
                 maker.end()
-        if not (self._finished and self._control.alone):  # that engine is used after the loop, too
+        if not (self._end.finished and self._control.alone):  # that engine is used after the loop, too
             self._switcher.end()
-
-    def _leave(self, reason: str, *, drained: bool = False) -> None:
-        self._notice.restore()
-        self._part(reason, drained=drained)
-        self._notify(lambda each: each.on_end(self))
-
-    def _part(self, reason: str, *, drained: bool = False) -> None:
-        self._end_threads()
-        self._uncaught.restore()
-        self._control.close(Goodbye(reason=reason, drained=drained))
 
     # -- between two steps -----------------------------------------------------------------------------------
 
@@ -757,7 +683,7 @@ class Job(RankInfo):
     def _own_state(self) -> LocalState | None:
         """The state that this device holds; None on standby."""
         engine = self._switcher.engine
-        if engine is None or not (self._left or self._ended):
+        if engine is None or not (self._end.left or self._end.ended):
             return self._between_steps.read(lambda engine: engine.delivered_state())
         return engine.delivered_state() if engine.stale else engine.state()  # the plan's groups may be shut
 
@@ -826,14 +752,15 @@ class Job(RankInfo):
         return known
 
     def _together(self, *what: str) -> Any:
-        if not self._taken or self._left or (self._ended and not (self._finished and self._control.alone)):
+        works_on = self._end.finished and self._control.alone  # its engine is used after the loop, too
+        if not self._taken or self._end.left or (self._end.ended and not works_on):
             raise RuntimeError(
                 f"{what[0]}: ask for it in the body of the loop, or after its last step, on every rank"
             )
         call = f"job.{_CALLS.get(what[0], what[0])}()"
         with during_task(self._where, TASKS.index(call)):
             result = self._between_steps.run(list(self._known()).index(what))
-        if result is None and self._finished and self._switcher.engine is not None:
+        if result is None and self._end.finished and self._switcher.engine is not None:
             raise RuntimeError(
                 f"{call}: another rank ended, or was lost, before it was done, and the job is over: call it on "
                 "every rank, without `if job.rank == 0`; a checkpoint has the state, if the job keeps any"

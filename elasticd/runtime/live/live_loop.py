@@ -13,10 +13,7 @@ elasticd cuts: here the plan's copy is a `LiveCopy`, and a recovery calls the sc
 
 from __future__ import annotations
 
-import atexit
 import logging
-import os
-import threading
 import time
 import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -34,11 +31,12 @@ from torch.utils.data import default_collate
 from elasticd.records import Vote
 from elasticd.runtime.comm.groups import Cancelled, PeerLost
 from elasticd.runtime.control.control import Control
+from elasticd.runtime.control.loop_end import LoopEnd, leave_at_exit
 from elasticd.runtime.control.preemption_notice import PreemptionNotice
-from elasticd.runtime.control.user_exceptions import Uncaught, UserExceptionExit, lost_within, raised
+from elasticd.runtime.control.user_exceptions import lost_within, raised
 from elasticd.runtime.data.sample_ledger import LedgerError
 from elasticd.runtime.engine.vote import Draining, RankRecord
-from elasticd.runtime.exits import Drained, JobOver, JobStopped, is_told, stopped
+from elasticd.runtime.exits import Drained, JobOver, stopped
 from elasticd.runtime.live import world
 from elasticd.runtime.live.collective_waits import CollectiveWaits
 from elasticd.runtime.live.live_copy import LiveCopy
@@ -105,21 +103,21 @@ class LiveLoop:
         self._began = self._waited = 0.0
         self._last_gradient: tuple[float, float] | None = None
         self._last: tuple[int, Vote] | None = None
-        self._taken = self._left = self._finished = self._failed = self._ended = False
+        self._taken = False
         self._told_of: set[str] = set()  # that the log has a line of
         self._usual: list[bool] | None = None  # of schedulers and average: they moved in the last body
         #: How this rank's part in the job ended, within the body of a step: the loop raises it.
         self._exit: JobOver | SystemExit | None = None
-        self._pid = os.getpid()
         logs.for_worker(self._about)
         control.start(self._hear)
         self._show()
-        self._uncaught = Uncaught(self._fail_later)
-        self._farewell = UserExceptionExit(self._depart, control.alone)
-        self._grace = grace
-        self._notice = PreemptionNotice(grace, self._drain)
-        if not control.alone:  # one process has no other rank for its state, and keeps no checkpoints
-            self._notice.install()
+        self._end = LoopEnd(
+            control,
+            make_notice=lambda: PreemptionNotice(grace, self._drain),
+            depart=self._depart,
+            give_state=self._give_state,
+            end_threads=self._end_threads,
+        )
 
     @property
     def state(self) -> Any:
@@ -185,11 +183,11 @@ class LiveLoop:
             raise RuntimeError("the steps of elasticd.live are taken once: loop over it in one `for`")
         self._taken = True
         running = self._steps()
-        atexit.register(_leave_unfinished, weakref.ref(running))
+        leave_at_exit(running)
         return running
 
     def _steps(self) -> Generator[LoopStep, None, None]:
-        self._uncaught.install()
+        self._end.uncaught.install()
         self._waits.install()
         self._hooks += [
             register_optimizer_step_pre_hook(self._before_update),
@@ -199,22 +197,21 @@ class LiveLoop:
             with suppress(JobOver):
                 yield from self._run()
         except Drained as drained:
-            self._end(drained.reason, drained=True)
+            self._end.part(Goodbye(reason=drained.reason, drained=True))
             raise
         except GeneratorExit as closed:
-            if os.getpid() == self._pid:
+            if not self._end.forked:
                 self._unhook()
-                if not self._failed:
-                    self._left = True
-                    self._notice.restore()
-                    self._farewell.later(closed.__context__)
+                if not self._end.failed:
+                    self._end.leave_later(closed.__context__)
             raise
         except BaseException as error:
             if isinstance(error, Exception):
-                self._fail(error)
-            self._end_threads()
+                self._end.fail(error)
+            self._end.end_threads()
             raise
-        self._finish()
+        self._unhook()
+        self._end.finish()
 
     def _run(self) -> Generator[LoopStep, None, None]:
         switcher = self._switcher
@@ -506,30 +503,7 @@ class LiveLoop:
 
     # -- the end -----------------------------------------------------------------------------------------------
 
-    def _fail_later(self, error: Exception) -> None:
-        """An exception ends the main thread. If the loop's body raised it, this rank is still running."""
-        if self._left and not self._farewell.withdrawn():
-            return
-        if self._left and not self._control.alone:
-            self._notice = PreemptionNotice(self._grace, self._drain)
-            self._notice.install()
-        self._fail(error)
-
-    def _fail(self, error: Exception) -> None:
-        """The script's code raised: tells the leader, and keeps this process while its state is of use."""
-        if self._failed or self._finished or self._ended or os.getpid() != self._pid:
-            return
-        self._failed = True
-        try:
-            self._leave_job(error)
-        except JobStopped as end:
-            if not is_told(end):
-                log.warning("%s", end.reason)
-        except (JobOver, Drained):
-            pass
-        self._end_threads()
-
-    def _leave_job(self, error: Exception) -> None:
+    def _give_state(self, error: Exception) -> None:
         """Has the other ranks take over the state here. Returns if there is none of use.
 
         Raises:
@@ -556,24 +530,9 @@ class LiveLoop:
         copy = switcher.wait()
         self._control.send(replace(word, plan=copy.plan.number, ends=True))
 
-    def _finish(self) -> None:
-        """All steps are made: this rank stays until the script ends, for what it does after the loop."""
-        self._finished = True
-        self._notice.restore()
-        self._uncaught.restore()
-        self._unhook()
-        if self._control.alone or threading.current_thread() is not threading.main_thread():
-            self._farewell.now()
-        else:
-            self._farewell.at_end()
-
     def _depart(self) -> None:
-        why = "" if self._finished else f"the script left the loop after {self._switcher.step} steps"
-        self._end(why)
-
-    def _end(self, reason: str, *, drained: bool = False) -> None:
-        self._end_threads()
-        self._control.close(Goodbye(reason=reason, drained=drained))
+        why = "" if self._end.finished else f"the script left the loop after {self._switcher.step} steps"
+        self._end.part(Goodbye(reason=why))
 
     def _unhook(self) -> None:
         for hook in self._hooks:
@@ -582,23 +541,13 @@ class LiveLoop:
         self._waits.remove()
 
     def _end_threads(self) -> None:
-        """Ends threads and groups: an interpreter that ends while a thread is inside gloo aborts."""
-        if os.getpid() != self._pid or self._ended:
-            return
-        self._ended = True
         self._unhook()
-        self._notice.restore()
-        self._uncaught.restore()
+        self._end.notice.restore()
+        self._end.uncaught.restore()
         if self._snapper is not None:
             self._snapper.end()
-        if not (self._finished and self._control.alone):
+        if not (self._end.finished and self._control.alone):
             self._switcher.end()
-
-
-def _leave_unfinished(running: weakref.ref[Generator[Any, None, None]]) -> None:
-    """Closes a loop at the end of the interpreter, unless it is finished or gone."""
-    if (unfinished := running()) is not None:
-        unfinished.close()
 
 
 def _of_a_collective(error: Exception) -> bool:
