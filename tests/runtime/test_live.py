@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -275,20 +276,52 @@ def test_a_step_that_nobody_heard_decided_comes_again_as_it_was() -> None:
 
     def build(mesh: Any) -> State:
         state = build_of("ddp")(mesh)
-        state.model.module.register_buffer("seen", torch.zeros(()))
+        for name, size in {"seen": 1, "bound": 1, "large": 1 << 15, "mean": 3, "variance": 3}.items():
+            state.model.module.register_buffer(name, torch.zeros(size))
         return dataclasses.replace(state, extra={"count": Count()})
 
-    running, rates = loop(build), []
+    running, rates, means = loop(build), [], []
     for step in unheard(running, 1, lambda: None):
         with step:
-            step.state.model.module.seen += 1
+            own = step.state.model.module
+            own.seen += 1
+            own.bound = own.bound + 1
+            own.large += 1
+            # torch counts no writes to these
+            nn.functional.batch_norm(torch.arange(6.0).view(2, 3), own.mean, own.variance, training=True)
             step.state.extra["count"].number += 1
+            means.append(float(own.mean[0]))
             train(step)
             rates.append(step.state.scheduler.last_epoch)
     assert rates == [1, 2, 3, 4]
-    assert running.state.model.module.seen == STEPS
+    own = running.state.model.module
+    assert (own.seen, own.bound, own.large[0], own.large[-1]) == (STEPS,) * 4
     assert running.state.extra["count"].number == STEPS
+    assert len({*means}) == STEPS
+    assert means[1] == means[2], "of the try that was lost, and of the next one"
     same_as_plain_torch(running, STEPS)
+
+
+def test_a_large_buffer_is_copied_once_torch_counts_a_write_to_it() -> None:
+    model = nn.Module()
+    model.register_buffer("table", torch.zeros(1 << 15))
+    model.register_buffer("small", torch.zeros(2))
+    tensors = LiveTensors(State(model=model, optimizer=[]), ("dp",))
+
+    def copies() -> list[torch.Tensor]:
+        return [copy.copy for _, copy in tensors.buffers()]
+
+    (first, small), (again, anew) = copies(), copies()
+    assert again is first
+    assert anew is not small, "torch may count no writes to it"
+    model.table[3] = 1.0
+    changed, _ = copies()
+    assert (first[3], changed[3]) == (0.0, 1.0), "a copy is never written to"
+    model.table = model.table + 1
+    assert copies()[0][3] == 2.0
+    model.table = torch.zeros(3)
+    with pytest.raises(LiveRefusal, match=r"buffer table is torch.float32 \[3\] now, .*persistent=False"):
+        copies()
 
 
 def test_a_skipped_update_whose_vote_is_lost_comes_again_with_scaler_and_scheduler_as_they_were() -> None:
@@ -543,6 +576,7 @@ def in_world(work: Callable[[World], None]) -> None:
         work(made)
     finally:
         made.end()
+        gc.collect()
         groups.park().join()
 
 
@@ -672,7 +706,30 @@ def test_a_world_that_was_left_comes_back_with_its_groups() -> None:
         dist.all_reduce(tensor, group=mesh["b"].get_group())
         assert dist.get_rank(group) == 0
         second.end()
+        gc.collect()
         second.groups.park().join()
+
+    in_world(work)
+
+
+def test_the_groups_of_a_world_are_let_go_once_no_module_holds_them() -> None:
+    """Else the thread that collects the modules would wait for gloo."""
+
+    def work(first: World) -> None:
+        holder = nn.Module()
+        holder.itself, holder.group = [holder], dist.new_group([0])
+        for redistributed in (Shard(0), Shard(1)):  # torch's caches do not hold the mesh
+            tensor = distribute_tensor(torch.ones(4, 3), first.mesh(("dp",), (1,)), [Shard(0)])
+            (tensor + tensor).redistribute(placements=[redistributed]).full_tensor()
+        del tensor
+        first.leave()
+        parked = first.groups.park()
+        del holder
+        parked.join(0.5)
+        assert parked.is_alive()
+        gc.collect()
+        parked.join(30)
+        assert not parked.is_alive()
 
     in_world(work)
 

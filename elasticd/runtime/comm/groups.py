@@ -400,6 +400,16 @@ class Group:
         return backend
 
 
+class Helper(Protocol):
+    """A user of a plan's groups that ends once they are `dead`, such as a thread."""
+
+    def is_alive(self) -> bool:
+        """Returns True until it has ended."""
+
+    def join(self) -> None:
+        """Waits until it has ended."""
+
+
 class DataPlane(Protocol):
     """Communicators of a plan on an accelerator, which end with its groups."""
 
@@ -444,7 +454,7 @@ class PlanGroups:
         self._store = _BootstrapStore(store, f"{name}/", lambda: self.dead, seconds)
         self._peers: set[Address] = set()
         self.backends: dict[tuple[str, tuple[str, ...]], Any] = {}
-        self._helpers: list[threading.Thread] = []
+        self._helpers: list[Helper] = []
         self._users: list[object] = []
         self.planes = []
         self._device, self._listener = _gloo_device(address)
@@ -560,9 +570,9 @@ class PlanGroups:
         """
         self._users.append(user)
 
-    def helped_by(self, thread: threading.Thread) -> None:
-        """Has the groups let go only after a thread that uses them, and that ends once they are `dead`."""
-        self._helpers = [other for other in self._helpers if other.is_alive()] + [thread]
+    def helped_by(self, helper: Helper) -> None:
+        """Has the groups let go only after a user of them has ended."""
+        self._helpers = [other for other in self._helpers if other.is_alive()] + [helper]
 
     def park(self) -> threading.Thread:
         """Destroys the groups in a thread, because that takes long, or blocks on a stuck payload.
@@ -621,7 +631,7 @@ def _raw(tensor: Tensor) -> Tensor:
     return tensor.view(-1).view(torch.uint8)
 
 
-def _let_go(held: list[Any], planes: Iterable[DataPlane], helpers: Sequence[threading.Thread]) -> None:
+def _let_go(held: list[Any], planes: Iterable[DataPlane], helpers: Sequence[Helper]) -> None:
     """Drops the groups and returns their memory to the system.
 
     Each group had threads, whose buffers glibc keeps in arenas of their own. A process that regroups often

@@ -46,11 +46,11 @@ class LiveCopy:
         self.before = before
         self.spent = False  # the copy that took this one's tensors over has trained them on
         self.device = groups.me
+        self.built_for: int = layouts.plan.number if before is None else before.built_for  # plan of its `build`
         self.rank = layouts.plan.rank(groups.me)
         self.everyone: Group = groups.group(layouts.plan.members, "vote")
         self.vote = StepVote(self.everyone)
         self.world: World = World(groups, layouts.plan.members) if before is None else before.world
-        groups.keep(self.world)  # whose groups end with those of the plan, on the thread that parks them
         self.tensors: LiveTensors | None = None if before is None else before.tensors
         self.reduced: int | None = None
         self.last: Vote | None = None

@@ -37,6 +37,7 @@ from elasticd.runtime.control.user_exceptions import lost_within, raised
 from elasticd.runtime.data.sample_ledger import LedgerError
 from elasticd.runtime.engine.vote import Draining, RankRecord
 from elasticd.runtime.exits import Drained, JobOver, stopped
+from elasticd.runtime.garbage_collector import GarbageCollector
 from elasticd.runtime.live import world
 from elasticd.runtime.live.collective_waits import CollectiveWaits
 from elasticd.runtime.live.live_copy import LiveCopy
@@ -99,6 +100,7 @@ class LiveLoop:
         self._measured: MeshLayouts | None = None  # of the plan that snapshots have files for
         self._step: LoopStep | None = None
         self._waits = CollectiveWaits(self._decided, self._where)
+        self._garbage = GarbageCollector()
         self._hooks: list[Any] = []
         self._began = self._waited = 0.0
         self._last_gradient: tuple[float, float] | None = None
@@ -307,6 +309,7 @@ class LiveLoop:
         self._switcher.step = step.index + 1
         self._where.end(took)
         self._committed(step, took)
+        self._garbage.stepped(step.copy.built_for, step.index)
         return error is not None
 
     def _moved(self, step: LoopStep) -> list[bool]:
@@ -539,6 +542,7 @@ class LiveLoop:
             hook.remove()
         self._hooks.clear()
         self._waits.remove()
+        self._garbage.release()
 
     def _end_threads(self) -> None:
         self._unhook()
@@ -547,6 +551,7 @@ class LiveLoop:
         if self._snapper is not None:
             self._snapper.end()
         if not (self._end.finished and self._control.alone):
+            world.over()
             self._switcher.end()
 
 

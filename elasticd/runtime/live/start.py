@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import sys
@@ -29,7 +30,7 @@ from elasticd.runtime.control.one_process import DEVICE, INCARNATION, OneProcess
 from elasticd.runtime.exits import refused, stopped
 from elasticd.runtime.live.live_copy import Build, built
 from elasticd.runtime.live.live_loop import LiveLoop, Samples
-from elasticd.runtime.live.live_state import LiveRefusal, mesh_model
+from elasticd.runtime.live.live_state import LiveRefusal, LiveTensors, mesh_model
 from elasticd.runtime.live.moves import LiveMoves, Resume
 from elasticd.runtime.live.refusals import refuse_state
 from elasticd.runtime.live.world import World, register
@@ -182,6 +183,7 @@ def _tried(build: Build, meshes: Sequence[AllowedMesh], seed: int) -> tuple[Mesh
         The tensors that it makes, and the number of its optimizers.
     """
     tensors: list[tuple[MeshTensor, ...]] = []
+    made: LiveTensors | None = None
     for index, allowed in enumerate(meshes):
         store = TorchStore(dist.HashStore())  # type: ignore[attr-defined]
         groups = PlanGroups(f"trial/{index}", DEVICE, "127.0.0.1", store)
@@ -196,6 +198,8 @@ def _tried(build: Build, meshes: Sequence[AllowedMesh], seed: int) -> tuple[Mesh
         finally:
             world.end()
             groups.park()
+    made = None
+    gc.collect()  # modules refer to each other, and each trial has the whole model
     return mesh_model(meshes, tensors), optimizers
 
 

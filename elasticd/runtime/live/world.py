@@ -6,13 +6,20 @@ keeps them. So a switch that fails goes back to the old world as it was. torch's
 packages, `Backend.register_backend`, has every group of a world made on the gloo device of its plan's
 `PlanGroups`, whose sockets are shut at a fault.
 
-Groups of two worlds have equal names, since torch counts them from 0. DTensor's caches of sharding propagation
-take an equal mesh for the same one, and would give results on the mesh of the other world: `enter` clears them.
+The modules of an old plan hold torch's process groups until Python's garbage collector finds those modules, and
+the thread that drops the last reference to a group of gloo waits for the operation that it is stuck in. So the
+groups of a plan are let go, on a thread of their own, only after that.
+
+Groups of two worlds have equal names, since torch counts them from 0. DTensor's caches take an equal mesh for
+the same one, and would give results on the mesh of the other world, whose groups they keep: `clear_caches`.
 """
 
 from __future__ import annotations
 
 import sys
+import threading
+import time
+import weakref
 from typing import Any
 
 import torch
@@ -21,7 +28,7 @@ from torch._C._distributed_c10d import _register_process_group, _unregister_all_
 from torch.distributed import _functional_collectives
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, _collective_utils, _redistribute
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -35,7 +42,14 @@ _TABLES = ("_pg_map", "_pg_names", "_pg_group_ranks", "_pg_backend_config", "_pg
 #: DTensor's collectives, whose `wait_tensor` is replaced while a loop runs.
 functional_collectives: Any = _functional_collectives
 
+#: Seconds between two looks for what holds process groups, and from the last holder's end to that of a group.
+_LOOK_SECONDS = 0.2
+#: Seconds for which process groups are waited for: a script may hold what an old `build` made for ever.
+_HELD_SECONDS = 600.0
+
 _current: World | None = None
+#: Set where the loop is over: nothing is waited for any more.
+_over = threading.Event()
 
 
 class World:
@@ -51,6 +65,8 @@ class World:
         self._kept: dict[str, dict[Any, Any]] | None = None
         self._default: Any = None
         self._count = 0
+        self._made: list[weakref.ref[dist.ProcessGroup]] = []  # torch's groups, as it was left last
+        groups.helped_by(self)
 
     @property
     def entered(self) -> bool:
@@ -93,6 +109,7 @@ class World:
             return
         self._kept = {name: dict(getattr(c10d, name)) for name in _TABLES}
         self._default, self._count = c10d._world.default_pg, c10d._world.group_count
+        self._made = [weakref.ref(group) for group in c10d._world.pg_map]
         c10d._update_default_pg(None)
         for name in _TABLES:
             getattr(c10d, name).clear()
@@ -100,6 +117,7 @@ class World:
         c10d._world.group_count = 0
         _unregister_all_process_groups()
         _current = None
+        clear_caches()
 
     def _restore(self) -> None:
         assert self._kept is not None
@@ -115,6 +133,22 @@ class World:
         """Forgets its groups, which `PlanGroups.park` destroys."""
         self.leave()
         self._kept = self._default = None
+
+    def is_alive(self) -> bool:
+        """Returns True: its groups are waited for (`join`)."""
+        return True
+
+    def join(self) -> None:
+        """Returns when nothing holds its process groups any more. The thread that lets its plan's groups go
+        calls it, once no plan has this world."""
+        if self.entered:  # until the process ends
+            return
+        self._kept = self._default = None
+        deadline = time.monotonic() + _HELD_SECONDS
+        while any(group() is not None for group in self._made) and time.monotonic() < deadline:
+            if _over.wait(_LOOK_SECONDS):
+                return
+        _over.wait(_LOOK_SECONDS)  # references are gone a moment before their object
 
     def mesh(self, names: tuple[str, ...], shape: tuple[int, ...]) -> DeviceMesh:
         """The mesh of all members, last dimension fastest. All members call it together, in this world."""
@@ -144,8 +178,14 @@ def _backend(options: Any, given: object) -> Any:
     return world.groups.torch_backend(members, str(options.group_id))
 
 
+def over() -> None:
+    """The loop is over: groups are let go without a wait for what holds them."""
+    _over.set()
+
+
 def register() -> None:
-    """Registers the backend with torch; once for a process."""
+    """Registers the backend with torch, once for a process; a loop begins."""
+    _over.clear()
     if BACKEND not in dist.Backend.backend_list:
         dist.Backend.register_backend(BACKEND, _backend, extended_api=True, devices=["cpu"])
 
@@ -172,7 +212,12 @@ def is_strided(placement: object) -> bool:
 
 
 def clear_caches() -> None:
-    """Clears DTensor's caches of sharding propagation, in C++ and in Python."""
+    """Clears DTensor's caches, in C++ and in Python: of sharding propagation, and of redistributions. They keep
+    meshes, and with them process groups."""
     torch._C._clear_DTensor_sharding_propagator_cache()
     propagator = DTensor._op_dispatcher.sharding_propagator
     propagator.propagate_op_sharding.cache.cache_clear()
+    propagator._propagate_tensor_meta_cached.cache_clear()
+    _redistribute.clear_redistribute_planner_cache()
+    _redistribute._gen_transform_infos.cache_clear()
+    _collective_utils.MeshTopoInfo.build_from_mesh.cache_clear()
