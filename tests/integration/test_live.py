@@ -12,13 +12,15 @@ from typing import Any
 
 import pytest
 import torch
+from elasticd_planner.policy.policy import PolicySettings
 from elasticd_planner.spec.batch import Sampler
 
+from elasticd.client import ApiClient
 from elasticd.machines.job.state.job_state import JobSettings
 from elasticd.testing.waiting import until
 from tests.integration import train_live
 from tests.integration.cluster import Cluster
-from tests.integration.train_live import BATCH, SEED, reference
+from tests.integration.train_live import BATCH, RATE, SEED, reference
 
 SCRIPT = Path(train_live.__file__)
 SETTINGS = JobSettings(retry_seconds=0.5)
@@ -33,10 +35,12 @@ def entries(cluster: Cluster) -> dict[str, list[list[Any]]]:
     }
 
 
-def differences(cluster: Cluster, kind: str, steps: int, first: int = 0) -> tuple[float, float]:
+def differences(
+    cluster: Cluster, kind: str, steps: int, first: int = 0, rate: float = RATE
+) -> tuple[float, float]:
     """The largest differences from one process: of a loss, and of a weight or a second moment. `first`: the
     step that the job began with."""
-    losses, weights, moments = reference(steps, kind)
+    losses, weights, moments = reference(steps, kind, rate)
     of_losses, known = 0.0, set[int]()
     for rows in entries(cluster).values():
         for step, loss, *_ in rows:
@@ -62,9 +66,10 @@ def check(
     first: int = 0,
     loss_apart: float = 1e-13,
     apart: float = 1e-11,
+    rate: float = RATE,
 ) -> None:
     """Losses, weights and second moments are those of one process, and each step has its samples once."""
-    of_losses, of_weights = differences(cluster, kind, steps, first)
+    of_losses, of_weights = differences(cluster, kind, steps, first, rate)
     assert of_losses <= loss_apart
     assert of_weights <= apart
     made = entries(cluster)
@@ -73,6 +78,11 @@ def check(
         newest = max((row[3] for rows in made.values() for row in rows if row[0] == step), default=0)
         shares = {tuple(r[2]) for rows in made.values() for r in rows if r[0] == step and r[3] == newest}
         assert sorted(i for share in shares for i in share) == sorted(sampler.samples(step)), step
+
+
+def members_of(cluster: Cluster) -> int:
+    """The number of devices of the plan in force."""
+    return len((cluster.job().get("plan") or {}).get("members", ()))
 
 
 def codes_of(cluster: Cluster, victim: str) -> None:
@@ -87,10 +97,12 @@ def codes_of(cluster: Cluster, victim: str) -> None:
 )
 def test_a_kill_in_the_backward_pass_loses_one_device_alone(kind: str) -> None:
     """No committed step is lost: where there are no replicas, the dead device's part is read from its snapshot
-    of the same step, which its agent has."""
+    of the same step, which its agent has. It dies in a step in which an epoch ends, whose samples neither four
+    ranks nor three have equal shares of."""
     steps, alone = 20, kind in ("fsdp", "tp")
+    at = next(step for step in range(5, steps) if step * BATCH < 200 < (step + 1) * BATCH)
     with Cluster(NODES, settings=SETTINGS, emulated=False) as cluster:
-        cluster.run(SCRIPT, kind=kind, steps=steps, dies={"b/1": ["kept" if alone else "backward", 6]})
+        cluster.run(SCRIPT, kind=kind, steps=steps, dies={"b/1": ["kept" if alone else "backward", at]})
         codes_of(cluster, "b/1")
         check(cluster, kind, steps)
         (recovered,) = (e for e in cluster.events("recorded") if e["data"]["number"] > 1)
@@ -196,54 +208,110 @@ def test_a_death_at_any_point_of_a_drains_switch_is_recovered_from(kind: str, mo
 @pytest.mark.full  # a busy machine hides a device that is three times slower
 @pytest.mark.slow
 def test_a_slow_device_gets_fewer_samples_and_its_share_back_in_the_same_groups() -> None:
-    """A plan of the same mesh moves nothing, and calls no `build`. Over so many steps rounding grows."""
-    steps = 400
-    with Cluster(NODES, settings=SETTINGS, forward=2e-3) as cluster:
-        cluster.run(SCRIPT, kind="fsdp", steps=steps)
+    """A plan of the same mesh moves nothing, and calls no `build`. The learning rate is so low that rounding
+    does not grow over so many steps."""
+    steps, rate, slow = 300, 1e-4, 3.0
+    with Cluster(NODES, settings=SETTINGS, forward=4e-3) as cluster:
+        cluster.run(SCRIPT, kind="fsdp", steps=steps, features={"rate": rate})
         cluster.runs(1, 4)
 
-        def shares() -> list[tuple[int, float]]:
-            """The slow device's samples of each step, and when it was made."""
-            rows = next(rows for name, rows in entries(cluster).items() if name.startswith("ledger-a-0"))
-            return [(len(row[2]), row[4]) for row in rows]
+        def shares() -> list[int]:
+            """Each device's samples of its last step."""
+            return [len(rows[-1][2]) for _, rows in sorted(entries(cluster).items())]
 
+        def over_the_bound() -> float:
+            """The slowest device's time by its share, over that of samples divided perfectly."""
+            first, *others = shares()
+            return max(slow * first, *others) / (BATCH / (len(others) + 1 / slow))
+
+        even = shares()
         slowed = time.time()
-        cluster.pace("a/0", 3.0)
-        until(lambda: shares()[-1][0] <= 3, cluster.events)
+        cluster.pace("a/0", slow)
+        until(lambda: over_the_bound() <= 1.15, shares)
+        assert time.time() - slowed <= 10.0
         cluster.pace("a/0", 1.0)
-        until(lambda: shares()[-1][0] == 6, cluster.events)
+        until(lambda: shares() == even, shares)
         codes = cluster.wait(180)
         assert set(codes.values()) == {0}, {device: cluster.log(device)[-3000:] for device in codes}
-        check(cluster, "fsdp", steps, loss_apart=1e-4, apart=1e-2)
-        assert next(when for share, when in shares() if when > slowed and share <= 3) - slowed <= 10.0
+        check(cluster, "fsdp", steps, rate=rate)
         assert not cluster.events("fenced")
-        assert len({event["data"]["pause_seconds"] for event in cluster.events("swapped")}) > 4, (
-            "it was switched"
-        )
+        assert len(cluster.events("recorded")) > 2, "shares changed, and changed back"
+
+
+MEMBERS = {"hsdp": (3, 4, 3), "ddp": (3, 4, 3), "fsdp": (3, 4, 3), "tp": (2, 4, 2)}
 
 
 @pytest.mark.slow
-def test_a_device_dies_another_comes_and_one_is_drained() -> None:
+@pytest.mark.parametrize("kind", ["hsdp", full("tp"), full("fsdp"), full("ddp")])
+def test_a_device_dies_another_comes_and_one_is_drained(kind: str) -> None:
+    """Of three that FSDP over tensor parallelism has left two work, and one stands by until a fourth comes."""
     steps, nodes = 70, {"a": 1, "b": 1, "c": 1, "d": 1}
+    after_death, after_join, after_drain = MEMBERS[kind]
+
     with Cluster(nodes, settings=SETTINGS, emulated=False) as cluster:
-        options = {
-            "kind": "hsdp",
-            "steps": steps,
-            "seconds": 0.04,
-        }  # of a sample: a fourth device saves a quarter
+        # Seconds of a sample: a fourth device saves a quarter.
+        options = {"kind": kind, "steps": steps, "seconds": 0.04}
         cluster.run(SCRIPT, **options)
         cluster.runs(1, 4)
         dead = cluster.workers.pop("d/0")
         os.kill(dead.pid, signal.SIGKILL)
         dead.wait()
-        until(lambda: len(cluster.events("recorded")) == 2, cluster.events)
+        until(lambda: members_of(cluster) == after_death, cluster.events)
         cluster.rejoin("d")
         cluster.start_worker("d/0", SCRIPT, options)
-        until(lambda: len(cluster.events("recorded")) == 3, cluster.events)
+        until(lambda: members_of(cluster) == after_join, cluster.events)
         os.kill(cluster.workers["b/0"].pid, signal.SIGTERM)
         codes = cluster.wait(120)
         assert set(codes.values()) == {0}, {device: cluster.log(device)[-3000:] for device in codes}
-        check(cluster, "hsdp", steps)
+        check(cluster, kind, steps)
         joined = entries(cluster)[f"ledger-d-0-{cluster.workers['d/0'].pid}"]
         assert joined, "it took part"
+        assert members_of(cluster) == after_drain
         assert len(cluster.events("fenced")) == 1, "neither the join nor the drain was a fault"
+
+
+def held(pid: int) -> dict[str, int]:
+    """The threads, the descriptors and the KiB of a process's own memory."""
+    process = Path(f"/proc/{pid}")
+    rollup = (process / "smaps_rollup").read_text().splitlines()[1:]
+    sizes = {line.split(":")[0]: int(line.split()[1]) for line in rollup}
+    return {
+        "threads": len(os.listdir(process / "task")),
+        "descriptors": len(os.listdir(process / "fd")),
+        "kib": sizes["Private_Clean"] + sizes["Private_Dirty"],
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("swaps", [4, full(40)])
+def test_swaps_leave_no_thread_no_descriptor_and_no_memory(swaps: int) -> None:
+    """A node is drained and taken again, over and over; the first swaps make what later ones use again."""
+    first, most = 4, 1024 * swaps
+    # A device that comes and goes on purpose is not to be damped.
+    settings = JobSettings(retry_seconds=0.5, policy=PolicySettings(horizon_steps=40))
+    with Cluster({"a": 1, "b": 1}, settings=settings, emulated=False) as cluster:
+        cluster.run(SCRIPT, kind="fsdp", seconds=0.01)
+        cluster.runs(1, 3)
+        pid = cluster.workers["a/0"].pid
+        with ApiClient(cluster.coordinator.url) as api:
+
+            def swap_twice() -> None:
+                for on in (True, False):
+                    api.drain("b", on=on)
+                    until(lambda n=1 if on else 2: members_of(cluster) == n, cluster.events)  # type: ignore[misc]
+                    number = cluster.job()["plan"]["number"]
+                    cluster.runs(number, 3)
+
+            for _ in range(first // 2):
+                swap_twice()
+            before = held(pid)
+            for _ in range(swaps // 2):
+                swap_twice()
+
+            def left() -> bool:
+                now = held(pid)
+                same = all(now[name] <= before[name] for name in ("threads", "descriptors"))
+                return same and now["kib"] - before["kib"] <= most
+
+            until(left, lambda: (before, held(pid)), seconds=30.0)
+        assert not cluster.events("fenced")
