@@ -286,7 +286,7 @@ def held(pid: int) -> dict[str, int]:
 @pytest.mark.parametrize("swaps", [4, full(40)])
 def test_swaps_leave_no_thread_no_descriptor_and_no_memory(swaps: int) -> None:
     """A node is drained and taken again, over and over; the first swaps make what later ones use again."""
-    first, most = 4, 1024 * swaps
+    first, most = 2, 1024 * swaps
     # A device that comes and goes on purpose is not to be damped.
     settings = JobSettings(retry_seconds=0.5, policy=PolicySettings(horizon_steps=40))
     with Cluster({"a": 1, "b": 1}, settings=settings, emulated=False) as cluster:
