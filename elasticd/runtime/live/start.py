@@ -183,7 +183,7 @@ def _tried(build: Build, meshes: Sequence[AllowedMesh], seed: int) -> tuple[Mesh
         The tensors that it makes, and the number of its optimizers.
     """
     tensors: list[tuple[MeshTensor, ...]] = []
-    made: LiveTensors | None = None
+    trial: LiveTensors | None = None
     for index, allowed in enumerate(meshes):
         store = TorchStore(dist.HashStore())  # type: ignore[attr-defined]
         groups = PlanGroups(f"trial/{index}", DEVICE, "127.0.0.1", store)
@@ -191,14 +191,14 @@ def _tried(build: Build, meshes: Sequence[AllowedMesh], seed: int) -> tuple[Mesh
         try:
             world.enter()
             mesh = world.mesh(allowed.names, (1,) * len(allowed.names))
-            made = built(build, mesh, seed)
-            refuse_state(made.state)
-            tensors.append(made.described())
-            optimizers = len(made.state.optimizers)
+            trial = built(build, mesh, seed)
+            refuse_state(trial.state)
+            tensors.append(trial.described())
+            optimizers = len(trial.state.optimizers)
         finally:
             world.end()
             groups.park()
-    made = None
+    trial = None
     gc.collect()  # modules refer to each other, and each trial has the whole model
     return mesh_model(meshes, tensors), optimizers
 

@@ -65,7 +65,7 @@ class World:
         self._kept: dict[str, dict[Any, Any]] | None = None
         self._default: Any = None
         self._count = 0
-        self._made: list[weakref.ref[dist.ProcessGroup]] = []  # torch's groups, as it was left last
+        self._process_groups: list[weakref.ref[dist.ProcessGroup]] = []  # torch's groups, as it was left last
         groups.helped_by(self)
 
     @property
@@ -109,7 +109,7 @@ class World:
             return
         self._kept = {name: dict(getattr(c10d, name)) for name in _TABLES}
         self._default, self._count = c10d._world.default_pg, c10d._world.group_count
-        self._made = [weakref.ref(group) for group in c10d._world.pg_map]
+        self._process_groups = [weakref.ref(group) for group in c10d._world.pg_map]
         c10d._update_default_pg(None)
         for name in _TABLES:
             getattr(c10d, name).clear()
@@ -145,7 +145,7 @@ class World:
             return
         self._kept = self._default = None
         deadline = time.monotonic() + _HELD_SECONDS
-        while any(group() is not None for group in self._made) and time.monotonic() < deadline:
+        while any(group() is not None for group in self._process_groups) and time.monotonic() < deadline:
             if _over.wait(_LOOK_SECONDS):
                 return
         _over.wait(_LOOK_SECONDS)  # references are gone a moment before their object
