@@ -21,7 +21,7 @@ from elasticd_planner.grouping.node_partitions import Division, GroupType, NodeK
 from elasticd_planner.numeric import EQUAL, Floats, Ints
 from elasticd_planner.search.balance.micro_batch_split import Line
 from elasticd_planner.search.bounds.integer_layers import IntegerLayerBound
-from elasticd_planner.search.pools.pipeline_candidates import PipelineCandidates, size
+from elasticd_planner.search.pools.pipeline_candidates import candidates, size
 from elasticd_planner.search.pools.pipeline_partition import Counts, Partition
 from elasticd_planner.search.pools.ranked_combinations import DivisionUses, choices, products
 
@@ -407,8 +407,8 @@ class _Combination:
             (a, left, m), (b, right, n) = listed[at], listed[at + 1]
             listed[at : at + 2] = [((*a, *b), _worse(left, right), m + n)]
         self.of = tuple(of for of, _, _ in listed)
-        self.shapes = PipelineCandidates(
-            [c for _, c, _ in listed], [n for _, _, n in listed], columns.rules, orders, others=pipelines - 1
+        self.shapes = candidates(
+            tuple(c for _, c, _ in listed), tuple(n for _, _, n in listed), columns.rules, orders, pipelines - 1
         )
         self._last: tuple[float, Partition] | None = None
 

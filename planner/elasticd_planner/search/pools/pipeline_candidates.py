@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -215,9 +216,10 @@ class PipelineCandidates:
         else:
             near = each[:, : -len(MULTIPLES)]
             self.binding |= bool((near > most[: max(1, deepest)].min()).any())
-            room = self._table(index, int(count.max(initial=0)), deepest)[
-                each.astype(np.int64), np.minimum(behind, deepest)[:, None], count[:, None]
-            ].astype(np.float64)
+            table = _rooms(column.most, rules.layers, _rounded(int(count.max(initial=0))), _rounded(deepest))
+            room = table[each.astype(np.int64), np.minimum(behind, deepest)[:, None], count[:, None]].astype(
+                np.float64
+            )
         first = (count > 0) & (before == 0)
         last = (count > 0) & (behind == 0)
         top = np.maximum(behind + count - 1, 0)
@@ -242,16 +244,6 @@ class PipelineCandidates:
         room = np.where(without, -1.0, room)
         return np.where((count > 0)[:, None], room, 0.0)
 
-    def _table(self, index: int, count: int, deepest: int) -> Ints:
-        """[layers under the cap, stages behind, how many] -> the sum of min(layers, memory by position)."""
-        most = np.array(self.columns[index].most)
-        layers = np.arange(self.rules.layers + 1)
-        positions = np.minimum(np.arange(deepest + 1)[:, None] + np.arange(count), len(most) - 1)
-        each = np.minimum(layers[:, None, None], most[positions][None])
-        table = np.zeros((len(layers), deepest + 1, count + 1), dtype=np.int64)
-        np.cumsum(each, axis=2, out=table[:, :, 1:])
-        return table
-
     def _fixed(self, have: Ints, order: Order) -> Floats:
         """Seconds besides blocks: embed of the first stage, head of the last, hops between."""
         first, last = self._ends(have, order)
@@ -271,6 +263,51 @@ class PipelineCandidates:
         best = np.minimum(best, rules.each)
         found[self.rows] = np.where(best >= least, best, NEVER)
         return found.reshape(self.dims)
+
+
+#: Candidates that are kept, and of how many pipelines at most: attempts with other pools and with equal shares
+#: have many in common.
+KEPT, KEPT_SIZE = 192, 2048
+
+
+def candidates(
+    columns: tuple[Column, ...], counts: tuple[int, ...], rules: Rules, pipelines: int | None, others: int
+) -> PipelineCandidates:
+    """The candidates of all pipelines of these groups, see `PipelineCandidates`; not made again where they are
+    few."""
+    make = _kept if size(counts) <= KEPT_SIZE else _kept.__wrapped__
+    return make(columns, counts, rules, pipelines, others)
+
+
+@lru_cache(maxsize=KEPT)
+def _kept(
+    columns: tuple[Column, ...], counts: tuple[int, ...], rules: Rules, pipelines: int | None, others: int
+) -> PipelineCandidates:
+    return PipelineCandidates(columns, counts, rules, pipelines, others=others)
+
+
+def _rounded(count: int) -> int:
+    """The next power of two: few tables serve all numbers."""
+    return 1 << max(0, count - 1).bit_length()
+
+
+@lru_cache(maxsize=128)
+def _rooms(most: tuple[int, ...], layers: int, count: int, deepest: int) -> Small:
+    """[layers under the cap, stages behind, how many] -> the sum of min(layers, memory by position).
+
+    Args:
+        most: layers that memory holds, by position from the end.
+        layers: of the model.
+        count: stages, at most.
+        deepest: stages behind these, at most.
+    """
+    held, under = np.array(most), np.arange(layers + 1)
+    positions = np.minimum(np.arange(deepest + 1)[:, None] + np.arange(count), len(held) - 1)
+    each = np.minimum(under[:, None, None], held[positions][None])
+    table = np.zeros((len(under), deepest + 1, count + 1), dtype=np.int32)
+    np.cumsum(each, axis=2, out=table[:, :, 1:])
+    table.setflags(write=False)
+    return table
 
 
 def _useful(caps: Floats, sums: Floats, most: int) -> tuple[Floats, Floats, Ints]:
