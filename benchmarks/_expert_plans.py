@@ -62,8 +62,10 @@ def load_of(layers: int, experts: int, part: float, expert_bytes: int, zipf: flo
     return ExpertLoad(rows=rows, part=part, expert_bytes=expert_bytes)
 
 
-def profile_of(layers: int, experts: int, expert_bytes: int, seconds: float) -> ModelProfile:
-    """A model whose blocks have experts."""
+def profile_of(
+    layers: int, experts: int, expert_bytes: int, seconds: float, boundary: float = 2.0
+) -> ModelProfile:
+    """A model whose blocks have experts. boundary: of an activation [MiB]."""
     block = SectionProfile(
         seconds=seconds,
         cut_bytes=experts * expert_bytes + 64 * MIB,
@@ -72,7 +74,7 @@ def profile_of(layers: int, experts: int, expert_bytes: int, seconds: float) -> 
         slowdown={2: 1.05, 4: 1.1, 8: 1.2},
     )
     return ModelProfile(
-        name="mixture", layers=layers, share_units=64, tokens=1.0, block=block, boundary_bytes=8.0 * MIB
+        name="mixture", layers=layers, share_units=64, tokens=1.0, block=block, boundary_bytes=boundary * MIB
     )
 
 
@@ -95,7 +97,7 @@ def drawn_problem(seed: int) -> Problem:
     layers, experts = rng.choice((4, 8, 12, 24)), rng.choice((8, 16, 64, 128))
     expert, nodes = rng.choice((1, 4, 16)) * MIB, rng.choice((1, 2))
     names = [f"n{node}/{at}" for node in range(nodes) for at in range(8 // nodes)]
-    profile = profile_of(layers, experts, expert, 1e-3 * rng.uniform(0.5, 2))
+    profile = profile_of(layers, experts, expert, 1e-3 * rng.uniform(0.5, 2), rng.choice((0.25, 1.0, 4.0)))
     state = layers * profile.block.cut_bytes * profile.state_factor
     memory = round(state / rng.choice((1.5, 3, 6))) + 4 * GIB
     return Problem(

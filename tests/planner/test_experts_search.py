@@ -282,7 +282,9 @@ def test_no_plan_is_faster_than_the_bound_under_a_load() -> None:
     few = problem(rates=slow, experts=msgspec.structs.replace(load, replicas=0))
     worse = made(few)
     assert worse.prediction is not None
-    assert found.prediction.bound_seconds == worse.prediction.bound_seconds <= found.prediction.step_seconds
+    bounds = found.prediction.bound_seconds, worse.prediction.bound_seconds
+    assert max(bounds) <= found.prediction.step_seconds
+    assert min(bounds) > 0.9 * found.prediction.step_seconds, "by enumeration, of shares as small as one likes"
 
 
 def test_blocks_that_share_their_experts_are_placed_alike() -> None:

@@ -90,7 +90,7 @@ def _answer(problem: Problem, found: Answer, tolerance: float) -> Answer:
     prediction = msgspec.structs.replace(
         plan.prediction,
         step_seconds=seconds,
-        bound_seconds=min(plans.bound(chosen), seconds),
+        bound_seconds=plans.bound(chosen, seconds),
         memory=memory,
     )
     reason = plan.reason

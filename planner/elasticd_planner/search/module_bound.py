@@ -88,17 +88,14 @@ class ModuleBound:
     def _least_alone(self, task: Task, known: float) -> float:
         """Seconds of a step that no plan of the module with the loss by itself beats: `known` where none beats
         these. On few devices by enumeration, if there are not too many plans to look at."""
-        low, space = 0.0, self._problem.search_space
+        low = 0.0
         if self._alone is not None:
             low, known = self._alone.bound_seconds, min(known, self._alone.step_seconds)
-        few = len(self._rates) <= EXACT_DEVICES and space.interleave == 1 and not task.crosses_nodes
-        if low >= known * (1 - EQUAL) or not few or self._left <= 0:
+        if low >= known * (1 - EQUAL) or self._problem.search_space.interleave > 1 or self._left <= 0:
             return low
-        equal = replace(task, cost=task.cost.equal())
-        exact = ExhaustiveSearch(equal, best=known, budget=self._left, relaxed=equal.cost is not task.cost)
-        exact.run()
-        self._left -= exact.spent
-        return max(low, exact.best) if exact.proved else low
+        least, spent = least_enumerated(task, known, self._left)
+        self._left -= spent
+        return max(low, least)
 
     @property
     def item_seconds(self) -> float:
@@ -121,6 +118,25 @@ class ModuleBound:
                     quickest = min(quickest, seconds if module.trained else seconds * profile.forward)
             found = max(found, quickest)
         return found
+
+
+def least_enumerated(task: Task, known: float, budget: int) -> tuple[float, int]:
+    """Seconds that no plan of one module beats, whatever shares its devices have.
+
+    Args:
+        task: of one setting.
+        known: seconds of a plan, which it gives where none beats these.
+        budget: plans that may be looked at.
+
+    Returns:
+        The seconds, 0 where there are too many devices or plans; and how many plans were looked at.
+    """
+    if len(alive(task)) > EXACT_DEVICES or task.crosses_nodes:
+        return 0.0, 0
+    equal = replace(task, cost=task.cost.equal())
+    exact = ExhaustiveSearch(equal, best=known, budget=budget, relaxed=equal.cost is not task.cost)
+    exact.run()
+    return exact.best if exact.proved else 0.0, exact.spent
 
 
 class _Passes:

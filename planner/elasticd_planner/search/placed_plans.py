@@ -14,14 +14,19 @@ from elasticd_planner.cost.memory import memory_by_device
 from elasticd_planner.cost.model import step_seconds
 from elasticd_planner.cost.packed_cost import PackedCost
 from elasticd_planner.cost.profile_cost import ProfileCost
+from elasticd_planner.numeric import EQUAL
 from elasticd_planner.problem import Problem
 from elasticd_planner.search import packed
-from elasticd_planner.search.module_bound import ModuleBound
+from elasticd_planner.search.module_bound import LOOKED_AT, ModuleBound, least_enumerated
 from elasticd_planner.search.module_cost import ModuleCosts
 from elasticd_planner.search.modules import reason_of
-from elasticd_planner.search.options import setting_of, task_of
+from elasticd_planner.search.options import Settings, setting_of, task_of
 from elasticd_planner.spec.plan import Pipeline, Plan
 from elasticd_planner.spec.plan_summary import describe
+
+#: Units of shares in the place of one, for a bound of all shares, and the part of it by which these are too
+#: coarse, at most.
+FINE, COARSE = 4096, 1e-4
 
 #: By device the bytes that are left for further experts.
 Room = Mapping[str, float]
@@ -43,8 +48,9 @@ class PlacedPlans(Protocol):
     def memory(self, plan: Plan) -> dict[str, int]:
         """Bytes that each member needs."""
 
-    def bound(self, plan: Plan) -> float:
-        """Seconds that no placement beats: all work over all speed. A search's bound is of even experts."""
+    def bound(self, plan: Plan, seconds: float) -> float:
+        """Seconds that no plan beats, however experts are placed: at most `seconds`, those of a plan. The bound
+        of a search is of even experts."""
 
     def reason(self, plan: Plan) -> str:
         """The plan in words."""
@@ -55,6 +61,28 @@ def placed_plans(problem: Problem) -> PlacedPlans:
     if problem.modules:
         return ModulePlans(problem)
     return PackedPlans(problem) if problem.packed is not None else PaddedPlans(problem)
+
+
+def _least_seconds(problem: Problem, known: float) -> float:
+    """Seconds that no plan of one module beats, of shares as small as one likes: experts are divided so, and
+    the plans of a search have whole units. `known`: those of a plan."""
+    units = problem.profile.share_units
+    fine = msgspec.structs.replace(
+        problem.profile,
+        uneven=True,
+        share_units=FINE * units,
+        widths=problem.profile.widths or tuple(range(1, units + 1)),
+    )
+    problem = msgspec.structs.replace(problem, profile=fine, experts=None, current=None)
+    settings, left, least = Settings(problem), LOOKED_AT, known
+    for setting in settings.listed:
+        bound = settings.bound(setting)
+        if bound < least * (1 - EQUAL) and left > 0 and problem.search_space.interleave == 1:
+            task = task_of(setting.problem(problem), hopeful=True)
+            enumerated, spent = least_enumerated(task, least, left)
+            bound, left = max(bound, enumerated * (1 - COARSE)), left - spent
+        least = min(least, bound)
+    return least
 
 
 def _left(problem: Problem, needed: Mapping[str, int]) -> dict[str, float]:
@@ -85,9 +113,9 @@ class PaddedPlans:
         """See `PlacedPlans`."""
         return memory_by_device(plan, self._cost(plan))
 
-    def bound(self, plan: Plan) -> float:
+    def bound(self, plan: Plan, seconds: float) -> float:
         """See `PlacedPlans`."""
-        return task_of(setting_of(plan, self.problem).problem(self.problem), hopeful=True).work_bound
+        return _least_seconds(self.problem, seconds)
 
     def reason(self, plan: Plan) -> str:
         """See `PlacedPlans`."""
@@ -133,9 +161,9 @@ class PackedPlans:
         """See `PlacedPlans`."""
         return self._cost.memory(plan)
 
-    def bound(self, plan: Plan) -> float:
+    def bound(self, plan: Plan, seconds: float) -> float:
         """See `PlacedPlans`."""
-        return self._cost.bound()
+        return min(seconds, self._cost.bound())
 
     def reason(self, plan: Plan) -> str:
         """See `PlacedPlans`."""
@@ -171,14 +199,14 @@ class ModulePlans:
         """See `PlacedPlans`."""
         return self._costs.memory(plan)
 
-    def bound(self, plan: Plan) -> float:
-        """See `PlacedPlans`."""
+    def bound(self, plan: Plan, seconds: float) -> float:
+        """See `PlacedPlans`. The module with the loss alone, or all work over all speed."""
         items = ModuleBound(self.problem, self._costs).item_seconds
         if self._costs.rows is not None:
-            return self._costs.rows.cost.bound() + items
+            return min(seconds, self._costs.rows.cost.bound() + items)
         loss = msgspec.structs.replace(self.problem, modules=(), given=None, current=None)
         task = task_of(setting_of(plan.loss_view, loss).problem(loss), hopeful=True)
-        return task.work_bound + items
+        return min(seconds, max(task.work_bound + items, _least_seconds(loss, seconds)))
 
     def reason(self, plan: Plan) -> str:
         """See `PlacedPlans`."""
