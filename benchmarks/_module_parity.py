@@ -19,7 +19,10 @@ from torch.overrides import TorchFunctionMode
 
 from tests.models.test_vision_language_jobs import Case, placed
 from tests.models.vision_language import MODELS
-from tests.runtime.test_modules import PLACEMENTS
+from tests.runtime.drawn_placements import drawn_placement
+from tests.runtime.test_modules import PLACEMENTS, apart
+from tests.runtime.test_packed_modules import PLACEMENTS as PACKED
+from tests.runtime.test_packed_modules import trained_packed
 
 #: The largest difference of a loss or a weight in double precision; and in bfloat16, in units of that of two
 #: runs of one process.
@@ -28,6 +31,26 @@ APART, TIMES = 1e-12, 4.0
 NAMES = MODELS[:5]
 #: Of AdamW in bfloat16: gradients that are zero but for rounding are not made large.
 EPS = 1e-3
+
+
+def cut_rows(placements: int | None = None, plans: int = 12) -> Iterator[Row]:
+    """The same of the model by hand, on packed rows: sequences are cut over drawn lanes in drawn shares, under
+    placements by hand and drawn ones."""
+    torch.set_num_threads(1)
+    worst = 0.0
+    named = list(islice(PACKED.items(), placements))
+    named += [(f"drawn plan {seed}", drawn_placement(seed, lanes=1 + seed % 3)) for seed in range(plans)]
+    for name, plan in named:
+        worst = max(worst, found := apart(trained_packed(plan)))
+        print(f"cut sequences, {name}: {found:.1e}", file=sys.stderr, flush=True)
+    title = f"a model by hand, cut sequences x {len(named)} placements"
+    yield row(
+        f"{title}: furthest loss or weight from one process's, 3 steps of AdamW, in double",
+        worst,
+        "",
+        goal=f"<= {APART:g}",
+        met=worst <= APART,
+    )
 
 
 def parity_rows(models: int = len(NAMES), placements: int | None = None) -> Iterator[Row]:

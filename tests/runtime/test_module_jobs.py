@@ -318,6 +318,12 @@ class Measured(Captions):
         self.lengths = [len(self[index]["inputs"]) for index in range(len(self))]
 
 
+def test_a_job_packs_samples_with_images_and_trains_like_one_process() -> None:
+    """It has tried before whether a row's sequences see each other, with rows of images at their tokens."""
+    made = job(dataset=Measured(), data=elasticd.DataOptions(packing=elasticd.Packing()))
+    assert losses(made) == pytest.approx(reference()[0], abs=1e-12)
+
+
 class Centred(nn.Module):
     """Sees every token of a row."""
 
@@ -325,6 +331,7 @@ class Centred(nn.Module):
         return x - x.mean(1, keepdim=True)
 
 
+@pytest.mark.filterwarnings("ignore:.*tensor-parallel rules")
 def test_a_job_that_cannot_pack_is_refused_with_the_remedy(capfd: pytest.CaptureFixture[str]) -> None:
     """No mask says which tokens take rows of images; or a block sees the sequences of a row for one."""
     vision, language = copy.deepcopy(sections())

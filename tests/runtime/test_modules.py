@@ -285,6 +285,19 @@ def check(plan: Plan, results: dict[str, dict[str, Any]], *, frozen: bool = Fals
     compared(results, frozen=frozen)
 
 
+def apart(results: dict[str, dict[str, Any]]) -> float:
+    """The largest difference of a loss or a weight from one process's."""
+    losses, weights = reference()
+    found = [
+        abs(one - other) for one, other in zip(next(iter(results.values()))["losses"], losses, strict=True)
+    ]
+    for result in results.values():
+        for name, (box, value) in result["weights"].items():
+            expected = weights[name][box.slices(Box.whole(weights[name].shape))]
+            found.append(float((value - expected).abs().max()))
+    return max(found)
+
+
 def compared(results: dict[str, dict[str, Any]], *, frozen: bool = False) -> None:
     """Their weights are those of one process, and they have all of them."""
     weights, seen = reference(frozen=frozen)[1], set[str]()

@@ -504,7 +504,7 @@ def _first_calls(recipe: Recipe, plan: Plan) -> Iterator[BlockCall]:
         for batch in islice(_first_batches(recipe, name, plan.micro_batch), _SHAPES):
             batch = converted(batch, lambda x: x.to("meta"))
             out = local.passes["embed"](recipe.precision.entering(batch) if recipe.precision else batch)
-            packed = recipe.data.packing is not None
+            packed = recipe.data.packing is not None and not plan.module.items
             yield BlockCall(training=True, grad=grad, tensors=_described(out), packed=packed)
 
 
