@@ -95,7 +95,8 @@ def _sharing(file: Path) -> frozenset[str]:
     shared = {name for name, text in decorators.items() if "scope='module'" in text}
     if any("autouse" in decorators[name] for name in shared):
         return frozenset(functions)
-    while more := {name for name, node in functions.items() if _names(node) & shared} - shared:
+    names = {name: _names(node) for name, node in functions.items()}
+    while more := {name for name, used in names.items() if used & shared} - shared:
         shared |= more
     return frozenset(shared)
 

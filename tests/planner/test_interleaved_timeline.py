@@ -12,6 +12,7 @@ from elasticd_planner.value import Invalid
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests import sizes
 from tests.planner.longest_paths import ends
 
 SECONDS = st.floats(0.01, 4.0)
@@ -47,7 +48,7 @@ def test_each_pass_runs_when_all_that_it_needs_is_there(data: st.DataObject) -> 
 
 
 def test_it_is_the_longest_path_through_all_passes_and_messages() -> None:
-    for seed in range(100):
+    for seed in range(sizes.number(full=100, quick=30)):
         forward, backward, boundary, micro_batches, chunks = drawn(seed)
         each = [[[seconds] * micro_batches for seconds in times.tolist()] for times in (forward, backward)]
         longest = max(ends(each[0], each[1], boundary.tolist(), chunks).values())

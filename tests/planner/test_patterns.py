@@ -39,7 +39,9 @@ def test_a_drawn_problem_has_a_plan_and_uneven_shares_make_none_worse(each: Draw
         assert value(planned) <= value(equal) * (1 + 1e-9)
 
 
-@pytest.mark.parametrize(("number", "limit"), [(192, 374.0), (357, 635.0), (360, 650.0)])
+@pytest.mark.parametrize(
+    ("number", "limit"), sizes.beside([(357, 635.0)], [(192, 374.0), (357, 635.0), (360, 650.0)])
+)
 def test_slow_nodes_whose_memory_all_plans_need_are_divided_as_well_as_others(
     number: int, limit: float
 ) -> None:
