@@ -9,6 +9,8 @@ model of two pipelines, one of two stages and one of one, with TP groups of uneq
 unequal numbers of the eight experts, some of them twice. The optimizer's state is sharded, each shard on two
 devices. Then slow a device down (`elasticd chaos slow`), kill one and start it again: the job goes on in the
 same steps. `--checkpoints FOLDER` lets another job go on from where this one ended, on any number of devices.
+`--pack` packs the samples in rows without padding; the second pipeline then has two lanes, of two devices and
+of one, over which long samples are cut.
 """
 
 from __future__ import annotations
@@ -21,18 +23,22 @@ from elasticd_planner.spec.plan import (
     Edge,
     HeldExperts,
     ModulePlan,
+    PackedLane,
     Pipeline,
     Plan,
     Stage,
     StatePolicy,
     Strategy,
 )
+from msgspec.structs import replace
 from train_vlm import MERGE, PATCH, TOKEN, WORDS, Pictures
 from transformers import Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration
 
 import elasticd
 
 LAYERS, EXPERTS = 4, 8
+#: Tokens of a packed row of a lane, at most: the longest samples have 29.
+ROW = 16
 
 
 def make_model(dtype: torch.dtype) -> Qwen3VLMoeForConditionalGeneration:
@@ -65,21 +71,28 @@ def make_model(dtype: torch.dtype) -> Qwen3VLMoeForConditionalGeneration:
     return model
 
 
-def make_plan(devices: Sequence[str], batch: int) -> Plan:
-    """A plan for eight devices, of which the first two are on one node, and the fifth to the seventh."""
+def make_plan(devices: Sequence[str], batch: int, *, packed: bool = False) -> Plan:
+    """A plan for eight devices, of which the first two are on one node, and the fifth to the seventh. packed:
+    its samples are packed, and cut over the lanes of the second pipeline."""
     a, b = devices[:4], devices[4:]
     few: HeldExperts = ((0, 1, 2, 4, 5), (2, 3, 6, 7))  # expert 2 twice
     more: HeldExperts = ((0, 1, 3, 5, 6, 7), (0, 2, 4))
     three: HeldExperts = ((0, 1, 5), (2, 3, 5), (4, 6, 7))
     second = batch // 3
-    language = (
+    language = [
         _pipeline(batch - second, _stage(0, 2, {a[0]: 3, a[1]: 1}, (few, more)), _stage(2, LAYERS, {a[2]: 1})),
         _pipeline(second, _stage(0, LAYERS, {b[0]: 2, b[1]: 1, b[2]: 1}, (three,) * LAYERS)),
-    )
+    ]
+    if packed:
+        (stage,) = language[1].stages
+        lanes = replace(stage, lanes=(2, 1), shares=(2, 1, 1))
+        language[0] = replace(language[0], packed=(PackedLane(capacity=2 * ROW),))
+        rows = (PackedLane(capacity=ROW), PackedLane(capacity=ROW, slowdown=96))
+        language[1] = replace(language[1], stages=(lanes,), micro_batches=2, rows=(1, 1), packed=rows)
     encoder = tuple(_pipeline(1, _stage(0, 2, {device: 1})) for device in (a[2], a[3], b[3]))
     modules = (
         ModulePlan(module="vision", pipelines=encoder, items="images", ahead=2),
-        ModulePlan(module="language", pipelines=language),
+        ModulePlan(module="language", pipelines=tuple(language)),
     )
     return Plan(
         number=0,
@@ -99,16 +112,23 @@ def _pipeline(micro_batches: int, *stages: Stage) -> Pipeline:
     return Pipeline(stages=stages, micro_batches=micro_batches)
 
 
+def data(pictures: Pictures) -> elasticd.DataOptions:
+    """Packed rows of samples, whose lengths are known before they are read."""
+    return elasticd.DataOptions(packing=elasticd.Packing(tokens=ROW, least=4), length=pictures.tokens)
+
+
 def optimizer(named: object) -> torch.optim.Optimizer:
     return torch.optim.AdamW(named, lr=1e-3)  # type: ignore[arg-type]
 
 
 def make_job(options: argparse.Namespace) -> elasticd.Job:
-    plan = make_plan(options.devices, options.batch) if options.devices else None
+    plan = make_plan(options.devices, options.batch, packed=options.pack) if options.devices else None
+    pictures = Pictures()
     return elasticd.Job(
         model=elasticd.from_hf(make_model(getattr(torch, options.dtype)), experts="experts"),
         optimizer=optimizer,
-        dataset=Pictures(),
+        dataset=pictures,
+        data=data(pictures) if options.pack else elasticd.DataOptions(),
         global_batch=options.batch,
         seed=options.seed,
         parallelism=elasticd.ParallelismOptions(zero=1, replicas=2, plan=plan),
@@ -123,6 +143,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--steps", type=int, default=50)
     made.add_argument("--batch", type=int, default=12, help="samples of a step")
     made.add_argument("--devices", nargs=8, metavar="NAME", help="of the plan by hand, n0/0 n0/1 ...")
+    made.add_argument("--pack", action="store_true", help="samples are packed in rows, and cut over lanes")
     made.add_argument("--checkpoints", metavar="FOLDER")
     made.add_argument("--snapshot-every", type=int, default=20, help="steps, for a device that dies alone")
     made.add_argument("--dtype", choices=["float32", "float64"], default="float32")

@@ -70,6 +70,11 @@ class Pictures:
         shown = [self._image(index, number) for number in range(self.counts["images"][index])]
         return encoded([image for image, _ in shown], [word for _, word in shown] or ["nothing"])
 
+    def tokens(self, index: int) -> int:
+        """The tokens of a sample, without its images being made."""
+        count, rows = self.counts["images"][index], 24 if index % 5 == 4 else 4
+        return 2 + count * (2 + rows) + max(1, count)
+
     def _image(self, index: int, number: int) -> tuple[Tensor, str]:
         """An image [3, height, width], and its word."""
         if index % 5 == 4:

@@ -1,7 +1,8 @@
 """The plan of examples/all_in_one.py trains as plain torch does: a vision-language model with experts.
 
 Its encoder is on three devices beside a language model of two unlike pipelines, with TP groups of unequal
-shares and unequal numbers of experts, some of them twice, and ZeRO 1 with two replicas.
+shares and unequal numbers of experts, some of them twice, and ZeRO 1 with two replicas. Samples are padded, or
+packed in rows and cut over lanes.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import pytest
 import torch
 from elasticd_planner.layout.launch_order import deadlock, in_one_queue
 from elasticd_planner.layout.layouts import Layouts
+from elasticd_planner.spec.batch import Sampler
 from elasticd_planner.spec.box import Box
 
 import elasticd
@@ -52,22 +54,29 @@ def described() -> elasticd.Model:
 
 
 def trained(
-    me: str, plan_groups: Any, accelerator: Accelerator = CPU, connect: Connect = GlooCommunicators
+    me: str,
+    plan_groups: Any,
+    accelerator: Accelerator = CPU,
+    connect: Connect = GlooCommunicators,
+    *,
+    packed: bool = False,
 ) -> tuple[list[float], dict[str, Any]]:
     """The losses, and the weights that a member has after some steps."""
     with DoubleThroughout():
+        pictures = example().Pictures()
         recipe = Recipe(
             model=described(),
             loss=described().loss,
             optimizer=example().optimizer,
-            dataset=example().Pictures(),
+            dataset=pictures,
+            data=example().data(pictures) if packed else elasticd.DataOptions(),
             global_batch=BATCH,
             seed=0,
             parallelism=elasticd.ParallelismOptions(zero=1, replicas=2),
             accelerator=accelerator,
             connect=connect,
         )
-        layouts = Layouts(recipe.model.specs, example().make_plan(DEVICES, BATCH))
+        layouts = Layouts(recipe.model.specs, example().make_plan(DEVICES, BATCH, packed=packed))
         engine = Engine(recipe, layouts, plan_groups, unpaced)
         engine.adopt(first_state(recipe.model, layouts, me, 0, accelerator=accelerator))
         losses = [engine.step(step, lambda: 0, lambda: 0).outcome.vote.loss for step in range(STEPS)]
@@ -95,12 +104,16 @@ def check(results: Any) -> None:
     assert seen == set(weights)
 
 
-def test_unlike_devices_train_a_vision_language_model_with_experts_as_one_process() -> None:
+@pytest.mark.parametrize("packed", [False, True])
+def test_unlike_devices_train_a_vision_language_model_with_experts_as_one_process(packed: bool) -> None:
+    """packed: in rows, of which long samples are cut over two lanes that share the experts."""
     pytest.importorskip("transformers")
     pytest.importorskip("sklearn")
     described()  # before threads ask for it
-    members = example().make_plan(DEVICES, BATCH).members
-    check(run_threads(members, lambda memory: trained(memory.me, memory)).values())
+    sampler, tokens = Sampler(size=960, global_batch=BATCH, seed=0), example().Pictures().tokens
+    assert any(tokens(index) > example().ROW for step in range(STEPS) for index in sampler.samples(step))
+    members = example().make_plan(DEVICES, BATCH, packed=packed).members
+    check(run_threads(members, lambda memory: trained(memory.me, memory, packed=packed)).values())
 
 
 def worker(device: str, store: Any) -> dict[str, Any]:
