@@ -21,7 +21,7 @@ from pathlib import Path
 from _frame import PLANNER, PRODUCT, TRAINING, Part, module_rows, parser, run
 from _module_disjoint import disjoint_rows
 from _module_exactness import border_rows, exact_rows
-from _module_parity import cut_rows, parity_rows
+from _module_parity import cut_model_rows, cut_rows, parity_rows
 from _module_plans import plan_rows, planning_rows
 from _module_published import published_rows
 from _module_switch import switch_rows
@@ -192,6 +192,7 @@ PARTS = {
     "switch": Part(switch_rows, PRODUCT, {"runs": 1, "switches": 1}),
     "cut": Part(cut_rows, TRAINING, {"placements": 1, "plans": 1}),
     "parity": Part(parity_rows, TRAINING, {"models": 1, "placements": 2}),
+    "cut_models": Part(cut_model_rows, TRAINING, {"models": 1}),
 }
 
 if __name__ == "__main__":

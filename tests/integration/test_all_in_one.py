@@ -92,6 +92,21 @@ def test_it_trains_as_one_process_whatever_happens(device: str, example: Any, tm
         compare_weights(example, cluster.folder, weights)
 
 
+@pytest.mark.full
+@pytest.mark.slow
+def test_the_planner_cuts_its_packed_samples_beside_the_encoder(example: Any) -> None:
+    steps = 14
+    with Cluster({"a": 2, "b": 2}, settings=SETTINGS) as cluster:
+        cluster.run(SCRIPT, example="all_in_one", double=True, arguments=[*SMALL, "--pack"], steps=steps)
+        codes = cluster.wait(240)
+        assert set(codes.values()) == {0}, {name: cluster.log(name)[-3000:] for name in codes}
+        assert "2 lanes" in cluster.events("proposed")[0]["text"]
+        losses, weights = in_one_process(example, steps)
+        lines = {line["step"]: line["loss"] for line in ledger_of(cluster.folder)}
+        assert [lines[step] for step in range(steps)] == pytest.approx(losses, abs=NEAR)
+        compare_weights(example, cluster.folder, weights)
+
+
 def in_one_process(example: Any, steps: int, batch: int = BATCH) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Plain torch: the whole model, sample by sample. Losses, and weights by their names in the model."""
     margins = Margins()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import re
 import threading
 from collections.abc import Callable
@@ -15,7 +16,7 @@ import pytest
 import torch
 from elasticd_planner.layout.layouts import Layouts
 from elasticd_planner.spec.box import Box
-from elasticd_planner.spec.plan import Plan
+from elasticd_planner.spec.plan import PackedLane, Plan
 from msgspec.structs import replace
 
 import elasticd
@@ -34,7 +35,7 @@ from elasticd.runtime.engine.engine import Engine, first_state
 from elasticd.runtime.engine.recipe import Recipe
 from tests import sizes
 from tests.models.double import DoubleThroughout
-from tests.runtime.image_model import BATCH, SEED
+from tests.runtime.image_model import BATCH, SEED, pipeline, plan_of, stage
 from tests.runtime.test_modules import ADAM, PLACEMENTS, STEPS
 
 transformers = pytest.importorskip("transformers")
@@ -114,9 +115,20 @@ class Case:
         run_threads(plan.members, train)
         return whole
 
+    def length(self, index: int) -> int:
+        """Tokens of a sample."""
+        return len(self.data[index]["input_ids"])
+
+    @property
+    def row(self) -> int:
+        """Tokens of a packed row of a lane, which the longest sample of the first step is not held by."""
+        return math.ceil(0.6 * max(map(self.length, self.recipe().sampler.samples(0))))
+
     def _trained(self, me: str, plan: Plan, plan_groups: PlanGroups) -> Any:
         with DoubleThroughout():
-            recipe = self.recipe(micro_batch=plan.micro_batch)
+            packing = elasticd.Packing(tokens=self.row, least=1) if plan.packed else None
+            data = elasticd.DataOptions(packing=packing, length=self.length if plan.packed else None)
+            recipe = self.recipe(micro_batch=plan.micro_batch, data=data)
             layouts = Layouts(recipe.model.specs, plan)
             engine = Engine(recipe, layouts, plan_groups, unpaced)
             engine.adopt(first_state(recipe.model, layouts, me, SEED))
@@ -170,6 +182,19 @@ def placed(name: str, layers: int = 5) -> Plan:
     return plan.replace(strategies=(replace(plan.strategies[0], modules=modules),))
 
 
+def cut(layers: int) -> Plan:
+    """Samples are packed, and long ones cut over two unlike lanes of two stages; images beside and apart."""
+    devices = [[(f"{name}/{index}", share) for index, share in enumerate((1, 2, 1))] for name in "ab"]
+    stages = (
+        stage(0, 2, *devices[0], lanes=(2, 1)),
+        stage(2, layers, *devices[1], lanes=(2, 1), recompute=True),
+    )
+    rows = (PackedLane(capacity=64), PackedLane(capacity=64, slowdown=96))
+    language = replace(pipeline((1, 1), *stages), packed=rows)
+    vision = [pipeline(2, stage(0, 2, ("a/0", 1))), pipeline(1, stage(0, 2, ("b/2", 1), ("c/0", 1)))]
+    return plan_of(vision, [language], ahead=2, zero=1)
+
+
 def _stop(stop: int, layers: int) -> int:
     return layers if stop == 5 else stop
 
@@ -191,6 +216,12 @@ CHOSEN = [("Qwen3VL", "encoder pp 2, language interleaved"), ("Qwen3VL", "partly
 def test_trains_as_in_one_process(name: str, placement: str) -> None:
     one = case(name)
     assert one.apart(placed(placement, one.layers)) < 1e-12
+
+
+@pytest.mark.parametrize("name", sizes.beside(["Qwen3VL"], ["Qwen3VL", "Llava", "Qwen2_5_VL", "InternVL"]))
+def test_trains_on_packed_samples_cut_over_lanes_as_in_one_process(name: str) -> None:
+    one = case(name)
+    assert one.apart(cut(one.layers)) < 1e-12
 
 
 @pytest.mark.parametrize(("name", "ratio"), [("Llava", 5 / 4), ("Qwen3VL", 4)])
