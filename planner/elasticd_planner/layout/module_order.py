@@ -35,17 +35,21 @@ from elasticd_planner.layout.module_passes import (
     ModulePasses,
     PassGroup,
     item_time,
+    row_sizes,
     row_time,
     stage_microseconds,
 )
 from elasticd_planner.layout.pass_order import Act, Schedule
-from elasticd_planner.spec.batch import BatchPlan
+from elasticd_planner.spec.batch import BatchPlan, SequencePiece
 from elasticd_planner.spec.item_batch import GroupId, ItemBatch
 from elasticd_planner.spec.model import ModelSpec, section_of
 from elasticd_planner.spec.plan import Plan
 
 #: The time of a message from a pass to another one [us], and what goes over a border of modules.
 Delay = Callable[[ModulePass, ModulePass, GroupId | None], int]
+
+#: The tokens of mean work that a piece of a packed sequence counts as.
+Work = Callable[[SequencePiece], float]
 
 #: When a pass may begin whose input nobody makes yet.
 _FAR = 1 << 60
@@ -111,6 +115,7 @@ def module_pass_times(
     one_queue: bool = False,
     delay: Delay | None = None,
     actual: Plan | None = None,
+    work: Work | None = None,
 ) -> tuple[ModulePassTime, ...]:
     """When the passes of that order run, in the order.
 
@@ -124,13 +129,15 @@ def module_pass_times(
         delay: the time of a message from a pass to another one, of stages or of modules [us]; None: they take
             none, as in the run that gives the order. Not with `one_queue`.
         actual: the same plan with the times that passes do take; None: those of the plan, which give the order.
+        work: the tokens that pieces of packed sequences do count as; None: as many as they have, by which the
+            order is made.
     """
     order = _ModuleRun(ModulePasses(plan, batches, schedule, backward=backward)).order
-    if actual is not None:
-        _set_times(order, actual, batches)
+    if actual is not None or work is not None:
+        _set_times(order, actual or plan, batches, work)
     if one_queue:
         _in_one_queue(order)
-    elif delay is not None or actual is not None:
+    elif delay is not None or actual is not None or work is not None:
         _delayed(order, len(plan.members), delay or _no_time)
     return tuple(
         ModulePassTime(act, one.begin, one.end)
@@ -146,12 +153,13 @@ def step_microseconds(
     schedule: Schedule,
     delay: Delay,
     actual: Plan | None = None,
+    work: Work | None = None,
 ) -> int:
     """The end of the last pass of that order [us]. Arguments as for `module_pass_times`."""
     graph = ModulePasses(plan, batches, schedule, backward=True)
     order = _ModuleRun(graph).order
-    if actual is not None:
-        _set_times(order, actual, batches)
+    if actual is not None or work is not None:
+        _set_times(order, actual or plan, batches, work)
     _delayed(order, len(plan.members), delay)
     graph.clear()
     return max(one.end for one in order)
@@ -161,8 +169,19 @@ def _no_time(sender: ModulePass, receiver: ModulePass, name: GroupId | None) -> 
     return 0
 
 
-def _set_times(order: Sequence[ModulePass], plan: Plan, batches: Mapping[str, BatchPlan | ItemBatch]) -> None:
-    """Sets what passes take to the times of a plan."""
+def _set_times(
+    order: Sequence[ModulePass],
+    plan: Plan,
+    batches: Mapping[str, BatchPlan | ItemBatch],
+    work: Work | None,
+) -> None:
+    """Sets what passes take to the times of a plan, and to the work of packed rows."""
+    loss = plan.loss_module
+    if work is not None and isinstance(rows := batches[loss.module], BatchPlan):
+        sizes = [row_sizes(*pair, work) for pair in zip(loss.pipelines, rows.pipelines, strict=True)]
+        for one in order:
+            if one.group.sizes:
+                one.group.sizes = sizes[one.group.key[1]]
     times = {
         (module.module, p, j, s): stage_microseconds(stage)
         for module in plan.modules

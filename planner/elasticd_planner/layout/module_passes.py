@@ -11,11 +11,12 @@ has one place in the order.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from elasticd_planner.layout.pass_order import Schedule
-from elasticd_planner.spec.batch import BatchPlan, BatchRow
+from elasticd_planner.spec.batch import BatchPlan, BatchRow, SequencePiece
 from elasticd_planner.spec.item_batch import NORMAL, GroupId, ItemBatch, ItemGroup
 from elasticd_planner.spec.plan import NO_TIMES, ModulePlan, Pipeline, Plan, Stage
 from elasticd_planner.value import refuse
@@ -167,13 +168,7 @@ class ModulePasses:
             {row: place for place, row in enumerate(row for row, each in enumerate(rows) if each.lanes[lane])}
             for lane in range(len(lanes))
         )
-        sizes = tuple(
-            max(
-                sum(piece.tokens for piece in pieces) * lane.slowdown
-                for pieces, lane in zip(row.lanes, pipeline.packed, strict=True)
-            )
-            for row in (rows if pipeline.packed else ())
-        )
+        sizes = row_sizes(pipeline, rows, attrgetter("tokens"))
         groups = [
             PassGroup(
                 (module, p, 0, s),
@@ -328,6 +323,20 @@ def item_time(whole: int, items: ItemGroup, mean: int) -> int:
         mean: rows of an item; 0: not known.
     """
     return max(1, whole * (items.rows or (mean or ROWS) * len(items.items)) // ROWS)
+
+
+def row_sizes(
+    pipeline: Pipeline, rows: Sequence[BatchRow], tokens: Callable[[SequencePiece], float]
+) -> tuple[int, ...]:
+    """By row of a packed pipeline so many times as long as a pass takes by the plan [1 / `UNIT`]: that of its
+    slowest lane. tokens: those that a piece counts as."""
+    return tuple(
+        max(
+            round(sum(map(tokens, pieces)) * lane.slowdown)
+            for pieces, lane in zip(row.lanes, pipeline.packed, strict=True)
+        )
+        for row in (rows if pipeline.packed else ())
+    )
 
 
 def row_time(whole: int, group: PassGroup, index: int) -> int:

@@ -22,7 +22,13 @@ from elasticd_planner.cost.model import KnownCosts, after_seconds, stage_times, 
 from elasticd_planner.cost.model_profile import ModelProfile
 from elasticd_planner.cost.profile_cost import ProfileCost
 from elasticd_planner.cost.schedule import passes
-from elasticd_planner.layout.module_order import Delay, ModulePassTime, module_pass_times, step_microseconds
+from elasticd_planner.layout.module_order import (
+    Delay,
+    ModulePassTime,
+    Work,
+    module_pass_times,
+    step_microseconds,
+)
 from elasticd_planner.layout.module_passes import ROWS, ModulePass, PassGroup
 from elasticd_planner.numeric import Floats
 from elasticd_planner.problem import ModuleProblem, Problem
@@ -151,8 +157,13 @@ class ModuleCosts:
         """Seconds of a mean step of a plan with times. Of a large job a part is played, see `_part`."""
         part, share = self._part(plan)
         batches = self.batches(part, share)
-        end = step_microseconds(part, batches, passes, self._delay(part, batches))
+        end = step_microseconds(part, batches, passes, self._delay(part, batches), work=self._work)
         return end / 1e6 * self._each + self.after_seconds(plan)
+
+    @property
+    def _work(self) -> Work | None:
+        """The work of a piece of a sequence, by which rows take their time; None: samples are padded."""
+        return None if self.rows is None else self.rows.work
 
     @property
     def _each(self) -> float:
@@ -167,14 +178,16 @@ class ModuleCosts:
             return self.seconds(self.timed(plan))
         part, share = self._part(plan)
         batches = self.batches(part, share)
-        end = step_microseconds(part, batches, passes, self._delay(part, batches), actual=self.timed(part))
+        end = step_microseconds(
+            part, batches, passes, self._delay(part, batches), actual=self.timed(part), work=self._work
+        )
         return end / 1e6 * self._each + self.after_seconds(plan)
 
     def pass_times(
         self, plan: Plan, batches: Mapping[str, BatchPlan | ItemBatch]
     ) -> tuple[ModulePassTime, ...]:
         """When the passes of a step of a plan with times run."""
-        return module_pass_times(plan, batches, passes, delay=self._delay(plan, batches))
+        return module_pass_times(plan, batches, passes, delay=self._delay(plan, batches), work=self._work)
 
     def busy_seconds(
         self, plan: Plan, batches: Mapping[str, BatchPlan | ItemBatch] | None = None
@@ -220,7 +233,7 @@ class ModuleCosts:
         """When the passes of a step run, which ranks order by the plan's times, and which take what they cost
         here."""
         delay, actual = self._delay(plan, batches), self.timed(plan)
-        return module_pass_times(plan, batches, passes, delay=delay, actual=actual)
+        return module_pass_times(plan, batches, passes, delay=delay, actual=actual, work=self._work)
 
     def _delay(self, plan: Plan, batches: Mapping[str, BatchPlan | ItemBatch]) -> Delay:
         """The time of messages [us]: between two stages of the module with the loss as its cost has it; of the
