@@ -36,6 +36,10 @@ class FileKeyValue:
                     raise TimeoutError(key) from None
                 time.sleep(0.002)
 
+    def get_all(self, keys: Sequence[str], seconds: float) -> list[bytes]:
+        """Waits for each key. Raises as `get`."""
+        return [self.get(key, seconds) for key in keys]
+
     def add(self, key: str, amount: int) -> int:
         """Not there: gloo's bootstrap does not add."""
         raise NotImplementedError("gloo's bootstrap does not add")

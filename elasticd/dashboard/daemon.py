@@ -39,6 +39,7 @@ from elasticd.store.state_file import StateError, default_folder
 from elasticd.system.http_connections import BoundedHttpServer, limited_http
 from elasticd.system.network_addresses import is_loopback, own_names
 from elasticd.system.sd_notify import SdNotifier
+from elasticd.system.tcp_listener import bound
 from elasticd.version import __version__
 
 #: Seconds between two times that the view of the cluster is kept for a restart.
@@ -371,18 +372,13 @@ def most_connections() -> int:
 
 
 def _bound(host: str, port: int) -> socket.socket:
-    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
-        listener.setblocking(False)
+        return bound(host, port)
     except OSError as error:
-        listener.close()
         raise ConfigError(
             f"cannot serve at {host}:{port} ({error.strerror or error}): set host and port in section "
             "[dashboard] of the configuration to an address of this machine that is free"
         ) from error
-    return listener
 
 
 async def run(config: Config, coordinator: str | None = None) -> None:

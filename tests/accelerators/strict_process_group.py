@@ -97,6 +97,9 @@ class _KeyValue:
     def get(self, key: str, seconds: float) -> bytes:
         return self._store.get(key)
 
+    def get_all(self, keys: Sequence[str], seconds: float) -> list[bytes]:
+        return [self._store.get(key) for key in keys]
+
     def add(self, key: str, amount: int) -> int:
         return self._store.add(key, amount)
 

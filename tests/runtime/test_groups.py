@@ -6,12 +6,15 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 
 from elasticd.runtime.comm.groups import AT_ONCE, Cancelled, PlanGroups
+from elasticd.runtime.comm.torch_store import TorchStore
 from elasticd.testing.waiting import until
 from tests.runtime import gang
 
@@ -213,6 +216,9 @@ class Silent:
         time.sleep(min(seconds, 0.05))
         raise TimeoutError(key)
 
+    def get_all(self, keys: Sequence[str], seconds: float) -> list[bytes]:
+        return [self.get(key, seconds) for key in keys]
+
     def add(self, key: str, amount: int) -> int:
         return amount
 
@@ -226,7 +232,7 @@ def test_making_a_group_gives_up_when_the_peers_do_not_come() -> None:
 
 
 class Known(Silent):
-    """Every key has come; at the last of two gets something happens on another thread."""
+    """Every key has come; at the last of two something happens on another thread."""
 
     def __init__(self) -> None:
         self.gets, self.then = 0, print
@@ -255,3 +261,39 @@ def test_making_a_group_ends_when_the_plans_groups_are_shut() -> None:
     threading.Timer(0.1, plan_groups.shut).start()
     with pytest.raises(Cancelled):
         plan_groups.group(("a", "b"), "vote")
+
+
+class Counted(TorchStore):
+    """Counts what is asked one after the other."""
+
+    def __init__(self, store: Any) -> None:
+        super().__init__(store)
+        self.asked: list[int] = []
+
+    def get(self, key: str, seconds: float) -> bytes:
+        self.asked.append(1)
+        return super().get(key, seconds)
+
+    def get_all(self, keys: Sequence[str], seconds: float) -> list[bytes]:
+        values = [super(Counted, self).get(key, seconds) for key in keys]
+        self.asked.append(len(keys))
+        return values
+
+
+def test_members_ask_for_each_others_addresses_at_once() -> None:
+    """gloo asks twice for each member: with a thousand of them a group would take two thousand answers."""
+    members, stores = tuple("abcd"), {}
+    shared = torch.distributed.HashStore()
+
+    def make(me: str) -> PlanGroups:
+        stores[me] = Counted(shared)
+        groups = PlanGroups("plan/1", me, "127.0.0.1", stores[me], seconds=60)
+        groups.group(members, "vote")
+        groups.group_apart(members, "vote", "again")
+        return groups
+
+    with ThreadPoolExecutor(4) as pool:
+        made = list(pool.map(make, members))
+    assert {me: store.asked for me, store in stores.items()} == {me: [4, 4, 4] for me in members}
+    for groups in made:
+        groups.park()

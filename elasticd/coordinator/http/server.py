@@ -26,6 +26,7 @@ from elasticd.store.write_allowance import Allowance
 from elasticd.system.front_door import SILENT_SECONDS, Guest
 from elasticd.system.http_connections import BoundedHttpServer, limited_http, with_guest
 from elasticd.system.network_addresses import outward
+from elasticd.system.tcp_listener import bound
 
 _log = logging.getLogger(__name__)
 _WebSocketBase: Any = AutoWebSocketsProtocol
@@ -59,19 +60,13 @@ CLOSE_IT = (
 
 def bind(host: str, port: int) -> socket.socket:
     """A socket that has its port, and does not listen yet."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
     try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
-        listener.setblocking(False)
+        return bound(host, port)
     except OSError as error:
-        listener.close()
         raise CannotLead(
             f"cannot serve at {host}:{port} ({error.strerror or error}): set host and port in section "
             "[coordinator] of the configuration to an address of this machine that is free"
         ) from error
-    return listener
 
 
 def url_of(host: str, port: int, *, secure: bool, stores: Iterable[str] = ()) -> str:

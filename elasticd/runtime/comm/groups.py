@@ -72,6 +72,9 @@ class BootstrapKeyValue(Protocol):
             TimeoutError: the key did not come in time.
         """
 
+    def get_all(self, keys: Sequence[str], seconds: float) -> list[bytes]:
+        """As `get`, for all of these keys in about the time that one takes."""
+
     def add(self, key: str, amount: int) -> int:
         """Adds to a whole number, which begins at 0, and returns the sum."""
 
@@ -82,6 +85,8 @@ class BootstrapKeyValue(Protocol):
 #: Seconds between two looks at what is waited for, at most. Tests of whole jobs, whose devices sleep most of
 #: the time, look less often.
 LONGEST_PAUSE_SECONDS = 5e-4
+#: Keys that a rank waits for at once; the leader bounds those of a node.
+_GETS_AT_ONCE = 32
 #: The message of `Cancelled` where another thread shuts the plan's groups, or lets them go, while one is made.
 MEANWHILE = "shut while a group was being made"
 
@@ -92,20 +97,48 @@ class _BootstrapStore(Store):
     def __init__(self, base: BootstrapKeyValue, prefix: str, dead: Callable[[], bool], seconds: float) -> None:
         super().__init__()
         self._base, self._prefix, self._dead, self._seconds = base, prefix, dead, seconds
+        self._expected: tuple[str, ...] = ()
+        self._known: dict[str, bytes] = {}
+
+    def expect(self, keys: Iterable[str]) -> None:
+        """Has these keys fetched together once one of them is asked for. Each is set once. Keys that were
+        expected before are forgotten."""
+        self._expected, self._known = tuple(keys), {}
 
     def set(self, key: str, value: Any) -> None:
         self._base.set(self._prefix + key, value.encode() if isinstance(value, str) else bytes(value))
 
     def get(self, key: str) -> bytes:
+        expected = self._expected
+        if key not in expected:
+            return self.get_all((key,))[0]
+        if key not in self._known:
+            self._known = dict(zip(expected, self.get_all(expected), strict=True))
+        return self._known[key]
+
+    def get_all(self, keys: Sequence[str]) -> list[bytes]:
+        """Waits for these keys, a few dozen at once.
+
+        Raises:
+            RuntimeError: one did not come in time.
+            Cancelled: the plan's groups were shut.
+        """
         deadline = time.monotonic() + self._seconds
+        values: list[bytes] = []
+        while len(values) < len(keys):
+            values += self._get_some(keys[len(values) : len(values) + _GETS_AT_ONCE], deadline)
+        return values
+
+    def _get_some(self, keys: Sequence[str], deadline: float) -> list[bytes]:
         while not self._dead():
             left = deadline - time.monotonic()
             slice_ends = time.monotonic() + min(0.5, left)
             try:
-                return self._base.get(self._prefix + key, max(0.0, min(0.5, left)))
+                return self._base.get_all([self._prefix + key for key in keys], max(0.0, min(0.5, left)))
             except TimeoutError:
                 if left <= 0.5:
-                    raise RuntimeError(f"peers did not arrive within {self._seconds:.0f} s ({key})") from None
+                    late = f"{keys[0]} .. {keys[-1]}" if len(keys) > 1 else keys[0]
+                    raise RuntimeError(f"peers did not arrive within {self._seconds:.0f} s ({late})") from None
                 time.sleep(max(0.0, slice_ends - time.monotonic()))  # it may fail at once: the agent is gone
         raise Cancelled(MEANWHILE)
 
@@ -453,6 +486,7 @@ class PlanGroups:
         self._patience = patience
         self._store = _BootstrapStore(store, f"{name}/", lambda: self.dead, seconds)
         self._peers: set[Address] = set()
+        self._met: set[str] = set()  # members whose addresses are in `_peers`
         self.backends: dict[tuple[str, tuple[str, ...]], Any] = {}
         self._helpers: list[Helper] = []
         self._users: list[object] = []
@@ -509,10 +543,13 @@ class PlanGroups:
 
     def _meet(self, members: tuple[str, ...]) -> None:
         """Tells the others where our gloo listens, and learns where theirs does: for `shut` alone."""
-        self._store.set(f"at/{self.me}", f"{self._listener[0]} {self._listener[1]}")
-        for member in members:
-            host, port = self._store.get(f"at/{member}").decode().split()
+        if not self._met:
+            self._store.set(f"at/{self.me}", f"{self._listener[0]} {self._listener[1]}")
+        missing = [member for member in members if member not in self._met]
+        for member, at in zip(missing, self._store.get_all([f"at/{each}" for each in missing]), strict=True):
+            host, port = at.decode().split()
             self._peers.add((host, int(port)))
+            self._met.add(member)
 
     def _make(self, members: tuple[str, ...], apart: str) -> Any:
         rank, device = members.index(self.me), self._device
@@ -520,6 +557,8 @@ class PlanGroups:
             raise Cancelled(MEANWHILE)
         name = "_".join(members) + (f"/{apart}" if apart else "")
         store = PrefixStore(f"group/{name}", self._store)
+        # gloo asks for each rank's address twice, one after the other (torch 2.13: context 0 of a group).
+        self._store.expect(f"group/{name}/0/{each}" for each in range(len(members)))
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout = timedelta(seconds=self._patience)
         options._devices = [device]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -25,6 +26,11 @@ class TorchStore:
         except RuntimeError:
             raise TimeoutError(key) from None
         return self._store.get(key)
+
+    def get_all(self, keys: Sequence[str], seconds: float) -> list[bytes]:
+        """As `get`, for each of these keys."""
+        deadline = time.monotonic() + seconds
+        return [self.get(key, deadline - time.monotonic()) for key in keys]
 
     def add(self, key: str, amount: int) -> int:
         """Adds to a whole number, which begins at 0, and returns the sum."""

@@ -122,21 +122,31 @@ class AgentClient:
 
     def call(self, op: str, key: str, value: bytes = b"", seconds: float = 30.0) -> StoreAnswer:
         """One call on the bootstrap store. Raises TimeoutError where it cannot be answered in time."""
-        future: Future[StoreAnswer] = Future()
-        with self._lock:
-            if self.lost:
-                raise TimeoutError("the agent is gone: the bootstrap store cannot be reached")
-            self._next_call += 1
-            number = self._next_call
-            self._calls[number] = future
-        self.send(StoreCall(id=number, op=op, key=key, value=value, seconds=seconds))
+        return self.call_all(op, [key], value, seconds)[0]
+
+    def call_all(
+        self, op: str, keys: Sequence[str], value: bytes = b"", seconds: float = 30.0
+    ) -> list[StoreAnswer]:
+        """The same call for several keys, all under way at once. Raises as `call`."""
+        begun: dict[int, Future[StoreAnswer]] = {}
+        deadline = time.monotonic() + seconds + _STORE_GRACE_SECONDS
         try:
-            answer = future.result(seconds + _STORE_GRACE_SECONDS)
+            for key in keys:
+                with self._lock:
+                    if self.lost:
+                        raise TimeoutError("the agent is gone: the bootstrap store cannot be reached")
+                    self._next_call += 1
+                    number = self._next_call
+                    self._calls[number] = begun[number] = Future()
+                self.send(StoreCall(id=number, op=op, key=key, value=value, seconds=seconds))
+            answers = [future.result(max(0.0, deadline - time.monotonic())) for future in begun.values()]
         finally:
-            self._calls.pop(number, None)
-        if answer.error is not None:
-            raise TimeoutError(answer.error)
-        return answer
+            for number in begun:
+                self._calls.pop(number, None)
+        for answer in answers:
+            if answer.error is not None:
+                raise TimeoutError(answer.error)
+        return answers
 
     def key_value(self) -> AgentKeyValue:
         """The job's bootstrap store, over this connection."""
@@ -420,6 +430,10 @@ class AgentKeyValue:
     def get(self, key: str, seconds: float) -> bytes:
         """Waits for a key, for `seconds` at most. Raises TimeoutError after that, and as `set`."""
         return self._control.call("get", key, seconds=seconds).value
+
+    def get_all(self, keys: Sequence[str], seconds: float) -> list[bytes]:
+        """As `get`, for all of these keys at once."""
+        return [answer.value for answer in self._control.call_all("get", keys, seconds=seconds)]
 
     def add(self, key: str, amount: int) -> int:
         """Adds to a whole number, which begins at 0, and returns the sum. Raises TimeoutError as `set`."""

@@ -51,6 +51,8 @@ class LiveCopy:
         self.everyone: Group = groups.group(layouts.plan.members, "vote")
         self.vote = StepVote(self.everyone)
         self.world: World = World(groups, layouts.plan.members) if before is None else before.world
+        if before is None:
+            self.world.connect()
         self.tensors: LiveTensors | None = None if before is None else before.tensors
         self.reduced: int | None = None
         self.last: Vote | None = None

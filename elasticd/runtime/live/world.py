@@ -67,11 +67,22 @@ class World:
         self._count = 0
         self._process_groups: list[weakref.ref[dist.ProcessGroup]] = []  # torch's groups, as it was left last
         groups.helped_by(self)
+        self._connected: Any = None  # the backend of the default group, until torch asks for it
 
     @property
     def entered(self) -> bool:
         """True while it is torch's world."""
         return _current is self
+
+    def connect(self) -> None:
+        """Makes the connections of the default group, from any thread, while another world is torch's. All
+        members call it together.
+
+        Raises:
+            RuntimeError: a member did not come in time.
+            Cancelled: the plan's groups were shut.
+        """
+        self._connected = self.groups.torch_backend(self.members, "default")
 
     def enter(self) -> None:
         """Makes it torch's world. The first time all members enter it together.
@@ -132,7 +143,7 @@ class World:
     def end(self) -> None:
         """Forgets its groups, which `PlanGroups.park` destroys."""
         self.leave()
-        self._kept = self._default = None
+        self._kept = self._default = self._connected = None
 
     def is_alive(self) -> bool:
         """Returns True: its groups are waited for (`join`)."""
@@ -173,6 +184,9 @@ def _backend(options: Any, given: object) -> Any:
     world = _current
     if world is None:
         raise RuntimeError(f"the backend {BACKEND!r} is for groups that are made in `build`, or in the loop")
+    if world._connected is not None:  # the first group that torch makes is the default one
+        backend, world._connected = world._connected, None
+        return backend
     ranks = options.global_ranks_in_group or range(len(world.members))
     members = tuple(world.members[rank] for rank in ranks)
     return world.groups.torch_backend(members, str(options.group_id))
