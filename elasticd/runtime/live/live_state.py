@@ -156,16 +156,17 @@ class LiveTensors:
         buffer = kept.tensor
         if last is not None and last.is_of(buffer):
             return last
-        if (buffer.shape, buffer.dtype) != (kept.built.shape, kept.built.dtype):
+        if buffer is not kept.built and (buffer.shape, buffer.dtype) != (kept.built.shape, kept.built.dtype):
             raise LiveRefusal(
                 f"the buffer {name} is {buffer.dtype} {list(buffer.shape)} now, and `build` made it "
                 f"{kept.built.dtype} {list(kept.built.shape)}: let it keep its shape and dtype, or register it "
                 "with persistent=False if it can be computed again"
             )
-        untold = isinstance(buffer, DTensor) or buffer.is_inference()
-        version = None if untold else buffer._version
-        self._copies[name] = _BufferCopy(buffer, version, _local(buffer).clone())
-        return self._copies[name]
+        cut = isinstance(buffer, DTensor)
+        version = None if cut or buffer.is_inference() else buffer._version
+        copy = (_local(buffer) if cut else buffer.detach()).clone()
+        new = self._copies[name] = _BufferCopy(buffer, version, copy)
+        return new
 
     @property
     def devices(self) -> frozenset[torch.device]:
