@@ -37,7 +37,7 @@ BATCH, TOKENS, WORDS, SEED = 22, 8, 61, 3
 CLIP = 0.3
 #: The learning rate after ten steps.
 RATE = 3e-3
-MESHES = {"ddp": ("dp",), "fsdp": ("shard",), "hsdp": ("replicate, shard", "shard"), "tp": ("dp, tp",)}
+MESHES = {"ddp": ("dp",), "fsdp": ("shard",), "hsdp": ("replicate, shard", "shard"), "tp": ("dp, tp=2",)}
 
 
 class Block(nn.Module):
