@@ -84,7 +84,9 @@ def check(step: ModuleStep, order: Sequence[ModuleAct], *, backward: bool = True
     needs = expected(step, backward=backward)
     where = {act: index for index, act in enumerate(order) if act.act.what == "pass"}
     assert where.keys() == needs.keys()
-    assert len(order) == len({*order})
+    # A gradient of items is received once from each lane that gives a term of it.
+    once = [act for act in order if not (act.group and act.act[:2] == ("receive", "backward"))]
+    assert len(once) == len({*once})
     number: dict[ModuleAct, int] = {}  # of a pass among those of its TP group
     counts: dict[tuple[object, ...], int] = defaultdict(int)
     for act in order:
@@ -187,27 +189,6 @@ def test_so_are_those_of_packed_rows_whose_lanes_share_sequences(block: int) -> 
         check(step, order)
         check_ahead(step, order)
         assert deadlock(in_one_queue(logs(step, order))) is None, seed
-
-
-def test_where_each_lane_had_its_own_order_they_would_wait_for_ever() -> None:
-    """Why lanes pass a packed row at one place in the order."""
-    stuck = 0
-    for seed in range(60):
-        step = drawn_step(seed, packed=True)
-        batch = step.batches[LOSS]
-        assert isinstance(batch, BatchPlan)
-        if not any(len(row.connected(lane)) for rows in batch.pipelines for row in rows for lane in (0, 1)):
-            continue
-        alone = ModuleStep(step.plan, {**step.batches, LOSS: Padded(**msgspec.structs.asdict(batch))})
-        stuck += deadlock(in_one_queue(logs(step, alone.order()))) is not None
-    assert stuck
-
-
-class Padded(BatchPlan, frozen=True, kw_only=True, dict=True):
-    """A packed batch that the order takes for a padded one, whose lanes wait for nobody."""
-
-    def __post_init__(self) -> None:
-        msgspec.structs.force_setattr(self, "packed", False)
 
 
 @pytest.mark.parametrize("block", range(2))

@@ -83,7 +83,7 @@ class ItemBorder:
         self._gradients: dict[GroupId, list[Tensor]] = {}  # likewise
         self._begun: dict[GroupId, tuple[_Parts, tuple[int, ...], list[Tensor], Any]] = {}
         # Of each lane that takes the output, in order; None: its term is made here.
-        self._awaited: dict[GroupId, tuple[list[dict[str, Tensor | None] | None], Any]] = {}
+        self._awaited: dict[GroupId, tuple[list[dict[str, Tensor | None] | None], list[Any]]] = {}
         self._sent: dict[GroupId, Any] = {}  # messages whose arrival the gradient proves
 
     def needed(self, pipeline: int, lane: int, row: int) -> Sequence[GroupId]:
@@ -207,29 +207,27 @@ class ItemBorder:
             self._gradients[key] = messages
 
     def post(self, key: GroupId) -> None:
-        """Starts to receive the gradients of an output, unless they are made here."""
-        terms: list[dict[str, Tensor | None] | None] = []
-        takes: list[tuple[str, Tensor]] = []
-        for border in self._near(key):
-            grads = None if border.source is None else self._blank(self._outputs[key][0])
-            terms.append(grads)
-            if border.source is not None and grads is not None:
-                takes += [(border.source, each) for each in grads.values() if each is not None and each.numel()]
-        work = None
-        if any(grads is not None for grads in terms):
-            assert self._mesh is not None
-            work = self._mesh.begin_round([], takes)
-        self._awaited[key] = terms, work
+        """Starts to receive the next lane's term of the gradients of an output, unless it is made here."""
+        terms, works = self._awaited.setdefault(key, ([], []))
+        source = self._near(key)[len(terms)].source
+        if source is None:
+            terms.append(None)
+            return
+        assert self._mesh is not None
+        terms.append(grads := self._blank(self._outputs[key][0]))
+        takes = [(source, each) for each in grads.values() if each is not None and each.numel()]
+        works.append(self._mesh.begin_round([], takes))
 
     def gradient(self, key: GroupId) -> Gradients:
         """Waits for the gradients of an output that `post` started to receive."""
         x = self._outputs.pop(key)[0]
-        terms, work = self._awaited.pop(key)
-        if work is not None:
+        terms, works = self._awaited.pop(key)
+        for work in works:
             assert self._mesh is not None
             self._mesh.finish(work)
-            if (sent := self._sent.pop(key, None)) is not None:
-                self._mesh.arrived(sent)
+        if works and (sent := self._sent.pop(key, None)) is not None:
+            assert self._mesh is not None
+            self._mesh.arrived(sent)
         total: dict[str, Tensor | None] = {}
         for term in terms:
             grads = {} if isinstance(x, Tensor) else dict.fromkeys(x)

@@ -285,8 +285,11 @@ def _acts(order: Sequence[ModulePass]) -> Iterator[ModuleAct]:
         while at < last and messages[at][0] == place:
             _, _, _, sender, receiver, name = messages[at]
             lanes = () if name is None else sender.takers or receiver.takers
-            yield from _acts_of(sender, "send", name, lanes)
-            yield from _acts_of(receiver, "receive", name, lanes)
+            # A lane's term of a gradient is received before another lane sends its own: members of both may
+            # receive the term of the other.
+            for part in [(lane,) for lane in lanes] if sender.group.rows and lanes else [lanes]:
+                yield from _acts_of(sender, "send", name, part)
+                yield from _acts_of(receiver, "receive", name, part)
             at += 1
         yield from _acts_of(one, "pass")
 
