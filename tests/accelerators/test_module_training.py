@@ -15,7 +15,7 @@ from elasticd.runtime.comm.groups import PlanGroups
 from tests import sizes
 from tests.accelerators import vgpu
 from tests.accelerators.strict_process_group import StrictGroups, connected
-from tests.runtime import drawn_placements, gang, test_modules
+from tests.runtime import drawn_placements, gang, test_modules, test_packed_modules
 
 PLANS = test_modules.PLACEMENTS
 #: Modules that share some devices, TP groups that overlap; and pipelines in both, one of them interleaved.
@@ -28,7 +28,9 @@ def worker(device: str, store: Any, plan: Plan) -> dict[str, Any]:
     return one_plan(device, store, plan, plan.rank(device), "plan/1")
 
 
-def in_turn(device: str, store: Any, plans: Sequence[Plan], seconds: float) -> list[dict[str, Any]]:
+def in_turn(
+    device: str, store: Any, plans: Sequence[Plan], seconds: float, packs: bool = False
+) -> list[dict[str, Any]]:
     """One member of some plans, which are trained one after the other, each from the first state; without what
     a plan of others has.
 
@@ -37,13 +39,14 @@ def in_turn(device: str, store: Any, plans: Sequence[Plan], seconds: float) -> l
         store: of the processes.
         plans: in their sequence.
         seconds: that the members of a plan wait for one another at most.
+        packs: they train on packed rows, whose sequences are cut over lanes.
     """
     vgpu.load()
     index = drawn_placements.DEVICES.index(device)
     results = []
     for number, plan in enumerate(plans):
         here = device in plan.members
-        results.append(one_plan(device, store, plan, index, f"plan/{number}") if here else {})
+        results.append(one_plan(device, store, plan, index, f"plan/{number}", packs=packs) if here else {})
         if here:
             store.set(f"over/{number}/{device}", b"")
             for other in plan.members:  # which may still read what this one sent
@@ -51,14 +54,19 @@ def in_turn(device: str, store: Any, plans: Sequence[Plan], seconds: float) -> l
     return results
 
 
-def one_plan(device: str, store: Any, plan: Plan, index: int, name: str) -> dict[str, Any]:
+def one_plan(
+    device: str, store: Any, plan: Plan, index: int, name: str, *, packs: bool = False
+) -> dict[str, Any]:
     """What a member has after the steps of a plan on its vgpu of this index, with all that it launched."""
     accelerator = Accelerator(f"vgpu:{index}")
     accelerator.use()
     groups = PlanGroups(name, device, "127.0.0.1", store)
     made: list[StrictGroups] = []
+    recipe = test_modules.make_recipe(micro_batch=plan.micro_batch, connect=connected(made))
+    if packs:
+        recipe = test_packed_modules.packed(recipe)
     with vgpu.counting(index) as spent:
-        found = test_modules.trained(device, plan, groups, accelerator=accelerator, connect=connected(made))
+        found = test_modules.trained(device, plan, groups, accelerator=accelerator, recipe=recipe)
     del found["state"], found["encoder"]
     found["weights"] = {name: (box, value.cpu()) for name, (box, value) in found["weights"].items()}
     return found | {"launches": spent.launches, "noted": vgpu.settled_errors(), "log": made[0].log.entries}
@@ -80,11 +88,25 @@ def test_drawn_plans_on_the_device_train_like_one_process_on_the_cpu() -> None:
         launches_are_right(plan, results)
 
 
-def trained_in_turn(seeds: Iterable[int]) -> Iterator[tuple[Plan, dict[str, dict[str, Any]]]]:
-    """The drawn plans of these seeds, and what their members have after training."""
-    plans = [drawn_placements.drawn_placement(seed) for seed in seeds]
+@pytest.mark.full
+@pytest.mark.slow
+def test_so_do_those_on_packed_rows_cut_over_lanes() -> None:
+    vgpu.needed()
+    for plan, results in trained_in_turn(range(8), lanes=3):
+        launches_are_right(plan, results)
+
+
+def trained_in_turn(seeds: Iterable[int], lanes: int = 1) -> Iterator[tuple[Plan, dict[str, dict[str, Any]]]]:
+    """The drawn plans of these seeds, and what their members have after training.
+
+    Args:
+        seeds: of the plans.
+        lanes: of a pipeline of the language model; of several the sequences are packed, and cut.
+    """
+    plans = [drawn_placements.drawn_placement(seed, lanes=lanes) for seed in seeds]
     seconds = 120.0 + 60.0 * len(plans)
-    results = gang.run(__file__, "in_turn", drawn_placements.DEVICES, plans, seconds, seconds=seconds)
+    arguments = plans, seconds, lanes > 1
+    results = gang.run(__file__, "in_turn", drawn_placements.DEVICES, *arguments, seconds=seconds)
     for number, plan in enumerate(plans):
         yield plan, {device: results[device][number] for device in plan.members}
 
