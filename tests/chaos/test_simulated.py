@@ -8,8 +8,8 @@ from collections.abc import Callable
 import pytest
 
 from elasticd.chaos.faults import Faults
+from elasticd.coordinator.commands import Commands
 from elasticd.coordinator.events.trusted_time import ReadTimes
-from elasticd.coordinator.leader import Leader
 from elasticd.simulator.planning import Planner
 from elasticd.simulator.run import Simulation
 from tests import sizes
@@ -105,12 +105,12 @@ def test_leader_that_goes_by_its_clock_is_found_out(monkeypatch: pytest.MonkeyPa
 def test_leader_that_answers_before_its_decision_is_in_the_store_is_found_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async def decide(self: Leader, decision: Callable[[], object], audit: Callable[[], None]) -> object:
+    async def decide(self: Commands, decision: Callable[[], object], audit: Callable[[], None]) -> object:
         answer = decision()
         audit()
         return answer
 
-    monkeypatch.setattr(Leader, "decide", decide)
+    monkeypatch.setattr(Commands, "decide", decide)
     wrong = [line for one in _with_users(range(3)) for line in one.wrong]
     assert any("the store never had it" in line for line in wrong)
 

@@ -71,7 +71,8 @@ def test_a_device_that_only_encodes_becomes_slow_and_a_device_of_both_dies(model
         assert "a/0" in {event["data"]["device"] for event in cluster.events("slow")}, said(cluster)
         shares = [event["data"] for event in cluster.events("shares") if event["data"]["device"] == "a/0"]
         assert shares, said(cluster)
-        assert shares[0]["slowdown"] > 1.3, "of its lane; its embedding and head are not slowed down"
+        slowdown = max(each["slowdown"] for each in shares)
+        assert slowdown > 1.3, "of its lane; its embedding and head are not slowed down"
         recorded = [event["data"] for event in cluster.events("recorded") if event["data"]["number"] == 2]
         assert shares[0]["step"] <= recorded[0]["step"], "before any layout changes"
         assert [name for name, each in layouts_of(cluster).items() if each != first[name]] == ["vision"]

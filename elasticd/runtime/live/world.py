@@ -32,6 +32,7 @@ from torch.distributed.tensor import DTensor, _collective_utils, _redistribute
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from elasticd.backoff import jittered
 from elasticd.runtime.comm.groups import PlanGroups
 
 #: Name of the backend, as torch has it.
@@ -154,12 +155,12 @@ class World:
         calls it, once no plan has this world."""
         if self.entered:  # until the process ends
             return
-        self._kept = self._default = None
+        self._kept = self._default = self._connected = None
         deadline = time.monotonic() + _HELD_SECONDS
         while any(group() is not None for group in self._process_groups) and time.monotonic() < deadline:
-            if _over.wait(_LOOK_SECONDS):
+            if _over.wait(jittered(_LOOK_SECONDS)):
                 return
-        _over.wait(_LOOK_SECONDS)  # references are gone a moment before their object
+        _over.wait(jittered(_LOOK_SECONDS))  # references are gone a moment before their object
 
     def mesh(self, names: tuple[str, ...], shape: tuple[int, ...]) -> DeviceMesh:
         """The mesh of all members, last dimension fastest. All members call it together, in this world."""
