@@ -3,6 +3,7 @@ ever, whatever the plan."""
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import pairwise, product
@@ -19,7 +20,9 @@ from elasticd_planner.layout.module_order import (
     ModuleAct,
     module_order,
     module_pass_times,
+    step_microseconds,
 )
+from elasticd_planner.layout.module_passes import ModulePass
 from elasticd_planner.layout.pass_order import Act
 from elasticd_planner.spec.batch import BatchPlan, passes_of_rows
 from elasticd_planner.spec.item_batch import GroupId, ItemBatch, item_batch
@@ -297,6 +300,24 @@ def test_times_in_one_queue_are_those_of_the_acts_one_after_the_other() -> None:
                 free |= dict.fromkeys(both, max(free[device] for device in both))
         times = module_pass_times(step.plan, step.batches, passes, one_queue=True)
         assert [(each.act, each.stop) for each in times] == ends
+
+
+def test_a_run_is_over_early_only_where_the_step_takes_longer_than_a_limit() -> None:
+    def delay(sender: ModulePass, receiver: ModulePass, name: GroupId | None) -> int:
+        return 0 if sender.group.devices == receiver.group.devices else 100 + 7 * receiver.index
+
+    early = 0
+    for seed in range(number(400, 40)):
+        plan, batches = drawn_step(seed).plan, drawn_step(seed).batches
+        end = max(one.stop for one in module_pass_times(plan, batches, passes, delay=delay))
+        assert step_microseconds(plan, batches, passes, delay) == end
+        assert step_microseconds(plan, batches, passes, delay, limit=end) == end
+        found = [
+            step_microseconds(plan, batches, passes, delay, limit=part * end) for part in (0.5, 0.9, 0.999)
+        ]
+        assert {*found} <= {end, math.inf}
+        early += found.count(math.inf)
+    assert early > 0
 
 
 def test_a_frozen_encoder_has_no_backward_passes_and_gets_no_gradient() -> None:

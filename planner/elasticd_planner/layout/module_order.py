@@ -24,6 +24,7 @@ passes of the first rank in another module.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from heapq import heappop, heappush
@@ -154,15 +155,23 @@ def step_microseconds(
     delay: Delay,
     actual: Plan | None = None,
     work: Work | None = None,
-) -> int:
-    """The end of the last pass of that order [us]. Arguments as for `module_pass_times`."""
+    limit: float = math.inf,
+) -> float:
+    """The end of the last pass of that order [us]. Arguments as for `module_pass_times`, besides:
+
+    Args:
+        limit: where the end is later, it may be inf; not with `actual` times, nor with `work`.
+    """
     graph = ModulePasses(plan, batches, schedule, backward=True)
-    order = _ModuleRun(graph).order
-    if actual is not None or work is not None:
+    try:
+        if actual is None and work is None:
+            return _DelayedRun(graph, delay, limit).end
+        order = _ModuleRun(graph).order
         _set_times(order, actual or plan, batches, work)
-    _delayed(order, len(plan.members), delay)
-    graph.clear()
-    return max(one.end for one in order)
+        _delayed(order, len(plan.members), delay)
+        return max(one.end for one in order)
+    finally:
+        graph.clear()
 
 
 def _no_time(sender: ModulePass, receiver: ModulePass, name: GroupId | None) -> int:
@@ -357,6 +366,7 @@ class _ModuleRun:
     """Runs all passes: whenever a device is free, or an input has come, what can begin there does."""
 
     order: list[ModulePass]  #: as they begin
+    _ended = False  # before all passes have begun
 
     def __init__(self, graph: ModulePasses) -> None:
         self._graph = graph
@@ -366,7 +376,7 @@ class _ModuleRun:
         self._events: list[tuple[int, int, tuple[int, ...], ModulePass | None]] = []
         self._number = 0
         self._push(0, tuple(range(len(graph.devices))))
-        while self._events:
+        while self._events and not self._ended:
             now, _, devices, ready = heappop(self._events)
             if ready is not None:
                 listed = ready.group.forwards if ready.kind == "forward" else ready.group.backwards
@@ -374,7 +384,7 @@ class _ModuleRun:
             for device in devices:
                 if self._free[device] <= now:
                     self._look(device, now)
-        if len(self.order) != graph.count:
+        if len(self.order) != graph.count and not self._ended:
             raise ValueError("the passes of this schedule wait for each other")
 
     def _push(self, time: int, devices: tuple[int, ...], ready: ModulePass | None = None) -> None:
@@ -476,3 +486,42 @@ class _ModuleRun:
             else:
                 heappop(group.forwards)
             group.kept += 1
+
+
+class _DelayedRun(_ModuleRun):
+    """The run, and beside it when passes end if messages take time. It is over once that must be later than a
+    limit: by the work that is left on a device, or on a stage and the way of the last gradient from there."""
+
+    end: float  #: of the last pass [us]; inf: later than the limit
+
+    def __init__(self, graph: ModulePasses, delay: Delay, limit: float) -> None:
+        self._delay, self._limit, self.end = delay, limit, 0
+        self._late = [0] * len(graph.devices)  # when each device has done, with messages
+        self._left = [0] * len(graph.devices)  # what passes take there that have not begun
+        for device, groups in enumerate(graph.groups):
+            self._left[device] = sum(group.left for group in groups)
+        super().__init__(graph)
+
+    def _begin(self, one: ModulePass, now: int) -> None:
+        super()._begin(one, now)
+        group, late, left = one.group, self._late, self._left
+        begin = 0
+        for device in group.devices:
+            if late[device] > begin:
+                begin = late[device]
+        for sender, name in one.receives:
+            came = sender.late + self._delay(sender, one, name)
+            if came > begin:
+                begin = came
+        one.late = end = begin + one.time
+        group.left -= one.time
+        least = end + group.left + group.tail
+        for device in group.devices:
+            late[device] = end
+            left[device] -= one.time
+            if end + left[device] > least:
+                least = end + left[device]
+        if end > self.end:
+            self.end = end
+        if least > self._limit:
+            self.end, self._ended = math.inf, True

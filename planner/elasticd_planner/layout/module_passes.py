@@ -11,7 +11,7 @@ has one place in the order.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 
@@ -37,9 +37,10 @@ class ModulePass:
 
     __slots__ = (
         *("group", "kind", "index", "chunk", "time", "rank", "due", "taker", "missing", "came", "begin", "end"),
-        *("place", "numbers", "users", "receives", "takers"),
+        *("place", "numbers", "users", "receives", "takers", "late"),
     )
     place: int  #: in the order
+    late: int  #: its end where messages take time
     numbers: list[int]  #: by device of its group how many passes begin there before it
 
     def __init__(
@@ -87,6 +88,8 @@ class PassGroup:
     sizes: tuple[int, ...] = ()
     passes: list[ModulePass] = field(default_factory=list)  #: of the module with the loss all; else those begun
     begun: int = 0  #: how many of them
+    left: int = 0  #: what those take that have not begun [us]
+    tail: int = 0  #: what a micro-batch takes at least from its last pass here on [us]
     started: int = 0  #: of the module with the loss: micro-batches that have begun at the first stage
     waiting: list[PassGroup] = field(default_factory=list)  #: groups that may go on when one more has
     # Of a module of items:
@@ -125,6 +128,7 @@ class ModulePasses:
         # By pipeline and lane the passes at the first stage, by kind and micro-batch.
         self._first: dict[tuple[int, int], dict[tuple[str, int], ModulePass]] = {}
         self._period: dict[tuple[int, int], int] = {}  # [us] of a micro-batch at the slowest stage
+        self._lanes: list[Sequence[PassGroup]] = []  # of the module with the loss, of one chunk: their stages
         for p, (pipeline, rows) in enumerate(zip(loss.pipelines, batch.pipelines, strict=True)):
             if component is not None and (loss.module, p) not in component:
                 continue
@@ -143,6 +147,14 @@ class ModulePasses:
             if not isinstance(items, ItemBatch):
                 refuse(f"step: module {module.module} takes {module.items}, and needs a batch of them")
             self._add_items(module, items, component)
+        if backward:
+            for groups in self._lanes:
+                _set_tails(groups)
+
+    @property
+    def groups(self) -> Iterator[list[PassGroup]]:
+        """By device its TP groups."""
+        return ([*own, *fillers] for own, fillers in zip(self.own, self.fillers, strict=True))
 
     def clear(self) -> None:
         """Lets go of what passes and groups know of each other, so that none of them waits for a collection."""
@@ -209,6 +221,9 @@ class ModulePasses:
                     one = ModulePass(group, kind, index, chunk, row_time(times[kind][chunk], group, index))
                     found[kind, chunk * stages + s, index] = one
                     group.passes.append(one)
+            group.left = sum(one.time for one in group.passes)
+        if count and lane.chunks == 1:
+            self._lanes.append(groups)
         self.count += len(found)
         last = stages * lane.chunks - 1
         for (kind, place, index), one in found.items():
@@ -274,6 +289,7 @@ class ModulePasses:
                 order = rank * chunks + (chunks - 1 - chunk if kind == "forward" else chunk)
                 one = ModulePass(group, kind, name.number, chunk, time, order, items.micro_batch, taking.group)
                 one.takers = items.lanes
+                group.left += time
                 self.count += 1
                 if before is None:
                     group.queue.append(one)
@@ -360,6 +376,18 @@ def _needs(user: ModulePass, one: ModulePass, name: GroupId | None = None) -> No
     one.users.append(user)
     if name is not None or one.group is not user.group:
         user.receives.append((one, name))
+
+
+def _set_tails(groups: Sequence[PassGroup]) -> None:
+    """Sets what a micro-batch takes from its last pass on each stage of a lane on: backward passes on those
+    before it, and of its items."""
+    one, tail = groups[0].passes[-1], 0
+    while one.users:
+        one = max(one.users, key=lambda user: user.time)
+        tail += one.time
+    for group in groups:
+        group.tail = tail
+        tail += group.passes[-1].time
 
 
 #: By kind the times of the passes of a stage, by chunk [us].

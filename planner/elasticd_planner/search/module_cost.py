@@ -153,12 +153,14 @@ class ModuleCosts:
             listed.append(msgspec.structs.replace(module, pipelines=tuple(pipelines), item_rows=rows))
         return plan.with_modules(listed)
 
-    def seconds(self, plan: Plan) -> float:
-        """Seconds of a mean step of a plan with times. Of a large job a part is played, see `_part`."""
+    def seconds(self, plan: Plan, limit: float = math.inf) -> float:
+        """Seconds of a mean step of a plan with times; they may be inf where they are above the limit. Of a
+        large job a part is played, see `_part`."""
         part, share = self._part(plan)
-        batches = self.batches(part, share)
-        end = step_microseconds(part, batches, passes, self._delay(part, batches), work=self._work)
-        return end / 1e6 * self._each + self.after_seconds(plan)
+        batches, after = self.batches(part, share), self.after_seconds(plan)
+        most, delay = 1e6 * (limit - after) / self._each, self._delay(part, batches)
+        end = step_microseconds(part, batches, passes, delay, work=self._work, limit=most)
+        return end / 1e6 * self._each + after
 
     @property
     def _work(self) -> Work | None:

@@ -142,7 +142,8 @@ class ModulePlanner:
     def answer(self) -> Answer:
         """The plan, or why there is none."""
         distinct = {each.plan.strategies: each for each in reversed([*self.candidates()])}
-        candidates = sorted(distinct.values(), key=self._estimate)
+        estimated = ((self._estimate(each), each) for each in distinct.values())
+        candidates = sorted(estimated, key=lambda pair: pair[0])
         running = self._running()
         now = None if running is None else _seconds(running)
         count = sum(each.candidates for each in self.tried) + len(candidates)
@@ -156,30 +157,37 @@ class ModulePlanner:
         chosen = min(near, key=lambda option: (self._moved(option), _seconds(option)))
         return Answer(plan=self._finished(chosen), current_seconds=now, candidates=count)
 
-    def _options(self, candidates: Sequence[Candidate], slack: float) -> list[Plan]:
-        """Plans to choose from: the most promising candidates, and variants of them. Those are left out whose
-        estimate, which no order of their passes beats, is above the best so far and the slack."""
-        played: list[tuple[Candidate, Plan]] = []
-        least, counts = math.inf, Counter[bool]()
+    def _options(self, candidates: Sequence[tuple[float, Candidate]], slack: float) -> list[Plan]:
+        """Plans to choose from: the most promising candidates, with their estimates, and variants of them.
 
+        Those are left out whose estimate, which no order of their passes beats, is above the best so far and
+        the slack, and those that are found to take longer as they are played. Where modules share devices and
+        where they share none the most promising one is played first.
+        """
         off = ROUNDED if self.costs.rows is None else ROWS_OFF
-
-        def hopeless(candidate: Candidate) -> bool:
-            return self._estimate(candidate) * (1 - off) > least * (1 + slack)
-
-        for candidate in candidates:
-            if hopeless(candidate):
-                break
+        least, counts, firsts, others = math.inf, Counter[bool](), list[int](), list[int]()
+        for at, (_, candidate) in enumerate(candidates):
             shares = _shares_devices(candidate.plan)
             counts[shares] += 1
             if counts[shares] <= PLAYED:
-                played.append((candidate, self.played(candidate.plan)))
-                least = min(least, _seconds(played[-1][1]))
-        best = min(played, key=lambda pair: _seconds(pair[1]))[0]
-        options = [self.played(plan) for plan in self._again(best)]
-        least = min([least, *map(_seconds, options)])
+                (firsts if counts[shares] == 1 else others).append(at)
+
+        def hopeless(at: int) -> bool:
+            return candidates[at][0] * (1 - off) > least * (1 + slack)
+
+        played: dict[int, Plan] = {}
+        for at in (*firsts, *others):
+            if not hopeless(at):
+                plan = self.played(candidates[at][1].plan, least * (1 + slack) * (1 + EQUAL))
+                if math.isfinite(_seconds(plan)):
+                    played[at], least = plan, min(least, _seconds(plan))
+        best = min(sorted(played), key=lambda at: _seconds(played[at]))
+        again = [
+            self.played(plan, least * (1 + slack) * (1 + EQUAL)) for plan in self._again(candidates[best][1])
+        ]
+        least = min([least, *map(_seconds, again)])
         # Of passes of microseconds, which are whole ones, an estimate may be above what is played.
-        options += [plan for candidate, plan in played if candidate is best or not hopeless(candidate)]
+        options = [*again, *(played[at] for at in sorted(played) if at == best or not hopeless(at))]
         options += [near for plan in sorted(options, key=_seconds)[:NEARBY] for near in self._near(plan)]
         return [*options, *self._pairs(min(options, key=_seconds))]
 
@@ -514,15 +522,16 @@ class ModulePlanner:
 
     # Played plans.
 
-    def played(self, plan: Plan) -> Plan:
+    def played(self, plan: Plan, limit: float = math.inf) -> Plan:
         """The plan with times, a prediction, and the largest `ahead` that memory allows. Of a large one each
-        lane of items serves some pipelines alone, so that the order of each rank is short."""
+        lane of items serves some pipelines alone, so that the order of each rank is short. A plan that takes
+        longer than the limit may have inf seconds."""
         loss = plan.loss_module.pipelines
         count = sum(2 * pipeline.micro_batches * len(pipeline.stages) for pipeline in loss)
         if (groups := min(len(loss), math.ceil(count / ORDER_PASSES))) > 1:
             plan = self._serving(plan, groups)
         aheads = self._aheads(plan)
-        return self._predicted(self._paired(plan, aheads[0], min(LEADS[0], aheads[0])))
+        return self._predicted(self._paired(plan, aheads[0], min(LEADS[0], aheads[0])), limit)
 
     def _serving(self, plan: Plan, groups: int) -> Plan:
         """The plan whose lanes of items serve groups of pipelines."""
@@ -539,8 +548,9 @@ class ModulePlanner:
         """The same plan with lanes of items that serve each pipeline alone, where links make that faster."""
         pipelines = len(plan.loss_module.pipelines)
         if 1 < pipelines <= NEAR_PIPELINES and not any(_serves(plan)):
-            near = self._predicted(self.costs.timed(self._serving(plan, pipelines)))
-            if _seconds(near) < (1 - NEARER) * _seconds(plan):
+            limit = (1 - NEARER) * _seconds(plan)
+            near = self._predicted(self.costs.timed(self._serving(plan, pipelines)), limit)
+            if _seconds(near) < limit:
                 yield near
 
     def _aheads(self, plan: Plan) -> list[int]:
@@ -579,14 +589,18 @@ class ModulePlanner:
         count = plan.global_batch * (1 + sum(module.items_a_sample for module in self.problem.modules))
         if count > MANY:
             aheads, leads = aheads[:1], LEADS[:2]
+        if not _shares_devices(plan) and self.costs.rows is None:
+            leads = leads[:1]  # items wait for no other passes on their devices, whatever it is
         alone = self.costs.passes_seconds(plan.loss_view) + self.costs.after_seconds(plan)
         if _seconds(plan) <= alone * (1 + ROUNDED):
             return  # modules of items take no time of the step
         best, most = plan, aheads[0]
         for lead in leads[1:]:
             if lead <= most:
-                other = self._predicted(self._paired(plan, most, lead))
-                best = other if _seconds(other) < _seconds(best) * (1 - EQUAL) else best
+                # It moves as many bytes as the best one: what is no faster is of no use.
+                limit = _seconds(best) * (1 - EQUAL)
+                other = self._predicted(self._paired(plan, most, lead), limit)
+                best = other if _seconds(other) < limit else best
                 yield other
         lead = _items_of(best)[0].lead
         if self.costs.rows is None:
@@ -594,10 +608,10 @@ class ModulePlanner:
         else:  # what is kept of items ahead is taken from rows
             others = [(ahead, each) for ahead in aheads[1:] for each in sorted({min(lead, ahead), 1})]
         for ahead, each in others:
-            yield self._predicted(self._paired(plan, ahead, each))
+            yield self._predicted(self._paired(plan, ahead, each), _seconds(best) * (1 - EQUAL))
 
-    def _predicted(self, plan: Plan) -> Plan:
-        seconds, memory = self.costs.seconds(plan), self.costs.memory(plan)
+    def _predicted(self, plan: Plan, limit: float = math.inf) -> Plan:
+        seconds, memory = self.costs.seconds(plan, limit), self.costs.memory(plan)
         return plan.replace(prediction=Prediction(step_seconds=seconds, bound_seconds=0.0, memory=memory))
 
     def _running(self) -> Plan | None:
