@@ -53,7 +53,8 @@ class Device(Value, frozen=True, kw_only=True):
 
 
 class Link(Value, frozen=True, kw_only=True):
-    """The cost of one hop: bandwidth in bytes per second, latency in seconds."""
+    """The cost of one hop: bandwidth in bytes per second, latency in seconds. Where nothing is known, about
+    half as fast as gloo between two processes of a host: 138 us for 4 KiB, 2.1 GB/s at 1 MiB."""
 
     bandwidth: float = 1e9
     latency: float = 2e-4
