@@ -510,9 +510,9 @@ class _DelayedRun(_ModuleRun):
             if late[device] > begin:
                 begin = late[device]
         for sender, name in one.receives:
-            came = sender.late + self._delay(sender, one, name)
-            if came > begin:
-                begin = came
+            arrival = sender.late + self._delay(sender, one, name)
+            if arrival > begin:
+                begin = arrival
         one.late = end = begin + one.time
         group.left -= one.time
         least = end + group.left + group.tail
