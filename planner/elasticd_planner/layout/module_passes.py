@@ -148,8 +148,8 @@ class ModulePasses:
                 refuse(f"step: module {module.module} takes {module.items}, and needs a batch of them")
             self._add_items(module, items, component)
         if backward:
-            for groups in self._lanes:
-                _set_tails(groups)
+            for stages in self._lanes:
+                _set_tails(stages)
 
     @property
     def groups(self) -> Iterator[list[PassGroup]]:
