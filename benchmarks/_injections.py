@@ -240,18 +240,19 @@ class Trained:
 
 def gaps(ledgers: Mapping[str, list[Step]], number: int, since: float) -> Iterator[tuple[float, float]]:
     """Of each worker that ran under the plan before `number` and under it: the seconds between its last step
-    before and its first under it, and those of a normal step under it. `since`: when the fault came."""
+    before and its first under it, and those of a normal step: the lesser of the medians under both plans, since
+    a process that comes back loads its libraries beside steps. `since`: when the fault came."""
     before = max((step.plan for own in ledgers.values() for step in own if step.plan < number), default=0)
     for own in ledgers.values():
         first = next((i for i, step in enumerate(own) if step.plan == number), None)
         if not first or own[0].time > since or own[first - 1].plan != before:
             continue
-        after = [step.time for step in own[first:] if step.plan == number]
-        if len(after) > 2:
-            yield (
-                after[0] - own[first - 1].time,
-                statistics.median(b - a for a, b in itertools.pairwise(after)),
-            )
+        under = [[step.time for step in own if step.plan == plan] for plan in (before, number)]
+        if len(under[1]) > 2:
+            normal = [
+                statistics.median(b - a for a, b in itertools.pairwise(times)) for times in under if times[2:]
+            ]
+            yield under[1][0] - own[first - 1].time, min(normal)
 
 
 def _ledgers(found: Mapping[str, list[Step]]) -> list[ledger.Ledger]:
