@@ -131,7 +131,7 @@ class Leader:
         self.pages = JournalPages(self.journal, clock, times, lambda: self.writer)
         self.stores = BootstrapStores(clock, self.put, self._refusal)
         self.shares = WriteShares(clock)
-        self.restarting = RestartingJobs(state.epoch, clock, self.runner.perform, self.put)
+        self.restarting = RestartingJobs(state.epoch, clock, self.shares.caused, self.runner.perform, self.put)
         self._away_since = self._away_seconds = self._look_at = 0.0
         self._turned_away: set[tuple[str, str]] = set()
         self.changes = ConfigChanges(detect=state.settings.detect, policy=state.settings.policy)
@@ -404,8 +404,6 @@ class Leader:
             return
         if why := self.restarting.attended(node, told):
             self._foreign(node, told, why)
-        else:
-            self.shares.caused(told.job, node)
 
     def _lap(self, node: str, heard: StepTime) -> None:
         """Of a job in restart mode, whose rounds no leader makes."""
@@ -418,8 +416,6 @@ class Leader:
             return
         if why:
             self._foreign(node, heard, why)
-        else:
-            self.shares.caused(heard.by.job, node)
 
     # -- what is shown ---------------------------------------------------------------------------------------
 

@@ -33,6 +33,7 @@ class RestartingJobs:
         self,
         epoch: int,
         clock: Callable[[], float],
+        caused: Callable[[str, str], None],
         perform: Callable[[Iterable[Effect]], None],
         put: Callable[[Asked], None],
     ) -> None:
@@ -40,11 +41,13 @@ class RestartingJobs:
         Args:
             epoch: of the leader.
             clock: monotonic seconds.
+            caused: called with a job and the node whose message about it is taken, before its effects.
             perform: carries effects out.
             put: has a change made in the store.
         """
         self.jobs: dict[str, RestartJob] = {}
         self._epoch, self._clock, self._perform, self._put = epoch, clock, perform, put
+        self._caused = caused
         self._rounds: dict[str, float] = {}  # by job: since when nothing was heard of it
 
     def remember(self, jobs: Iterable[str], ended: Mapping[str, RestartEndRecord]) -> None:
@@ -76,6 +79,7 @@ class RestartingJobs:
         job = self._active(state.job)
         if why := restart_jobs.state_refusal(job, node, state, self._clock()):
             return why
+        self._caused(job.job, node)
         self._go_on(*restart_jobs.attended(job, node, state, self._epoch, self._clock()))
         return ""
 
@@ -84,7 +88,9 @@ class RestartingJobs:
         job = self._active(time.by.job)
         if why := restart_jobs.lap_refusal(job, node, time):
             return why
-        self._go_on(*restart_jobs.lap(job, time, detect, policy, self._epoch, self._clock()))
+        job, effects = restart_jobs.lap(job, time, detect, policy, self._epoch, self._clock())
+        self._caused(job.job, node)
+        self._go_on(job, effects)
         return ""
 
     def stop(self, name: str, by: str, seconds: float) -> tuple[str, ...]:

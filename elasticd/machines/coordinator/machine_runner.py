@@ -4,9 +4,9 @@ How to drive it. Events go in one at a time, each with the machine's clock, whic
 returns the next state and its effects. Effects are carried out in their order, after the step and before the
 next one. None may raise for what the outside does: a node that is gone, a store that is away.
 
-A `Write` is durable before anybody hears of it: its own notes and messages are sent once the store has it, and
-writes reach the store in their order. All other effects may be lost with their leader. Agents repeat what they
-said to the next one, and asks for a plan are made again.
+Writes reach the store in their order. Agents read a write's records there, and its own notes are told once the
+store has it, so that nobody hears of what may be lost. All other effects may be lost with their leader. Agents
+repeat what they said to the next one, and asks for a plan are made again.
 
 An event on which the machine fails changes nothing. Where it is a message of an agent it is dropped; any other
 one ends the leader, rather than have it go on with a state that nobody decided.
