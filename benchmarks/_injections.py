@@ -11,7 +11,7 @@ import signal
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -117,6 +117,16 @@ class Trained:
         victim.kill()
         return now
 
+    def kill_worker_and_launcher(self, node: str) -> float:
+        """No other worker starts there until `launch`; the unix time."""
+        doomed = self.fleet.tree(f"run-{node}")
+        now = time.time()
+        for process in reversed(doomed):
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        self.fleet.processes.pop(f"run-{node}").wait()
+        return now
+
     def freeze_worker(self, node: str) -> float:
         """The unix time at which it stopped."""
         self._frozen[node] = psutil.Process(self.pid(f"{node}/0"))
@@ -132,10 +142,8 @@ class Trained:
         doomed = [process for name in (f"run-{node}", node) for process in self.fleet.tree(name)]
         now = time.time()
         for process in doomed:
-            try:
+            with suppress(psutil.NoSuchProcess):
                 process.kill()
-            except psutil.NoSuchProcess:
-                continue
         for name in (f"run-{node}", node):
             self.fleet.processes.pop(name).wait()
         return now
