@@ -41,10 +41,12 @@ SELDOM = 0.25
 @dataclass
 class Seen:
     """Of every injection, in seconds: until the coordinator knew; the stall of each survivor, the gap between
-    its steps less one normal step; the same at the rejoin, with the bytes that moved then; the normal step."""
+    its steps less one normal step; the same from the fault on, without the part of a step before it that is
+    lost; the stall at the rejoin, with the bytes that moved then; the normal step."""
 
     known: list[float] = field(default_factory=list)
     stalls: list[float] = field(default_factory=list)
+    stalls_since_fault: list[float] = field(default_factory=list)
     joins: list[float] = field(default_factory=list)
     join_bytes: list[int] = field(default_factory=list)
     moved_bytes: list[int] = field(default_factory=list)
@@ -229,8 +231,10 @@ class Trained:
         fences = [event.data["gone"] for event in events if event.kind == "fenced"]
         seen.right += all(gone == [f"{node}/0"] for gone in fences)
         seen.known.append(known.time - killed)
-        for gap, normal in gaps(self.fleet.ledgers(), number, since):
-            seen.stalls.append(gap - normal)
+        fault = killed - time.time() + time.monotonic()
+        for last, first, normal in gaps(self.fleet.ledgers(), number, since):
+            seen.stalls.append(first - last - normal)
+            seen.stalls_since_fault.append(first - max(last, fault) - normal)
             seen.normal.append(normal)
         seen.moved_bytes.append(moved)
         seen.reasons.append(str((job_by(api).get("plan") or {}).get("reason", "")))
@@ -242,14 +246,15 @@ class Trained:
         for event in events:
             if event.kind == "recorded":
                 number = event.data["number"]
-                seen.joins += [gap - normal for gap, normal in gaps(self.fleet.ledgers(), number, since)]
+                steps = gaps(self.fleet.ledgers(), number, since)
+                seen.joins += [first - last - normal for last, first, normal in steps]
                 seen.join_bytes.append(bytes_moved(events, number))
 
 
-def gaps(ledgers: Mapping[str, list[Step]], number: int, since: float) -> Iterator[tuple[float, float]]:
-    """Of each worker that ran under the plan before `number` and under it: the seconds between its last step
-    before and its first under it, and those of a normal step: the lesser of the medians under both plans, since
-    a process that comes back loads its libraries beside steps. `since`: when the fault came."""
+def gaps(ledgers: Mapping[str, list[Step]], number: int, since: float) -> Iterator[tuple[float, float, float]]:
+    """Of each worker that ran under the plan before `number` and under it: the time of its last step before and
+    that of its first under it, and the seconds of a normal step: the lesser of the medians under both plans,
+    since a process that comes back loads its libraries beside steps. `since`: when the fault came."""
     before = max((step.plan for own in ledgers.values() for step in own if step.plan < number), default=0)
     for own in ledgers.values():
         first = next((i for i, step in enumerate(own) if step.plan == number), None)
@@ -260,7 +265,7 @@ def gaps(ledgers: Mapping[str, list[Step]], number: int, since: float) -> Iterat
             normal = [
                 statistics.median(b - a for a, b in itertools.pairwise(times)) for times in under if times[2:]
             ]
-            yield under[1][0] - own[first - 1].time, min(normal)
+            yield own[first - 1].time, under[1][0], min(normal)
 
 
 def _ledgers(found: Mapping[str, list[Step]]) -> list[ledger.Ledger]:

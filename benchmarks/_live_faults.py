@@ -83,11 +83,11 @@ def _stalls(kind: str, beside: str, seen: Seen, ledgers: Mapping[str, Sequence[L
     """The goal holds where nothing starts `beside` the survivors."""
     name = f"elasticd.live, {TITLES[kind]}, 4 ranks{beside}: kill to the next step that counts, less one step"
     most = None if beside else MOST_STALL[kind]
-    if not seen.stalls:
+    if not seen.stalls_since_fault:
         text = "not measured: devices came back within three steps of each death"
         yield row(name, text, "", goal=None if beside else f"<= {most} s", met=None if beside else False)
         return
-    yield from spread(name, seen.stalls, most)
+    yield from spread(name, seen.stalls_since_fault, most)
     if parts := [*_parts(ledgers)]:
         idle, first = (statistics.median(part) for part in zip(*parts, strict=True))
         yield row(f"{name}: from the last step that counts to the next one's first line, median", idle, "s")
