@@ -11,10 +11,9 @@ from _results import Row, row
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from elasticd_planner.layout.launch_order import deadlock, in_one_queue
-
 from tests.accelerators import test_training, vgpu
 from tests.planner.drawn_plans import drawn_plan
+from tests.planner.launch_order import deadlock, in_one_queue
 from tests.planner.test_launches import logs_of
 from tests.runtime import test_engine_parity
 

@@ -31,11 +31,11 @@ from _step_before import instruction_rows
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from elasticd_planner.cost.schedule import passes
-from elasticd_planner.layout.launch_order import deadlock, in_one_queue
 from elasticd_planner.layout.module_order import module_order
 
 from tests.planner import played_modules
 from tests.planner.drawn_modules import ModuleStep, drawn_step, logs
+from tests.planner.launch_order import deadlock, in_one_queue
 from tests.planner.test_module_order import check, check_ahead
 
 #: The last commit whose engine had one module alone.

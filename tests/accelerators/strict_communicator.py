@@ -30,8 +30,9 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
-from elasticd_planner.layout.launch_order import Join, Launch, Operation
 from torch import Tensor
+
+from tests.planner.launch_order import Join, Launch, Operation
 
 T = TypeVar("T")
 

@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 from elasticd_planner.layout.channels import Channel
-from elasticd_planner.layout.launch_order import Join, Launch
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
@@ -34,6 +33,7 @@ from elasticd.runtime.comm.groups import Group, PlanGroups
 from elasticd.runtime.comm.nccl import NcclLibrary
 from tests.accelerators import vgpu
 from tests.accelerators.strict_communicator import Communicator, LaunchLog, Line, Mismatch, Work
+from tests.planner.launch_order import Join, Launch
 
 #: What was wrong with launches, of all communicators of this process.
 wrong: list[str] = []

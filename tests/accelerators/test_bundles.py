@@ -5,8 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from elasticd_planner.layout.launch_order import deadlock
-from elasticd_planner.layout.launches import launches
 from elasticd_planner.layout.layouts import Layouts
 from elasticd_planner.spec.plan import Plan
 
@@ -14,6 +12,8 @@ from elasticd.runtime.accelerator import Accelerator
 from elasticd.runtime.comm.groups import PlanGroups
 from tests.accelerators import vgpu
 from tests.accelerators.strict_process_group import StrictGroups, connected, told
+from tests.planner.launch_order import deadlock
+from tests.planner.launches import launches
 from tests.runtime import gang, test_bundles
 from tests.runtime.bundled import READS, make_recipe
 from tests.runtime.test_engine_parity import plan_of, stage

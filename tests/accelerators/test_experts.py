@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from elasticd_planner.layout.launch_order import deadlock
 from elasticd_planner.layout.layouts import Layouts
 from elasticd_planner.spec.box import Box
 from elasticd_planner.spec.plan import Plan
@@ -23,6 +22,7 @@ from tests.models.mixture import LAYERS, VOCABULARY
 from tests.models.test_balance import one_process
 from tests.models.test_experts import NEAR, PLACED
 from tests.models.texts import Text
+from tests.planner.launch_order import deadlock
 from tests.runtime import gang
 from tests.runtime.test_engine_parity import unpaced
 

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import pytest
-from elasticd_planner.layout.launch_order import deadlock, in_one_queue
 from elasticd_planner.spec.plan import Plan
 
 from elasticd.runtime.accelerator import Accelerator
@@ -15,6 +14,7 @@ from elasticd.runtime.comm.groups import PlanGroups
 from tests import sizes
 from tests.accelerators import vgpu
 from tests.accelerators.strict_process_group import StrictGroups, connected
+from tests.planner.launch_order import deadlock, in_one_queue
 from tests.runtime import drawn_placements, gang, test_modules, test_packed_modules
 
 PLANS = test_modules.PLACEMENTS

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from elasticd_planner.layout.launch_order import Join, Launch, Log, deadlock
 
 from elasticd.runtime.comm.groups import PlanGroups
 from tests.accelerators import vgpu
@@ -22,6 +21,7 @@ from tests.accelerators.strict_communicator import (
     Refused,
     Work,
 )
+from tests.planner.launch_order import Join, Launch, Log, deadlock
 from tests.runtime import gang
 
 #: Seconds until a test believes that something hangs, and that it does not.

@@ -14,8 +14,6 @@ import pytest
 import torch
 from elasticd_planner.layout import channels
 from elasticd_planner.layout.gradient_reduction import reductions
-from elasticd_planner.layout.launch_order import Join, Launch, deadlock, in_one_queue
-from elasticd_planner.layout.launches import launches
 from elasticd_planner.layout.layouts import Layouts
 from elasticd_planner.spec.batch import SequencePiece
 from elasticd_planner.spec.plan import Plan, StatePolicy
@@ -31,6 +29,8 @@ from elasticd.runtime.parallel.packed_row import PackedRow, passing
 from tests import sizes
 from tests.accelerators import vgpu
 from tests.accelerators.strict_process_group import StrictGroups, connected, struck, told
+from tests.planner.launch_order import Join, Launch, deadlock, in_one_queue
+from tests.planner.launches import launches
 from tests.runtime import (
     gang,
     test_context_parallel,

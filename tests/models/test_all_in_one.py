@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from elasticd_planner.layout.launch_order import deadlock, in_one_queue
 from elasticd_planner.layout.layouts import Layouts
 from elasticd_planner.spec.batch import Sampler
 from elasticd_planner.spec.box import Box
@@ -31,6 +30,7 @@ from tests.accelerators.strict_process_group import StrictGroups, connected
 from tests.integration.test_all_in_one import DEVICES, in_one_process
 from tests.integration.train_example import EXAMPLES
 from tests.models.double import DoubleThroughout
+from tests.planner.launch_order import deadlock, in_one_queue
 from tests.runtime import gang
 
 #: How near one process losses and weights are.

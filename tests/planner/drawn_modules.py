@@ -16,7 +16,6 @@ from elasticd_planner.layout.activations import whole
 from elasticd_planner.layout.flows import FlowMessage, flow
 from elasticd_planner.layout.gradient_buckets import Bucket, buckets
 from elasticd_planner.layout.gradient_reduction import reductions
-from elasticd_planner.layout.launch_order import Join, Launch, Operation
 from elasticd_planner.layout.layouts import Layouts
 from elasticd_planner.layout.module_order import ModuleAct, module_order, sum_places
 from elasticd_planner.spec.batch import BatchPlan, BatchRow, SequencePiece, batch_plan, short_batch_plan
@@ -25,6 +24,7 @@ from elasticd_planner.spec.model import ModelSpec
 from elasticd_planner.spec.plan import Edge, ModulePlan, Plan, Stage, Strategy
 
 from tests.planner.drawn_plans import SPEC, drawn_plan
+from tests.planner.launch_order import Join, Launch, Operation
 
 DEVICES = tuple(f"n{node}/{local}" for node in range(4) for local in range(4))
 #: Blocks of the module with the loss, and of modules of items.

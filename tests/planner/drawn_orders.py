@@ -17,8 +17,6 @@ from elasticd_planner.batching.row_balance import pipeline_time
 from elasticd_planner.cost.schedule import passes
 from elasticd_planner.cost.schedule_timeline import pass_times, played_seconds
 from elasticd_planner.layout.flows import borders, stage_flows
-from elasticd_planner.layout.launch_order import Launch
-from elasticd_planner.layout.launches import launches
 from elasticd_planner.layout.layouts import Layouts
 from elasticd_planner.layout.pass_order import acts_of_rows, stage_order
 from elasticd_planner.spec.batch import BatchPlan, BatchRow, SequencePiece, batch_plan
@@ -26,6 +24,8 @@ from elasticd_planner.spec.plan import Pipeline, Plan
 
 from elasticd.runtime.engine.pipeline_stage import all_forward
 from tests.planner.drawn_plans import SPEC, drawn_plan
+from tests.planner.launch_order import Launch
+from tests.planner.launches import launches
 
 RECORDED: dict[str, list[str]] = json.loads(
     (Path(__file__).parent / "recorded" / "drawn_orders.json").read_text()

@@ -7,12 +7,12 @@ from elasticd_planner.layout import channels as module
 from elasticd_planner.layout.channels import Channel, channels, own_sets
 from elasticd_planner.layout.gradient_buckets import buckets, passed_on
 from elasticd_planner.layout.gradient_reduction import reductions
-from elasticd_planner.layout.launch_order import Launch, deadlock
 from elasticd_planner.layout.layouts import Layouts
 from elasticd_planner.spec.model import item_size
 
 from tests import sizes
 from tests.planner.drawn_plans import SPEC, drawn_plan
+from tests.planner.launch_order import Launch, deadlock
 from tests.planner.test_launches import logs_of, plan_of_lanes
 
 

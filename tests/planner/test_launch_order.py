@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import pytest
-from elasticd_planner.layout.launch_order import Join, Launch, Log, Operation, deadlock, in_one_queue
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from tests import sizes
+from tests.planner.launch_order import Join, Launch, Log, Operation, deadlock, in_one_queue
 
 RANKS = ("a", "b", "c")
 

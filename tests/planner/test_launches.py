@@ -7,19 +7,19 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 from elasticd_planner.cost.schedule import passes
-from elasticd_planner.layout import launches as launches_
 from elasticd_planner.layout.channels import channels
 from elasticd_planner.layout.gradient_buckets import buckets
 from elasticd_planner.layout.gradient_reduction import reductions
-from elasticd_planner.layout.launch_order import Join, Launch, Log, deadlock, in_one_queue
-from elasticd_planner.layout.launches import launches
 from elasticd_planner.layout.layouts import Layouts
 from elasticd_planner.spec.batch import BatchPlan, BatchRow, SequencePiece, batch_plan
 from elasticd_planner.spec.plan import ModulePlan, Pipeline, Plan, Stage, Strategy
 
 from tests import sizes
 from tests.migration.plans import with_experts
+from tests.planner import launches as launches_
 from tests.planner.drawn_plans import MIXTURE, SPEC, drawn_plan
+from tests.planner.launch_order import Join, Launch, Log, deadlock, in_one_queue
+from tests.planner.launches import launches
 
 
 def plan_of(seed: int, experts: bool) -> Plan:

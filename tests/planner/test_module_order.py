@@ -13,7 +13,6 @@ import pytest
 from elasticd_planner.cost.schedule import passes
 from elasticd_planner.layout.gradient_buckets import buckets
 from elasticd_planner.layout.gradient_reduction import reductions
-from elasticd_planner.layout.launch_order import Join, Launch, deadlock, in_one_queue
 from elasticd_planner.layout.layouts import Layouts
 from elasticd_planner.layout.message_places import EARLY
 from elasticd_planner.layout.module_order import (
@@ -30,6 +29,7 @@ from elasticd_planner.spec.plan import Plan
 from elasticd_planner.value import Invalid
 
 from tests.planner.drawn_modules import LOSS, ModuleStep, drawn_step, logs, pass_of
+from tests.planner.launch_order import Join, Launch, deadlock, in_one_queue
 from tests.planner.played_modules import ITEMS, best_lead, colocated, microseconds, most_kept, three_phases
 from tests.sizes import number
 

@@ -19,7 +19,6 @@ from elasticd_planner.batching import heads_exchange
 from elasticd_planner.batching.context_exchange import context_exchange
 from elasticd_planner.batching.context_members import ContextMembers, context_members
 from elasticd_planner.layout.channels import Channel
-from elasticd_planner.layout.launch_order import Join, Launch, Operation, deadlock
 from elasticd_planner.spec.batch import MicroBatch
 from elasticd_planner.spec.model import ModelSpec, Units, apportion
 from elasticd_planner.spec.plan import Stage
@@ -35,6 +34,7 @@ from elasticd.runtime.model.validation import ModelError
 from elasticd.runtime.parallel.context_parallel import ContextParallel
 from elasticd.runtime.parallel.packed_row import PackedRow, first_pass, passing, second_pass
 from tests import sizes
+from tests.planner.launch_order import Join, Launch, Operation, deadlock
 from tests.planner.test_context_exchange import SPEC, row_of, stage_of
 from tests.runtime import gang
 

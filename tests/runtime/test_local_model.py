@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from elasticd_planner.layout.launch_order import Launch
-from elasticd_planner.layout.launches import launches
 from elasticd_planner.layout.layouts import Layouts, sections_of
 from elasticd_planner.spec.plan import Plan
 from torch import nn
@@ -19,6 +17,8 @@ from elasticd.runtime.engine.recipe import Recipe
 from elasticd.runtime.model.local_model import local_model
 from tests import sizes
 from tests.planner.drawn_plans import drawn_plan
+from tests.planner.launch_order import Launch
+from tests.planner.launches import launches
 from tests.runtime.test_engine import engine_on
 from tests.runtime.test_engine_parity import BATCH, CONFIG, make_recipe, stage
 

@@ -19,8 +19,6 @@ from elasticd_planner.cost.schedule import Pass
 from elasticd_planner.layout import gradient_reduction
 from elasticd_planner.layout.channels import Channel
 from elasticd_planner.layout.flows import Border
-from elasticd_planner.layout.launch_order import Launch
-from elasticd_planner.layout.launches import launches
 from elasticd_planner.layout.layouts import Layouts
 from elasticd_planner.spec.plan import Plan, StatePolicy
 from torch import Tensor
@@ -42,6 +40,8 @@ from tests import sizes
 from tests.models.layouts import Training
 from tests.models.test_validation import Whole
 from tests.models.test_validation import training as of_odd_modules
+from tests.planner.launch_order import Launch
+from tests.planner.launches import launches
 from tests.runtime.test_engine import Torn, engine_on
 from tests.runtime.test_engine_masked import Masked, mean_loss
 from tests.runtime.test_engine_parity import CONFIG, make_recipe, plan_of, stage

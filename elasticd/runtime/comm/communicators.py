@@ -1,9 +1,10 @@
 """The data plane of one member of a plan: the communicators over which tensors of the model go.
 
-Which there are, and in what order a rank launches on them, follows from the plan: see
-`elasticd_planner.layout.launches`. A communicator carries out a rank's operations one after the other. A
-message has exactly the size of the tensor that receives it, and no tag. These are NCCL's rules, and gloo can
-keep them, too. Votes, headers and other words of the host are no data: they go over `Group`s of the host.
+Which there are follows from the plan (`layout/channels`), and so does the order in which a rank launches on
+them (`layout/pass_order`, `layout/gradient_buckets`). A communicator carries out a rank's operations one after
+the other. A message has exactly the size of the tensor that receives it, and no tag. These are NCCL's rules,
+and gloo can keep them, too. Votes, headers and other words of the host are no data: they go over `Group`s of
+the host.
 
 This file has the seam, and its implementation over gloo. `device_communicators` has the one on a device, whose
 library `nccl` is.

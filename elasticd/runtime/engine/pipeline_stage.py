@@ -22,9 +22,15 @@ from typing import Any
 import torch
 from elasticd_planner.cost.schedule import Pass
 from elasticd_planner.layout.channels import Channel
-from elasticd_planner.layout.launches import sums_wait
 from elasticd_planner.layout.pass_order import AHEAD, Act, acts_of_rows, stage_order
-from elasticd_planner.spec.batch import BatchRow, MicroBatch, SequencePiece, ids_of, passes_of_rows
+from elasticd_planner.spec.batch import (
+    BatchRow,
+    MicroBatch,
+    SequencePiece,
+    ids_of,
+    passes_of_rows,
+    sums_wait,
+)
 from elasticd_planner.spec.item_batch import GroupId, SampleItem
 from elasticd_planner.spec.plan import Plan
 from torch import Tensor

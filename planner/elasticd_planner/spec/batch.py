@@ -101,6 +101,24 @@ def passes_of_rows(
             yield kind, places[row], chunk
 
 
+def sums_wait(rows: Sequence[BatchRow], lane: int, chunks: int) -> bool:
+    """Returns True if a device launches the sums of its gradients after all its passes, and not during the last
+    ones.
+
+    Lanes that share sequences wait for each other in passes, too. At the last stages of a lane whose rows end
+    before those of other lanes, sums would wait for the other lanes' last rows, and these for rows that the
+    earlier stages of the first lane have yet to pass.
+
+    Args:
+        rows: of its pipeline; empty where samples are padded.
+        lane: of the device.
+        chunks: of its stage. An interleaved one has passes of other chunks after the last one of a chunk.
+    """
+    if not rows or all(rows[-1].lanes) or (chunks == 1 and rows[-1].lanes[lane]):
+        return False
+    return any(row.connected(each) for row in rows for each in range(len(row.lanes)))
+
+
 class BatchPlan(Value, frozen=True, kw_only=True, dict=True):
     """The micro-batches of one step under one plan, which has one module (`Plan.view`)."""
 

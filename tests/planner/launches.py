@@ -1,4 +1,4 @@
-"""The data plane of a plan: its communicators, and the order in which each rank launches on them in a step.
+"""The launches of each rank in a step, on the communicators of its plan.
 
 Tensors of the model go over communicators: one for each TP group, one for each set of devices that reduce
 gradients together, one for each direction between two devices of neighbouring stages, and under ZeRO one of all
@@ -6,8 +6,8 @@ members, over which they deliver values to each other in rounds. Devices of a st
 more, for keys of sequences that are cut over lanes, and one where the lanes share experts. A communicator
 carries out the operations of a rank one after the other, as NCCL does: messages have no tags, and a receive
 takes the next message of exactly its size. So all members of a communicator must launch the same operations in
-the same order. `launches` derives that order from the plan and the batch; the runtime launches in it, and
-`deadlock(launches(...))` says whether it can be carried out at all, whatever the timing.
+the same order. `launches` derives that order from the plan and the batch; tests compare it with what the
+runtime launches, and `deadlock(launches(...))` says whether it can be carried out at all, whatever the timing.
 
 The order can also be carried out in one queue (`launch_order.in_one_queue`), where each rank's operations and
 passes run strictly one after the other. Each stage has its part of one order of the passes and messages of its
@@ -33,28 +33,11 @@ from elasticd_planner.layout.gradient_reduction import (
     reductions,
     values_back,
 )
-from elasticd_planner.layout.launch_order import Join, Launch, Operation
 from elasticd_planner.layout.layouts import Layouts
 from elasticd_planner.layout.pass_order import Act, Schedule, acts_of_rows, stage_order
-from elasticd_planner.spec.batch import BatchPlan, BatchRow
+from elasticd_planner.spec.batch import BatchPlan, sums_wait
 
-
-def sums_wait(rows: Sequence[BatchRow], lane: int, chunks: int) -> bool:
-    """Returns True if a device launches the sums of its gradients after all its passes, and not during the last
-    ones.
-
-    Lanes that share sequences wait for each other in passes, too. At the last stages of a lane whose rows end
-    before those of other lanes, sums would wait for the other lanes' last rows, and these for rows that the
-    earlier stages of the first lane have yet to pass.
-
-    Args:
-        rows: of its pipeline; empty where samples are padded.
-        lane: of the device.
-        chunks: of its stage. An interleaved one has passes of other chunks after the last one of a chunk.
-    """
-    if not rows or all(rows[-1].lanes) or (chunks == 1 and rows[-1].lanes[lane]):
-        return False
-    return any(row.connected(each) for row in rows for each in range(len(row.lanes)))
+from tests.planner.launch_order import Join, Launch, Operation
 
 
 def launches(
