@@ -13,8 +13,8 @@ from _injections import Trained, training
 from _results import Row, row
 
 from elasticd.coordinator.events.event_log import EventRecord
-from elasticd.testing.script_faults import Place, Planted, plant, taken, withdraw
 from elasticd.testing.waiting import until
+from tests.soak.script_faults import Place, Planted, plant, taken, withdraw
 
 #: Seconds of a hang: several times what may pass until it is known.
 HANG = 8.0

@@ -1,6 +1,6 @@
 """A worker that trains as the tests' one does, and in whose own code faults can be planted by file: its loss,
 its dataset, the measure of its evaluations and the body of its loop look for them
-(`elasticd.testing.script_faults`).
+(`tests.soak.script_faults`).
 
 `_train_planted.py FOLDER STEPS OPTIONS`; `evaluate` among the options: steps between two evaluations.
 """
@@ -19,8 +19,8 @@ import torch
 
 import elasticd
 from elasticd.models import Decoder, next_token_loss
-from elasticd.testing.script_faults import Finder
 from tests.integration import train
+from tests.soak.script_faults import Finder
 
 
 class Text(train.Text):

@@ -28,9 +28,8 @@ _OF_PEERS = re.compile(
     r"ncclRemoteError|Connection reset by peer|Broken pipe|TCPStore"
 )
 
-#: How exceptions of elasticd's begin that refuse no script: another rank was lost; a node reads no sample; one
-#: planted by a test is the script's own.
-_OF_FAULTS = ("elasticd.runtime.comm.", "elasticd.runtime.data.prefetch.", "elasticd.testing.")
+#: How exceptions of elasticd's begin that refuse no script: another rank was lost; a node reads no sample.
+_OF_FAULTS = ("elasticd.runtime.comm.", "elasticd.runtime.data.prefetch.")
 
 
 def failure_of(stderr: str, code: int, refusal: str = "", stop: str = "") -> WorkerFailure:

@@ -9,8 +9,8 @@ import pytest
 
 from elasticd.chaos.faults import Fault
 from elasticd.coordinator.api_types import JobStatus
-from elasticd.testing.chaos_cluster import ChaosCluster
-from elasticd.testing.fault_player import FaultPlayer, LedgerSteps
+from tests.soak.chaos_cluster import ChaosCluster
+from tests.soak.fault_player import FaultPlayer, LedgerSteps
 
 
 class Alone:

@@ -10,9 +10,10 @@ from elasticd_planner.value import Invalid
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elasticd.chaos.faults import ENDINGS, REAL, WAYS, Fault, Faults
+from elasticd.chaos.faults import ENDINGS, REAL, WAYS, Fault
 from tests.chaos.test_soak import FIXED
 from tests.sizes import examples
+from tests.soak.fault_script import Faults
 from tests.soak.random_faults import LIVE_WEIGHTS, WEIGHTS, Soaking, draw
 
 DEVICES = ("alpha/0", "alpha/1", "beta/0", "beta/1")

@@ -5,11 +5,11 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from elasticd.chaos.faults import Faults
 from elasticd.records import DoneRecord, Fence, MemberRecord, PlanRecord, Proposal, encode
 from elasticd.simulator.run import Simulation
 from elasticd.store.memory import MemoryStore
 from elasticd.store.protocol import WatchEvent
+from tests.soak.fault_script import Faults
 from tests.soak.history import History, JobHistory, unrecorded
 from tests.soak.simulated import KEYS, cluster, play, scenario
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from elasticd.records import Fence
-from elasticd.testing.fault_player import Pause
+from tests.soak.fault_player import Pause
 
 PAUSE = Pause(device="alpha/0", incarnation="i", until=100.0, fences=1)
 BEFORE = Fence(number=1, epoch=1, gone={"alpha/0": "i"}, reason="before")

@@ -12,8 +12,8 @@ from typing import cast
 import pytest
 
 from elasticd.chaos.faults import Fault
-from elasticd.testing.network_cut import NetworkCut
 from elasticd.testing.network_namespaces import Namespaces
+from tests.soak.network_cut import NetworkCut
 
 #: Listens at each node's; connects to the port that it is told, and says when that connection ends.
 _WORKER = """

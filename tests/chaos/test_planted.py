@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticd.testing.script_faults import Finder, Injected, Planted, hold_lock, plant, taken, withdraw
+from tests.soak.script_faults import Finder, Injected, Planted, hold_lock, plant, taken, withdraw
 
 
 def finder(folder: Path, device: str = "alpha/0") -> Finder:

@@ -7,12 +7,12 @@ from collections.abc import Callable
 
 import pytest
 
-from elasticd.chaos.faults import Faults
 from elasticd.coordinator.commands import Commands
 from elasticd.coordinator.events.trusted_time import ReadTimes
 from elasticd.simulator.planning import Planner
 from elasticd.simulator.run import Simulation
 from tests import sizes
+from tests.soak.fault_script import Faults
 from tests.soak.random_faults import Soaking, draw
 from tests.soak.simulated import TIMES, Play, cluster, play, plays, scenario
 

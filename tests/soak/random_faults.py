@@ -9,7 +9,8 @@ import numpy as np
 from elasticd_planner.spec.cluster import node_of
 from elasticd_planner.value import Value, refuse
 
-from elasticd.chaos.faults import WAYS, Faults
+from elasticd.chaos.faults import WAYS
+from tests.soak.fault_script import Faults
 
 #: How often each kind is drawn, beside the others.
 WEIGHTS: dict[str, float] = {

@@ -24,7 +24,6 @@ import msgspec
 import numpy as np
 from elasticd_planner.value import Value
 
-from elasticd.chaos.faults import Faults
 from elasticd.simulator.planning import Planner
 from elasticd.simulator.run import KEYS, Simulation
 from elasticd.simulator.scenarios.model_shapes import Shapes
@@ -32,6 +31,7 @@ from elasticd.simulator.scenarios.scenario import ClusterShape, ItemModule, Scen
 from elasticd.store.memory import MemoryStore
 from elasticd.store.protocol import WatchEvent, WatchItem
 from tests.soak.deciding import Deciding
+from tests.soak.fault_script import Faults
 from tests.soak.faulty_store import StoreFaults
 from tests.soak.history import History
 from tests.soak.random_faults import ITEM_WEIGHTS, WEIGHTS, Soaking, draw

@@ -23,14 +23,14 @@ import msgspec
 from elasticd_planner.spec.batch import Sampler
 from elasticd_planner.value import Value
 
-from elasticd.chaos.faults import Faults
 from elasticd.store.protocol import WatchEvent
 from elasticd.system.child_processes import ProcessError, Processes
-from elasticd.testing.chaos_cluster import JOB, ChaosCluster, Shape
-from elasticd.testing.fault_player import FaultPlayer, LedgerSteps, Played, StandsStill
 from elasticd.testing.network_namespaces import refusal
 from elasticd.testing.waiting import until
 from tests.soak import ledger
+from tests.soak.chaos_cluster import JOB, ChaosCluster, Shape
+from tests.soak.fault_player import FaultPlayer, LedgerSteps, Played, StandsStill
+from tests.soak.fault_script import Faults
 from tests.soak.history import History, JobHistory
 from tests.soak.random_faults import LIVE_WEIGHTS, Soaking, draw
 

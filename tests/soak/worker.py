@@ -5,7 +5,7 @@
 
 Every rank writes every step that it was given, to FOLDER/ledger-DEVICE-PID.jsonl: `elasticd.chaos` reads them
 together. With --plain one process of plain torch makes the same updates: what all layouts are compared with.
-It looks for faults of the user's code in FOLDER (`elasticd.testing.script_faults`): in its loss, its dataset
+It looks for faults of the user's code in FOLDER (`tests.soak.script_faults`): in its loss, its dataset
 and the body of its loop. With --modules the model has two modules, an encoder of images beside a decoder: the
 planner places both. With --experts it is a mixture of experts, in micro-batches so large that devices form TP
 groups, in which the planner places the experts by their load. In float64 sums taken in another order stay far
@@ -37,9 +37,9 @@ from elasticd.runtime.data.options import DataOptions
 from elasticd.runtime.data.packing import Packing
 from elasticd.runtime.engine.parallelism import ParallelismOptions
 from elasticd.runtime.model.model import Model
-from elasticd.testing.script_faults import Finder
 from tests.models import mixture
 from tests.runtime.image_model import Captions, OneProcess, language_sections, model_of, vision_sections
+from tests.soak.script_faults import Finder
 
 CONFIG = DecoderConfig(vocabulary=32, width=16, layers=4, heads=4, kv_heads=2, hidden=24, dtype=torch.float64)
 BATCH, SEED, CLIP = 8, 5, 1.0

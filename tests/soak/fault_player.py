@@ -20,10 +20,10 @@ from elasticd.coordinator.api_types import JobStatus
 from elasticd.machines.job.copies.holdings import lost_boxes
 from elasticd.records import Fence, MeshJobSpec, decode, decode_spec
 from elasticd.system.child_processes import ProcessError
-from elasticd.testing.chaos_cluster import JOB, ChaosCluster
 from elasticd.testing.cluster import TIMEOUT_SECONDS
-from elasticd.testing.network_cut import NetworkCut, pair_of
-from elasticd.testing.script_faults import Place, Planted, plant, taken, withdraw
+from tests.soak.chaos_cluster import JOB, ChaosCluster
+from tests.soak.network_cut import NetworkCut, pair_of
+from tests.soak.script_faults import Place, Planted, plant, taken, withdraw
 
 #: What a real cluster can be done; a partition needs its network, a shift a dataset of its own.
 KINDS = (
