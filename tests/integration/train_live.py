@@ -105,6 +105,8 @@ def build_of(
     def build(mesh: Any) -> State:
         model = Net().double()
         for name, block in [*model.blocks.named_children()]:
+            if kind == "tp":  # its names are those of the block itself
+                parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
             if recomputed:
                 block = checkpoint_wrapper(block)
             if compiled:
@@ -112,9 +114,6 @@ def build_of(
             model.blocks.register_module(name, block)
         if kind == "ddp":
             return state_of(nn.parallel.DistributedDataParallel(model), rate)
-        if kind == "tp":
-            for block in model.blocks:
-                parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
         over = mesh["dp"] if kind == "tp" else mesh
         for block in model.blocks:
             fully_shard(block, mesh=over, **policy())

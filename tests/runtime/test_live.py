@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import pickle
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -187,6 +188,50 @@ def test_a_step_that_is_not_entered_is_refused() -> None:
             pass
 
 
+def test_a_step_that_is_entered_within_itself_is_refused() -> None:
+    def script() -> None:
+        for step in loop(build_of("ddp")):
+            with step, step:
+                pass
+
+    with pytest.raises(RuntimeError, match="step 0 is entered already"):
+        script()
+
+
+def test_what_gives_wrong_gradients_or_no_total_is_said_once(caplog: Any) -> None:
+    for step in loop(build_of("ddp")):
+        step._scale = 1.1  # as if another rank had fewer samples
+        with step:
+            loss = loss_of(step.state.model, step.data)
+            (loss * (step.scale if step.index == 3 else 1.0)).backward()
+            step.state.optimizer.step()
+            if step.index:
+                step.loss = loss
+    said_once = [each.getMessage() for each in caplog.records if each.name.endswith("live_loop")]
+    assert len(said_once) == 2, said_once
+    assert "Multiply the loss with it before backward()" in said_once[0]
+    assert "set it before optimizer.step()" in said_once[1]
+
+
+def test_an_optimizer_may_have_others_make_its_update() -> None:
+    class Both(torch.optim.Optimizer):
+        def __init__(self, params: Any) -> None:
+            super().__init__(params, {})
+            self.inner = torch.optim.SGD(self.param_groups[0]["params"], lr=0.1)
+
+        def step(self, closure: Any = None) -> None:
+            self.inner.step()
+
+    for step in loop(stepped_by(Both), data=None, steps=2):
+        with step:
+            weight = step.state.model.weight
+            before = weight.detach().clone()
+            step.state.model(torch.ones(1, 4)).sum().backward()
+            step.state.optimizer.step()
+            assert step.updated
+            assert not torch.equal(weight, before)
+
+
 # -- a vote that this rank does not hear -----------------------------------------------------------------------
 
 
@@ -348,6 +393,15 @@ def test_a_skipped_update_whose_vote_is_lost_comes_again_with_scaler_and_schedul
     assert scales == [(1024.0, 1), (1024.0, 1), (512.0, 2)]
 
 
+def test_total_is_that_of_a_vote_which_another_rank_heard() -> None:
+    """A scheduler that goes by the loss moves alike on all ranks."""
+    totals = []
+    for step in unheard(loop(build_of("ddp"), steps=2), 1, lambda: heard(1)):
+        with step:
+            train(step, lambda step=step: totals.append(step.total))
+    assert totals[1] == 1.0
+
+
 class Count:
     number = 0
 
@@ -420,6 +474,25 @@ def test_a_collective_that_fails_after_the_update_ends_no_step(at: str, monkeypa
     assert before
 
 
+def test_an_error_of_what_a_failed_collective_left_ends_no_step(monkeypatch: Any) -> None:
+    """As of reading an object that another rank did not send. The fence comes after it."""
+    monkeypatch.setattr(Work, "wait", gone)
+    running, made = loop(build_of("ddp")), []
+    for step in running:
+        with step:
+            train(step)
+            if step.index == 1:
+                Work.wait(Gone(torch.ones(2)))
+                groups = step.copy.plan_groups
+                threading.Timer(0.05, lambda groups=groups: setattr(groups, "dead", True)).start()
+                pickle.loads(b"")
+        made.append(step.made)
+        if step.index == 1:
+            groups.dead = False
+    assert made == [True] * STEPS
+    same_as_plain_torch(running, STEPS)
+
+
 def test_a_body_that_breaks_off_before_its_scheduler_is_torn(monkeypatch: Any) -> None:
     running, made = loop(build_of("ddp")), []
     monkeypatch.setattr(running._switcher, "peers_lost", lambda error: setattr(running, "_exit", JobOver("")))
@@ -471,7 +544,18 @@ def schedules_after_the_with(step: LoopStep) -> None:
     step.state.scheduler.step()
 
 
+def steps_by_another_optimizer(step: LoopStep) -> None:
+    other = torch.optim.SGD(step.state.model.parameters(), lr=0.1)
+    with step:
+        loss_of(step.state.model, step.data).backward()
+        other.step()
+
+
 BODIES = {
+    "an optimizer that the state lacks": (
+        steps_by_another_optimizer,
+        "SGD steps on .*give State those that step",
+    ),
     "gradients for a later body": (keeps_gradients, "micro-batches"),
     "a closure": (steps_with_a_closure, r"step\(\) without one"),
     "an update within backward": (steps_within_backward, r"after backward\(\)"),
@@ -734,6 +818,20 @@ def test_the_groups_of_a_world_are_let_go_once_no_module_holds_them() -> None:
     in_world(work)
 
 
+def test_the_groups_of_a_world_are_kept_while_it_is_torchs() -> None:
+    """A rank that was given up stands by with the last one: later its main thread would destroy them."""
+
+    def work(first: World) -> None:
+        parked = first.groups.park()
+        parked.join(0.5)
+        assert parked.is_alive()
+        first.leave()
+        parked.join(30)
+        assert not parked.is_alive()
+
+    in_world(work)
+
+
 # -- refusals ------------------------------------------------------------------------------------------------
 
 
@@ -878,6 +976,30 @@ class Loader:
         pass
 
 
+class WithExtra(nn.Linear):
+    def get_extra_state(self) -> Any:
+        return {"scale": 1.0}
+
+    def set_extra_state(self, state: Any) -> None:
+        pass
+
+
+class Wrapped(torch.optim.Optimizer):
+    """As libraries wrap optimizers: it has the attributes of another one."""
+
+    def __init__(self, params: Any) -> None:
+        self.inner = torch.optim.SGD(params, lr=0.1)
+        self.defaults = self.inner.defaults
+
+    @property
+    def param_groups(self) -> Any:
+        return self.inner.param_groups
+
+    @property
+    def state(self) -> Any:
+        return self.inner.state
+
+
 def on(device: str) -> Callable[[Any], State]:
     return lambda mesh: linear(mesh, model=nn.Linear(2, 2, device=device))
 
@@ -932,6 +1054,9 @@ REFUSED = {
         {},
         "Aside goes on otherwise",
     ),
+    "a wrapper": (stepped_by(Wrapped), {}, "Wrapped wraps another optimizer: .* the one that steps"),
+    "extra state": (lambda mesh: linear(mesh, model=WithExtra(2, 2)), {}, r"WithExtra.*keep it in buffers"),
+    "a lazy module": (normed(nn.LazyLinear(2)), {}, "1 .LazyLinear. .*without shapes: .*forward pass"),
     "extra": (lambda mesh: linear(mesh, extra={"sampler": 3}), {}, "without state_dict"),
 }
 

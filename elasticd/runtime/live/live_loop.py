@@ -14,6 +14,7 @@ elasticd cuts: here the plan's copy is a `LiveCopy`, and a recovery calls the sc
 from __future__ import annotations
 
 import logging
+import math
 import time
 import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -44,7 +45,11 @@ from elasticd.runtime.live.live_copy import LiveCopy
 from elasticd.runtime.live.live_state import LiveRefusal, SmallState
 from elasticd.runtime.live.loop_step import LoopStep, counts_of
 from elasticd.runtime.live.moves import LiveMoves
-from elasticd.runtime.live.refusals import refuse_kept_gradients, refuse_later_moves
+from elasticd.runtime.live.refusals import (
+    refuse_another_optimizer,
+    refuse_kept_gradients,
+    refuse_later_moves,
+)
 from elasticd.runtime.snapshot.snapshotter import Snapshotter
 from elasticd.runtime.switch.switcher import Switcher
 from elasticd.runtime.telemetry.emulation import SpeedEmulator
@@ -107,6 +112,7 @@ class LiveLoop:
         self._last: tuple[int, Vote] | None = None
         self._taken = False
         self._told_of: set[str] = set()  # that the log has a line of
+        self._updating: torch.optim.Optimizer | None = None  # of the state, within its `step()`
         self._usual: list[bool] | None = None  # of schedulers and average: they moved in the last body
         #: How this rank's part in the job ended, within the body of a step: the loop raises it.
         self._exit: JobOver | SystemExit | None = None
@@ -268,8 +274,10 @@ class LiveLoop:
     # -- a step ------------------------------------------------------------------------------------------------
 
     def _enter(self, step: LoopStep) -> None:
-        if step is not self._step or step.closed:
-            raise RuntimeError(f"step {step.index} is over: enter each step once, in the loop that gave it")
+        if step is not self._step or step.closed or step.small is not None:
+            state = "over" if step.closed or step is not self._step else "entered already"
+            raise RuntimeError(f"step {step.index} is {state}: enter each step once, in the loop that gave it")
+        self._updating = None
         self._where.begin(step.index, step.copy.plan.number)
         assert step.copy.tensors is not None
         step.small = SmallState(step.copy.tensors)
@@ -303,6 +311,7 @@ class LiveLoop:
                 return True
             log.warning("a collective ended the body of step %d after its update: %s", step.index, fault)
         step.copy.torn, step.made = False, True
+        self._warn_of(step)
         if step.stepped:  # a scaler that leaves an update out may leave those of schedulers out, too
             self._usual = self._moved(step)
         step.counts = counts_of(step.state)
@@ -311,6 +320,19 @@ class LiveLoop:
         self._committed(step, took)
         self._garbage.stepped(step.copy.built_for, step.index)
         return error is not None
+
+    def _warn_of(self, step: LoopStep) -> None:
+        """Says once what a body does that gives wrong gradients, or a total of NaN, and no error."""
+        if step.stepped and step.unscaled:
+            self._say_once(
+                "ranks have unlike numbers of samples, and the body of a step did not ask for step.scale: its "
+                "gradients are not the mean over all samples. Multiply the loss with it before backward()"
+            )
+        if step.loss is not None and not step.loss_known:
+            self._say_once(
+                "step.loss was set after the vote of a step, and step.total is NaN: set it before "
+                "optimizer.step()"
+            )
 
     def _moved(self, step: LoopStep) -> list[bool]:
         """Of each scheduler, and of the average, whether it moved in this body."""
@@ -331,7 +353,8 @@ class LiveLoop:
         fault = lost_within(error, interrupted=copy.interrupted and (broken or not late))
         if fault is None and _of_a_collective(error):
             return PeerLost(str(error).splitlines()[0])
-        if fault is None and isinstance(error, RuntimeError) and not late:
+        # Of zeros in place of a failed collective's result any error may come, as of reading an object.
+        if fault is None and (broken or (isinstance(error, RuntimeError) and not late)):
             deadline = time.monotonic() + _FAULT_SECONDS
             while not copy.interrupted and time.monotonic() < deadline:
                 time.sleep(0.001)
@@ -340,7 +363,11 @@ class LiveLoop:
 
     def _before_update(self, optimizer: torch.optim.Optimizer, args: Any, options: Any) -> None:
         step = self._step
-        if step is None or step.closed or not any(optimizer is each for each in step.state.optimizers):
+        if step is None or step.closed:
+            return
+        if not any(optimizer is each for each in step.state.optimizers):
+            if self._updating is None:  # else one of the state's has it make its update
+                refuse_another_optimizer(optimizer, step)
             return
         if next((each for each in (*args[1:], options.get("closure")) if callable(each)), None) is not None:
             raise LiveRefusal(
@@ -365,6 +392,7 @@ class LiveLoop:
             )
         if not step.decided:
             self._vote(step)
+        self._updating = optimizer
 
     def _say_once(self, text: str) -> None:
         if text not in self._told_of:
@@ -372,6 +400,8 @@ class LiveLoop:
             log.warning("%s", text)
 
     def _after_update(self, optimizer: torch.optim.Optimizer, args: Any, options: Any) -> None:
+        if optimizer is self._updating:
+            self._updating = None
         if self._step is not None:
             self._step.stepped.add(id(optimizer))
 
@@ -401,6 +431,7 @@ class LiveLoop:
         self._seconds = max(1e-9, until - self._began - (waited - self._waited))
         self._pace(len(step.indices))
         loss, count = step.terms
+        step.loss_known = step.loss is not None
         record = RankRecord(
             step=step.index,
             prepared=switcher.prepared(),
@@ -424,6 +455,7 @@ class LiveLoop:
         except (PeerLost, Cancelled, RuntimeError) as error:
             step.lost, step.told = error, True
             vote = self._outcome(step, error)
+            step.total = math.nan if vote.loss is None else vote.loss
             self._last = copy.plan.number, vote
         else:
             step.outcome, vote = outcome, outcome.vote

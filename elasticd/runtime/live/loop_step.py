@@ -32,7 +32,7 @@ class LoopStep:
         loss: the mean over this rank's samples (or tokens, after `scale_of`), for `total`; the script sets it
             before its optimizer steps. None: it is not known.
         total: the mean over all samples of the step, from the vote on; NaN: a rank's loss was not known, or
-            another rank's vote decided the step.
+            this rank did not hear the vote of the job's last step.
         made: the body is over, and the step counts. Code after the `with` runs for a try that was lost, too.
     """
 
@@ -49,9 +49,11 @@ class LoopStep:
         self._state: State | None = copy.user
         self.indices = dealt(copy.plan, samples)[copy.plan.lane_of[copy.device]]
         self.everything = samples
-        self.scale = len(copy.plan.lanes) * len(self.indices) / len(samples)
+        self._scale = len(copy.plan.lanes) * len(self.indices) / len(samples)
+        self._scaled = False  # the script asked for it
         self.loss: torch.Tensor | float | None = None
         self.total = math.nan
+        self.loss_known = False  # in its vote
         self.outcome: StepOutcome | None = None  # of its vote
         self.decided = False  # the update is to be made: a vote was heard here, or by another rank
         self.made = self.closed = False  # closed: the body is over
@@ -75,6 +77,17 @@ class LoopStep:
             raise RuntimeError(f"step {self.index} is over: use the state of the step that the loop gave last")
         return self._state
 
+    @property
+    def scale(self) -> float:
+        """See the class."""
+        self._scaled = True
+        return self._scale
+
+    @property
+    def unscaled(self) -> bool:
+        """True if the script did not ask for a scale that is not 1."""
+        return not self._scaled and self._scale != 1.0
+
     def let_go(self) -> None:
         """The loop goes on: a step that the script still has keeps no state alive."""
         del self.copy
@@ -90,7 +103,7 @@ class LoopStep:
         """The scale of a mean over this rank's tokens, where samples have unlike numbers of them: ranks x own
         tokens / tokens of the step, ranks of one TP group counted once. Call it on every rank, before the first
         `optimizer.step()` of the body."""
-        self._weight, plan = float(tokens), self.copy.plan
+        self._weight, plan, self._scaled = float(tokens), self.copy.plan, True
         everyone = self.copy.everyone.all_gather(torch.tensor([self.terms[1]], dtype=torch.float64))
         ranks = sum(_first_of_tp(plan, member) for member in plan.members)
         return ranks * float(tokens) / float(everyone.sum())

@@ -60,6 +60,16 @@ def _refuse_modules(model: nn.Module) -> None:
             )
         if kind.__module__.startswith("torch.distributed.pipelining"):
             raise LiveRefusal(f"{name or 'the model'} ({kind.__name__}) is a stage of a pipeline: {PIPELINES}")
+        if kind.get_extra_state is not nn.Module.get_extra_state:
+            raise LiveRefusal(
+                f"{name or 'the model'} ({kind.__name__}) has get_extra_state(), whose state no box of a "
+                "tensor holds: keep it in buffers, or in an object that State(extra={...}) has"
+            )
+        if any(nn.parameter.is_lazy(each) for each in module.parameters(recurse=False)):
+            raise LiveRefusal(
+                f"{name or 'the model'} ({kind.__name__}) has parameters without shapes: let `build` make a "
+                "forward pass with it, before wrappers and optimizers"
+            )
         if isinstance(module, _STATISTICS) and module.track_running_stats:
             raise LiveRefusal(
                 f"{name} ({kind.__name__}) keeps statistics of its own rank's samples, which no other mesh "
@@ -81,6 +91,10 @@ def _refuse_modules(model: nn.Module) -> None:
 def _refuse_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """Refuses one whose steps on a part of a parameter are not those on the whole."""
     kind = type(optimizer)
+    if not {"param_groups", "state", "defaults"} <= vars(optimizer).keys():
+        raise LiveRefusal(
+            f"{kind.__name__} wraps another optimizer: give State(optimizer=...) the one that steps"
+        )
     if kind.__module__.startswith("torch.distributed"):
         raise LiveRefusal(
             f"{kind.__name__} keeps state by rank, which no other number of ranks has: use fully_shard, which "
@@ -113,6 +127,22 @@ def _copied(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) ->
     anew.state = defaultdict(dict)
     anew.param_groups = [{**settings, "params": parameters}]
     return anew
+
+
+def refuse_another_optimizer(optimizer: torch.optim.Optimizer, step: LoopStep) -> None:
+    """Refuses an update of the state's parameters by an optimizer that the state does not have: no vote comes
+    before it, and its moments move with no switch.
+
+    Raises:
+        LiveRefusal: with what to do instead.
+    """
+    known = {id(parameter) for parameter in step.state.model.parameters()}
+    if any(id(parameter) in known for group in optimizer.param_groups for parameter in group["params"]):
+        raise LiveRefusal(
+            f"{type(optimizer).__name__} steps on parameters of State(model=...), and State(optimizer=...) "
+            "does not have it: make all optimizers in `build`, and give State those that step, not what wraps "
+            "them"
+        )
 
 
 def refuse_later_moves(step: LoopStep) -> None:

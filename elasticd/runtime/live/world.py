@@ -153,8 +153,9 @@ class World:
     def join(self) -> None:
         """Returns when nothing holds its process groups any more. The thread that lets its plan's groups go
         calls it, once no plan has this world."""
-        if self.entered:  # until the process ends
-            return
+        while self.entered:  # a rank that was given up stands by with its last world
+            if _over.wait(jittered(_LOOK_SECONDS)):
+                return
         self._kept = self._default = self._connected = None
         deadline = time.monotonic() + _HELD_SECONDS
         while any(group() is not None for group in self._process_groups) and time.monotonic() < deadline:
