@@ -35,6 +35,12 @@ def entries(cluster: Cluster) -> dict[str, list[list[Any]]]:
     }
 
 
+def tries(cluster: Cluster) -> list[tuple[int, int, tuple[int, ...]]]:
+    """Of a device that is to die: each step that it began, the number of its plan, and its samples."""
+    lines = [line for path in cluster.folder.glob("tries-*") for line in path.read_text().splitlines()]
+    return [(step, plan, tuple(samples)) for step, plan, samples in map(json.loads, lines)]
+
+
 def differences(
     cluster: Cluster, kind: str, steps: int, first: int = 0, rate: float = RATE
 ) -> tuple[float, float]:
@@ -72,12 +78,13 @@ def check(
     of_losses, of_weights = differences(cluster, kind, steps, first, rate)
     assert of_losses <= loss_apart
     assert of_weights <= apart
-    made = entries(cluster)
+    shares = [(row[0], row[3], tuple(row[2])) for rows in entries(cluster).values() for row in rows]
+    shares += tries(cluster)
     sampler = Sampler(size=100, global_batch=BATCH, seed=SEED)
     for step in range(first, steps):
-        newest = max((row[3] for rows in made.values() for row in rows if row[0] == step), default=0)
-        shares = {tuple(r[2]) for rows in made.values() for r in rows if r[0] == step and r[3] == newest}
-        assert sorted(i for share in shares for i in share) == sorted(sampler.samples(step)), step
+        newest = max((plan for index, plan, _ in shares if index == step), default=0)
+        taken = {share for index, plan, share in shares if (index, plan) == (step, newest)}
+        assert sorted(i for share in taken for i in share) == sorted(sampler.samples(step)), step
 
 
 def members_of(cluster: Cluster) -> int:
