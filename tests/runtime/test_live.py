@@ -493,12 +493,89 @@ def test_an_error_of_what_a_failed_collective_left_ends_no_step(monkeypatch: Any
     same_as_plain_torch(running, STEPS)
 
 
-def test_a_body_that_breaks_off_before_its_scheduler_is_torn(monkeypatch: Any) -> None:
-    running, made = loop(build_of("ddp")), []
+def complete(mesh: Any) -> State:
+    """A scheduler, an average and a scaler that move in each body."""
+    state = build_of("ddp")(mesh)
+    return dataclasses.replace(
+        state,
+        scheduler=torch.optim.lr_scheduler.ChainedScheduler([state.scheduler]),
+        ema=torch.optim.swa_utils.AveragedModel(state.model.module),
+        scaler=torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=3),
+    )
+
+
+def test_what_moves_in_each_body_moves_for_one_that_breaks_off_after_its_update() -> None:
+    """A rank whose body came to its end has it."""
+
+    def results(breaks: bool) -> list[Any]:
+        for step in loop(complete):
+            with step:
+                state = step.state
+                loss = loss_of(state.model, step.data)
+                state.scaler.scale(loss * step.scale).backward()
+                state.scaler.step(state.optimizer)
+                if breaks and step.index == STEPS - 1:
+                    gone()
+                state.scheduler.step()
+                state.ema.update_parameters(state.model.module)
+                state.scaler.update()
+                state.optimizer.zero_grad()
+            assert step.made
+        scaler, (rate,) = state.scaler.state_dict(), state.scheduler.get_last_lr()
+        average = [*state.ema.parameters()]
+        if (left := world.current()) is not None:
+            left.end()
+        return [scaler, rate, int(state.ema.n_averaged), *(each.sum().item() for each in average)]
+
+    assert results(breaks=True) == results(breaks=False)
+
+
+def moves_now_and_then(step: LoopStep) -> None:
+    if step.index == 1:
+        step.state.scheduler.step()
+
+
+def moves_with_the_loss(step: LoopStep) -> None:
+    step.state.scheduler.step(1.0)
+
+
+@pytest.mark.parametrize(("moves", "at"), [(moves_now_and_then, 2), (moves_with_the_loss, 2), (train, 0)])
+def test_a_body_that_breaks_off_is_torn_where_it_is_not_known_what_it_owes(
+    moves: Callable[[LoopStep], None], at: int, monkeypatch: Any
+) -> None:
+    def build(mesh: Any) -> State:
+        state = build_of("ddp")(mesh)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(state.optimizer)
+        return dataclasses.replace(state, scheduler=plateau) if moves is moves_with_the_loss else state
+
+    running, made = loop(build), []
     monkeypatch.setattr(running._switcher, "peers_lost", lambda error: setattr(running, "_exit", JobOver("")))
     for step in running:
         with step:
-            train(step, gone if step.index == 2 else lambda: None)
+            if moves is train:
+                train(step, gone)
+            else:
+                step.state.optimizer.step()
+                if step.index == at:
+                    gone()
+                moves(step)
+        made.append(step.made)
+        if step.index == at:
+            break
+    assert made == [True] * at + [False]
+    assert step.copy.torn
+
+
+def test_a_body_that_breaks_off_between_two_updates_is_torn(monkeypatch: Any) -> None:
+    """Also where no scheduler moves."""
+    running, made = loop(linear, data=None), []
+    monkeypatch.setattr(running._switcher, "peers_lost", lambda error: setattr(running, "_exit", JobOver("")))
+    for step in running:
+        with step:
+            step.state.optimizer.step()
+            if step.index == 2:
+                gone()
+            step.state.optimizer.step()
         made.append(step.made)
         if step.index == 2:
             break

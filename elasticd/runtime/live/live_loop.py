@@ -43,7 +43,7 @@ from elasticd.runtime.live import world
 from elasticd.runtime.live.collective_waits import CollectiveWaits
 from elasticd.runtime.live.live_copy import LiveCopy
 from elasticd.runtime.live.live_state import LiveRefusal, SmallState
-from elasticd.runtime.live.loop_step import LoopStep, counts_of
+from elasticd.runtime.live.loop_step import LoopStep, UsualMoves, counts_of
 from elasticd.runtime.live.moves import LiveMoves
 from elasticd.runtime.live.refusals import (
     refuse_another_optimizer,
@@ -113,7 +113,7 @@ class LiveLoop:
         self._taken = False
         self._told_of: set[str] = set()  # that the log has a line of
         self._updating: torch.optim.Optimizer | None = None  # of the state, within its `step()`
-        self._usual: list[bool] | None = None  # of schedulers and average: they moved in the last body
+        self._usual = UsualMoves()
         #: How this rank's part in the job ended, within the body of a step: the loop raises it.
         self._exit: JobOver | SystemExit | None = None
         logs.for_worker(self._about)
@@ -303,7 +303,7 @@ class LiveLoop:
                 self._where.end(None)
                 return False
             clear_frames(error.__traceback__)
-            if not (step.updated and self._moved(step) == self._usual):
+            if not self._usual.complete(step):
                 self._where.end(None)
                 if step.small is not None and not step.decided:
                     step.small.restore()
@@ -313,7 +313,7 @@ class LiveLoop:
         step.copy.torn, step.made = False, True
         self._warn_of(step)
         if step.stepped:  # a scaler that leaves an update out may leave those of schedulers out, too
-            self._usual = self._moved(step)
+            self._usual.note(step)
         step.counts = counts_of(step.state)
         self._switcher.step = step.index + 1
         self._where.end(took)
@@ -333,10 +333,6 @@ class LiveLoop:
                 "step.loss was set after the vote of a step, and step.total is NaN: set it before "
                 "optimizer.step()"
             )
-
-    def _moved(self, step: LoopStep) -> list[bool]:
-        """Of each scheduler, and of the average, whether it moved in this body."""
-        return [now != before for now, before in zip(counts_of(step.state), step.counts, strict=True)]
 
     def _fault(self, step: LoopStep | None, error: Exception) -> Exception | None:
         """The loss of another rank that an exception of the script comes of; None: it is the script's own.
@@ -402,8 +398,10 @@ class LiveLoop:
     def _after_update(self, optimizer: torch.optim.Optimizer, args: Any, options: Any) -> None:
         if optimizer is self._updating:
             self._updating = None
-        if self._step is not None:
-            self._step.stepped.add(id(optimizer))
+        step = self._step
+        if step is not None and any(optimizer is each for each in step.state.optimizers):
+            step.stepped.add(id(optimizer))
+            step.updates += 1
 
     def _decided(self, error: Exception) -> bool:
         """Returns True if a collective failed after the last update of the step, or after its body."""

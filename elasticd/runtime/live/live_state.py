@@ -319,6 +319,10 @@ class SmallState:
         ]
         self._others = [(each, _as_now(each.state_dict())) for each in state.others.values()]
 
+    def is_as_before(self, other: Any) -> bool:
+        """Returns True if an object with state, as the scaler, did not change."""
+        return any(each is other and other.state_dict() == kept for each, kept in self._others)
+
     def restore(self) -> None:
         """Puts it back, and drops the gradients of the try that was lost."""
         for parameter in self._trained:

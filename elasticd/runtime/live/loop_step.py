@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from contextlib import suppress
+from functools import cached_property, partial
+from inspect import signature
 from types import TracebackType
 from typing import Any, Self
 
 import torch
 from elasticd_planner.spec.mesh import MeshPlan
+from torch.nn.parallel import DistributedDataParallel
 
 from elasticd.runtime.data.sample_ledger import hash_samples
 from elasticd.runtime.engine.vote import StepOutcome
@@ -60,6 +63,7 @@ class LoopStep:
         self.lost: Exception | None = None  # the fault that ended it
         self.told = False  # the leader was told of that
         self.stepped: set[int] = set()  # optimizers, by id, that stepped in it
+        self.updates = 0  # that optimizers made in it
         self.small: SmallState | None = None  # before the body
         self.broken = False  # a collective after its updates failed, and gave NaN
         self.counts = counts_of(self.state)  # before the body
@@ -138,6 +142,11 @@ class LoopStep:
         """True once each optimizer has made its update."""
         return self.decided and self.stepped >= {id(each) for each in self.state.optimizers}
 
+    @property
+    def moved(self) -> list[bool]:
+        """Of each scheduler, and of the average, whether it moved in the body."""
+        return [now != before for now, before in zip(counts_of(self.state), self.counts, strict=True)]
+
     def __enter__(self) -> Self:
         self._enter(self)
         return self
@@ -146,6 +155,65 @@ class LoopStep:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
         return self._leave(self, error)
+
+
+class UsualMoves:
+    """The moves of schedulers and of the average in the bodies so far.
+
+    Once the vote decided a step all ranks make its update. A body that breaks off after its last update, as at
+    a forward pass through DDP of an evaluation, may leave out what follows: a rank whose body came to its end
+    has it. So what moved in every body before is moved for it.
+    """
+
+    def __init__(self) -> None:
+        self._updates = 0  # of the last body
+        self._last: list[bool] | None = None  # they moved in the last body
+        self._always: list[bool] = []  # they moved in each body
+
+    def note(self, step: LoopStep) -> None:
+        """A body with an update came to its end."""
+        moved = self._last = step.moved
+        before = self._always or [True] * len(moved)
+        self._always, self._updates = [*map(all, zip(before, moved, strict=True))], step.updates
+
+    def complete(self, step: LoopStep) -> bool:
+        """Makes the moves that a body which broke off did not come to.
+
+        Returns:
+            True if the step counts; False where an update is missing, or it is not known what else is.
+        """
+        if self._last is None or not step.updated or step.updates < self._updates:
+            return False
+        state, owed = step.state, list[Callable[[], object]]()
+        movers = [*state.schedulers, state.ema]
+        for each, now, last, always in zip(movers, step.moved, self._last, self._always, strict=True):
+            if now or not last:
+                continue
+            move = _move_of(each, step) if always else None
+            if move is None:
+                return False
+            owed.append(move)
+        for move in owed:
+            move()
+        if state.scaler is not None and step.small is not None and step.small.is_as_before(state.scaler):
+            with suppress(AssertionError):  # no optimizer stepped through it
+                state.scaler.update()
+        return True
+
+
+def _move_of(mover: Any, step: LoopStep) -> Callable[[], object] | None:
+    """The call that moves a scheduler, or the average, once; None where it takes more than is known here."""
+    average: Any = step.state.ema
+    if mover is not average:
+        needs = [each for each in signature(mover.step).parameters.values() if each.default is each.empty]
+        return None if needs else mover.step
+    model = step.state.model
+    model = model.module if isinstance(model, DistributedDataParallel) else model
+    tensors = step.copy.tensors
+    there = {id(parameter) for parameter in model.parameters()}
+    if tensors is None or any(id(tensor) not in there for tensor in tensors.trained.values()):
+        return None  # a forward pass that broke off left parameters that are not sharded
+    return partial(average.update_parameters, model) if hasattr(average, "update_parameters") else None
 
 
 def _first_of_tp(plan: MeshPlan, device: str) -> bool:
@@ -157,9 +225,15 @@ def counts_of(state: State) -> list[object]:
     """The counts of schedulers, and of the average, which tell whether they moved."""
     averaged = getattr(state.ema, "n_averaged", None)
     return [
-        *(getattr(each, "last_epoch", None) for each in state.schedulers),
+        *map(_count_of, state.schedulers),
         int(averaged) if isinstance(averaged, torch.Tensor) else averaged,
     ]
+
+
+def _count_of(scheduler: Any) -> object:
+    """The moves of a scheduler; those of a ChainedScheduler are its parts'."""
+    parts = getattr(scheduler, "_schedulers", ())
+    return getattr(scheduler, "last_epoch", None), *map(_count_of, parts)
 
 
 def dealt(plan: MeshPlan, samples: Sequence[int]) -> list[tuple[int, ...]]:
