@@ -475,7 +475,7 @@ def test_a_collective_that_fails_after_the_update_ends_no_step(at: str, monkeypa
 
 
 def test_an_error_of_what_a_failed_collective_left_ends_no_step(monkeypatch: Any) -> None:
-    """As of reading an object that another rank did not send. The fence comes after it."""
+    """As of reading an object that another rank did not send. The fence comes much later."""
     monkeypatch.setattr(Work, "wait", gone)
     running, made = loop(build_of("ddp")), []
     for step in running:
@@ -483,12 +483,8 @@ def test_an_error_of_what_a_failed_collective_left_ends_no_step(monkeypatch: Any
             train(step)
             if step.index == 1:
                 Work.wait(Gone(torch.ones(2)))
-                groups = step.copy.plan_groups
-                threading.Timer(0.05, lambda groups=groups: setattr(groups, "dead", True)).start()
                 pickle.loads(b"")
         made.append(step.made)
-        if step.index == 1:
-            groups.dead = False
     assert made == [True] * STEPS
     same_as_plain_torch(running, STEPS)
 

@@ -345,12 +345,12 @@ class LiveLoop:
         if copy is None:
             return lost_within(error)
         late = step is None or (step.closed and step.made) or step.decided
-        broken = step is not None and step.broken
-        fault = lost_within(error, interrupted=copy.interrupted and (broken or not late))
-        if fault is None and _of_a_collective(error):
-            return PeerLost(str(error).splitlines()[0])
         # Of zeros in place of a failed collective's result any error may come, as of reading an object.
-        if fault is None and (broken or (isinstance(error, RuntimeError) and not late)):
+        cause = step.broken if step is not None and step.broken is not None else error
+        fault = lost_within(cause, interrupted=copy.interrupted and (cause is not error or not late))
+        if fault is None and (cause is not error or _of_a_collective(error)):
+            return PeerLost((str(cause).splitlines() or [type(cause).__name__])[0])
+        if fault is None and isinstance(error, RuntimeError) and not late:
             deadline = time.monotonic() + _FAULT_SECONDS
             while not copy.interrupted and time.monotonic() < deadline:
                 time.sleep(0.001)
@@ -377,7 +377,7 @@ class LiveLoop:
             )
         if step.lost is not None and not step.decided:
             raise StepLost(f"step {step.index} comes again")
-        if step.broken:  # a gradient may be of it
+        if step.broken is not None:  # a gradient may be of it
             step.lost = PeerLost("a collective failed between two updates")
             raise StepLost(f"step {step.index} is torn between its updates")
         if id(optimizer) in step.stepped:
@@ -408,11 +408,11 @@ class LiveLoop:
         step = self._step
         if step is None or not (step.closed or step.updated):
             return False
-        if not step.broken:
+        if step.broken is None:
             log.warning(
                 "a collective after the update of step %d failed (%s): its result is NaN", step.index, error
             )
-        step.broken = True
+        step.broken = error
         return True
 
     def _vote(self, step: LoopStep) -> None:

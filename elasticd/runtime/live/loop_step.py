@@ -65,7 +65,7 @@ class LoopStep:
         self.stepped: set[int] = set()  # optimizers, by id, that stepped in it
         self.updates = 0  # that optimizers made in it
         self.small: SmallState | None = None  # before the body
-        self.broken = False  # a collective after its updates failed, and gave NaN
+        self.broken: Exception | None = None  # of a collective after its updates, which gave NaN
         self.counts = counts_of(self.state)  # before the body
         self._read, self._enter, self._leave = read, enter, leave
         self._weight: float | None = None
