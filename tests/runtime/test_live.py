@@ -474,7 +474,7 @@ def test_a_collective_that_fails_after_the_update_ends_no_step(at: str, monkeypa
     assert before
 
 
-def test_an_error_of_what_a_failed_collective_left_ends_no_step(monkeypatch: Any) -> None:
+def test_an_error_of_what_a_failed_collective_left_ends_no_step(monkeypatch: Any, caplog: Any) -> None:
     """As of reading an object that another rank did not send. The fence comes much later."""
     monkeypatch.setattr(Work, "wait", gone)
     running, made = loop(build_of("ddp")), []
@@ -486,6 +486,7 @@ def test_an_error_of_what_a_failed_collective_left_ends_no_step(monkeypatch: Any
                 pickle.loads(b"")
         made.append(step.made)
     assert made == [True] * STEPS
+    assert "ended the body of step 1 after its update: Connection closed by peer" in caplog.text
     same_as_plain_torch(running, STEPS)
 
 

@@ -224,7 +224,7 @@ class Group:
         except RuntimeError as error:
             if self.plan_groups.dead:
                 raise Cancelled("its connections were closed meanwhile") from None
-            raise PeerLost(f"{self.label} among {', '.join(self.members)}: {_first_sentence(error)}") from error
+            raise PeerLost(f"{self.label} among {', '.join(self.members)}: {first_sentence(error)}") from error
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """The sum over the group, the same to the bit on every member.
@@ -703,7 +703,7 @@ def _gloo_device(address: str) -> tuple[Any, Address]:
     raise RuntimeError(f"gloo's listening socket at {address} cannot be told apart: {len(new)} are new")
 
 
-def _first_sentence(error: RuntimeError) -> str:
+def first_sentence(error: Exception) -> str:
     """The event that gloo tells of, without its place in gloo's source and without what it could be due to."""
     text = re.sub(r"^\[[^\]]*\] ", "", (str(error).splitlines() or [""])[0])
     return re.split(r"\.\s", text, maxsplit=1)[0].rstrip(". ")

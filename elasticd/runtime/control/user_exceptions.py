@@ -20,7 +20,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
-from elasticd.runtime.comm.groups import Cancelled, PeerLost
+from elasticd.runtime.comm.groups import Cancelled, PeerLost, first_sentence
 from elasticd.wire.worker import Raised
 
 log = logging.getLogger(__name__)
@@ -88,7 +88,8 @@ def lost_within(error: BaseException, *, interrupted: bool = False) -> PeerLost 
         cause = cause.__cause__ or cause.__context__
     if not interrupted:
         return None
-    return Cancelled(f"{kind_of(error)} once the plan's groups were shut: {_text(error)}")
+    text = first_sentence(error) if isinstance(error, RuntimeError) else _text(error)
+    return Cancelled(f"{kind_of(error)} once the plan's groups were shut: {text}")
 
 
 def _text(error: BaseException) -> str:

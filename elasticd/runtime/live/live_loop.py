@@ -30,7 +30,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.data import default_collate
 
 from elasticd.records import Vote
-from elasticd.runtime.comm.groups import Cancelled, PeerLost
+from elasticd.runtime.comm.groups import Cancelled, PeerLost, first_sentence
 from elasticd.runtime.control.control import Control
 from elasticd.runtime.control.loop_end import LoopEnd, leave_at_exit
 from elasticd.runtime.control.preemption_notice import PreemptionNotice
@@ -349,7 +349,7 @@ class LiveLoop:
         cause = step.broken if step is not None and step.broken is not None else error
         fault = lost_within(cause, interrupted=copy.interrupted and (cause is not error or not late))
         if fault is None and (cause is not error or _of_a_collective(error)):
-            return PeerLost((str(cause).splitlines() or [type(cause).__name__])[0])
+            return PeerLost(first_sentence(cause))
         if fault is None and isinstance(error, RuntimeError) and not late:
             deadline = time.monotonic() + _FAULT_SECONDS
             while not copy.interrupted and time.monotonic() < deadline:
@@ -410,7 +410,9 @@ class LiveLoop:
             return False
         if step.broken is None:
             log.warning(
-                "a collective after the update of step %d failed (%s): its result is NaN", step.index, error
+                "a collective after the update of step %d failed (%s): its result is NaN",
+                step.index,
+                first_sentence(error),
             )
         step.broken = error
         return True
