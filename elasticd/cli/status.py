@@ -185,7 +185,9 @@ def jobs_over(over: Sequence[JobStatus | RestartStatus]) -> Iterator[RenderableT
         why = job.sentence if isinstance(job, RestartStatus) else job.reason
         yield Text("  ".join((*cells, in_one_line(why))), no_wrap=True, overflow="ellipsis")
     if len(over) > MOST_OVER:
-        yield Text(f"and {len(over) - MOST_OVER:,} more jobs that are over: elasticd jobs", style="dim")
+        yield Text(
+            f"further jobs that are over: {len(over) - MOST_OVER:,}; elasticd jobs shows all", style="dim"
+        )
     yield Text("'elasticd status JOB' shows one of them in full, --all shows all", style="dim")
 
 

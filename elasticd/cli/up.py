@@ -32,6 +32,8 @@ from elasticd.wire.unix_socket import own_path
 START_SECONDS, LINK_SECONDS = 60.0, 10.0
 #: Seconds between two looks at what runs.
 _LOOK_SECONDS = 0.5
+#: A program that ended is started again, so many times within so many seconds.
+_RESTARTS, _RESTARTS_SECONDS = 3, 60.0
 
 
 @click.command()
@@ -43,9 +45,9 @@ _LOOK_SECONDS = 0.5
 def up(config: str | None, devices: int | None, memory: str | None, folder: str | None, chaos: bool) -> None:
     """Run etcd, a coordinator, an agent and the dashboard on this machine, until Ctrl-C.
 
-    For one machine. What a cluster needs is in docs/operations.md. What etcd remembers is kept for the next
-    time; training workers are left alone when this ends. Until then the other commands find this cluster by
-    themselves.
+    For one machine. What a cluster needs is in docs/operations.md. A program of these that ends is started
+    again. What etcd remembers is kept for the next time; training workers are left alone when this ends. Until
+    then the other commands find this cluster by themselves.
     """
     settings = load(config)
     place = Path(folder) if folder is not None else default_folder() / f"up-{settings.cluster.name}"
@@ -69,7 +71,8 @@ def up(config: str | None, devices: int | None, memory: str | None, folder: str 
 
 
 def _run(place: Path, named: str | None, devices: int | None, memory: str | None, chaos: bool) -> None:
-    """Until a process of ours ends, or the user asks to: raises ProcessError or Interrupted, always."""
+    """Until a process of ours ends again and again, or the user asks to: raises ProcessError or Interrupted,
+    always."""
     started = time.monotonic()
 
     def progress(text: str) -> None:
@@ -87,13 +90,48 @@ def _run(place: Path, named: str | None, devices: int | None, memory: str | None
             devices = _devices(processes, settings, children)
             served = _served(processes, pages)
             click.echo(_advice(settings, written, devices, served))
+            restarts = Restarts(processes)
             while True:
-                for child in children:
-                    processes.alive(child)
+                if etcd.pid is None:
+                    restarts.count("etcd", "")
+                    etcd.start()
+                children = [restarts.running(child) for child in children]
                 if pages is not None and pages.code is not None:  # the cluster does without it
                     click.echo(f"the dashboard ended: {pages.said()}", err=True)
                     pages = None
                 processes.pause(_LOOK_SECONDS)
+
+
+class Restarts:
+    """The programs that ended by themselves, each of which is started again a few times."""
+
+    def __init__(self, processes: Processes) -> None:
+        self._processes = processes
+        self._ends: dict[str, list[float]] = {}  # by program, on the monotonic clock
+
+    def running(self, child: Child) -> Child:
+        """Returns the program as it runs, started again where it ended. Raises ProcessError as `count` does."""
+        if child.code is None:
+            return child
+        self.count(child.name, child.said())
+        return self._processes.start(child.name, child.command)
+
+    def count(self, name: str, output: str) -> None:
+        """Notes an end, and says so. Raises ProcessError where the program ends again and again.
+
+        Args:
+            name: of the program.
+            output: the end of what it wrote.
+        """
+        now = time.monotonic()
+        ends = [end for end in self._ends.get(name, []) if now - end < _RESTARTS_SECONDS]
+        self._ends[name] = [*ends, now]
+        if len(ends) >= _RESTARTS:
+            raise ProcessError(
+                f"{name} ended {len(ends) + 1} times in {_RESTARTS_SECONDS:.0f} s, and is not started again; "
+                f"training workers go on, and come back to the next 'elasticd up':\n{output}"
+            )
+        click.echo(f"{name} ended and is started again; training goes on meanwhile", err=True)
 
 
 def _pages(processes: Processes, settings: Config, written: Path, place: Path) -> Child | None:

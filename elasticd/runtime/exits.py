@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import json
 import os
 import sys
 import threading
 import time
+from collections.abc import Iterable
+from difflib import get_close_matches
+from functools import wraps
 from pathlib import Path
 from types import TracebackType
+from typing import Any, TypeVar
 
 from elasticd.system.logs import say
 from elasticd.system.torchrun_outcome import OUTCOME_VARIABLE, REFUSAL, STOP
-from elasticd.system.user_line import user_line
+from elasticd.system.user_line import raised_by_user, user_line
 
 #: Where torch's agent looks for why a worker failed.
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+T = TypeVar("T")
 
 
 class ScriptRefusal(ValueError):
@@ -46,6 +52,41 @@ def _install() -> None:
             say(reason)
 
     sys.excepthook = hook
+
+
+class OptionRefusal(ScriptRefusal, TypeError):
+    """A group of options has no such field, or the field takes no such value."""
+
+
+def script_options(group: type[T]) -> type[T]:
+    """Decorates a dataclass of options: one that is not taken ends the script with one line.
+
+    A misspelled field is named with the one that it is close to. Errors that the user's own code raises stay.
+    """
+    construct, names = group.__init__, tuple(inspect.signature(group).parameters)
+
+    @wraps(construct)
+    def construct_or_refuse(self: Any, *values: Any, **keywords: Any) -> None:
+        try:
+            for keyword in keywords:
+                if keyword not in names:
+                    raise OptionRefusal(unexpected(group.__name__, keyword, names))
+            construct(self, *values, **keywords)
+        except (ValueError, TypeError) as error:
+            if isinstance(error, ScriptRefusal) or raised_by_user(error):
+                raise
+            text = str(error).replace(f"{group.__name__}.__init__()", f"{group.__name__}()")
+            raise OptionRefusal(text) from error
+
+    group.__init__ = construct_or_refuse  # type: ignore[misc,assignment]
+    return group
+
+
+def unexpected(owner: str, keyword: str, names: Iterable[str]) -> str:
+    """Returns the sentence about a keyword that `owner` does not have, with the name that it is close to."""
+    near = get_close_matches(keyword, names, n=1)
+    meant = f": did you mean {near[0]}=...?" if near else f"; it takes {', '.join(names)}"
+    return f"{owner}() got an unexpected keyword argument {keyword!r}{meant}"
 
 
 class JobStopped(SystemExit):

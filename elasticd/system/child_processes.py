@@ -44,6 +44,7 @@ class Child:
     """A process of ours, its name for people, and where its output goes."""
 
     name: str
+    command: tuple[str, ...]
     process: subprocess.Popen[bytes]
     log: Path
 
@@ -87,7 +88,8 @@ class Processes:
         """Starts a program (argv[0] an absolute path). `idle`: only when nobody else wants the cores."""
         self.check()
         log = self._logs / f"{name}.log"
-        with log.open("wb") as output:
+        ended = next((known for known in self._children if known.name == name), None)
+        with log.open("wb" if ended is None else "ab") as output:
             process = subprocess.Popen(
                 ending_with_us([*command]),
                 stdin=subprocess.DEVNULL,
@@ -97,7 +99,7 @@ class Processes:
                 start_new_session=True,
                 env={**os.environ, **(environment or {})},
             )
-        child = Child(name=name, process=process, log=log)
+        child = Child(name=name, command=tuple(command), process=process, log=log)
         self._children.append(child)
         if idle:
             # Not everywhere allowed, and not needed where there are cores to spare.

@@ -156,7 +156,7 @@ def test_jobs_that_run_come_first_and_in_full_and_those_that_are_over_in_a_line_
     cut = [line.rstrip() for line in narrow.getvalue().splitlines() if "failed" in line]
     assert cut == [f"a{n}  failed  step 41  loss -  a worker d…" for n in "01"], "the reason is cut, no more"
     many = replace(STATUS, jobs=tuple(replace(ended[0], job=f"a{n}") for n in range(30)))
-    assert "and 20 more jobs that are over: elasticd jobs" in shown(many, {})
+    assert "further jobs that are over: 20; elasticd jobs shows all" in shown(many, {})
 
 
 def test_one_job_is_shown_in_full_also_when_it_is_over_with_the_devices_that_it_has_alone() -> None:

@@ -17,10 +17,12 @@ import psutil
 import pytest
 
 from elasticd.cli.app import elasticd
+from elasticd.cli.up import Restarts
 from elasticd.config.tree import ConfigError
 from elasticd.local_cluster import alone, announced, running, settings, taken
 from elasticd.store.state_file import default_folder
 from elasticd.system import process_mark
+from elasticd.system.child_processes import ProcessError, Processes
 from elasticd.system.torchrun_launcher import Launch
 from tests.cli.support import call, refused
 
@@ -91,6 +93,8 @@ def test_up_serves_says_what_to_do_keeps_its_data_and_leaves_nothing(
             else:
                 assert "or start 'elasticd up --chaos'" in harmed.output
             epochs += [int(number) for number in re.findall(r"epoch (\d+)", shown)]
+            if chaos:
+                kill_and_wait_for_the_next(children, "coordinator", epochs[-1])
             process.send_signal(signal.SIGINT)
             assert process.wait(DEADLINE) == 0
         finally:
@@ -100,6 +104,28 @@ def test_up_serves_says_what_to_do_keeps_its_data_and_leaves_nothing(
         assert alive == []
         assert running() == []
     assert epochs[0] < epochs[1], "etcd's data was not kept"
+
+
+def kill_and_wait_for_the_next(children: list[psutil.Process], word: str, epoch: int) -> None:
+    """Kills a program of 'elasticd up', which starts it again: a later leader serves."""
+    (victim,) = [child for child in children if word in child.cmdline()[1:4]]
+    victim.kill()
+    deadline = time.monotonic() + DEADLINE
+    while not any(int(number) > epoch for number in re.findall(r"epoch (\d+)", call("status").output)):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def test_a_program_that_ends_again_and_again_is_not_started_any_more(tmp_path: Path) -> None:
+    with Processes(tmp_path) as processes:
+        restarts = Restarts(processes)
+        child = processes.start("agent", ["/bin/sh", "-c", "echo no key; exit 3"])
+        for _ in range(3):
+            child.process.wait()
+            child = restarts.running(child)
+        child.process.wait()
+        with pytest.raises(ProcessError, match=r"agent ended 4 times in 60 s.*\n(no key\n){3}no key"):
+            restarts.running(child)
 
 
 def test_of_two_that_run_one_must_be_named_and_one_that_was_killed_counts_for_nothing(

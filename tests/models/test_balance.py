@@ -388,3 +388,17 @@ def test_padded_samples_of_unknown_lengths_are_refused() -> None:
     training = training_of(Balance(loss=0.05, router="blocks.*.router"))
     with pytest.raises(ModelError, match="how long samples are is not known: give the dataset an attribute"):
         under(training, plan)
+
+
+def test_a_job_of_padded_samples_of_unknown_lengths_is_refused_before_its_first_step() -> None:
+    rows = [{"inputs": torch.arange(8), "targets": torch.arange(8)}] * 4
+    with pytest.raises(elasticd.JobStopped, match="how long samples are is not known"):
+        elasticd.Job(
+            model=Biased().describe(),
+            loss=next_token_loss,
+            optimizer=torch.optim.AdamW,
+            dataset=rows,
+            global_batch=4,
+            micro_batch=2,
+            balance=Balance(loss=0.05, router="blocks.*.router"),
+        )

@@ -229,6 +229,7 @@ SITES = {
         ),
         (lambda: _with_base(_Drawing), r"Own gives something else for the same samples each time in training"),
         (lambda: _with_base(_Counting), r"model.passes of Own is a state that each forward pass .* changes"),
+        (lambda: _Opaque(_Opaque.config_class()), r"^_Opaque has no embedding that takes one stream of tokens"),
         (lambda: _of_streams(made("Llama")), r"has no embedding that takes one stream of tokens"),
         (
             lambda: transformers.RobertaForCausalLM(_bert(transformers.RobertaConfig, is_decoder=True)),
@@ -276,6 +277,16 @@ def _bert(kind: Any, **more: Any) -> Any:
 
 
 NO_DROPOUT = {"attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0}
+
+
+class _Opaque(transformers.PreTrainedModel):
+    """A class of which transformers does not know the embedding."""
+
+    config_class = transformers.PretrainedConfig
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.linear = torch.nn.Linear(3, 3)
 
 
 def _of_streams(model: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Iterator
 from dataclasses import FrozenInstanceError, fields, replace
 from pathlib import Path
@@ -26,7 +27,7 @@ from elasticd.runtime.data import packing
 from elasticd.runtime.data.collate import pad
 from elasticd.runtime.engine.mixed_precision import LossScale
 from elasticd.runtime.engine.recipe import Recipe
-from elasticd.runtime.exits import JobStopped
+from elasticd.runtime.exits import JobStopped, ScriptRefusal
 
 GROUPS = (
     elasticd.DataOptions,
@@ -144,6 +145,48 @@ def test_an_old_keyword_beside_its_group_is_refused(keyword: str, moved: tuple[A
         ValueError, match=rf"Job got {group}=\.\.\. and old keywords .*Options\({field}=\.\.\.\)"
     ):
         with_old_keywords(groups, {keyword: value})
+
+
+@pytest.mark.parametrize(
+    ("group", "fields", "said"),
+    [
+        (
+            elasticd.CheckpointingOptions,
+            {"foldr": "x"},
+            "CheckpointingOptions() got an unexpected keyword argument 'foldr': did you mean folder=...?",
+        ),
+        (elasticd.ParallelismOptions, {"precison": "bf16"}, "did you mean precision=...?"),
+        (elasticd.DataOptions, {"packed": True}, "did you mean packing=...?"),
+        (elasticd.Packing, {"color": 1}, "; it takes tokens, cut, least"),
+        (elasticd.LossScale, {}, "LossScale() missing 1 required keyword-only argument: 'first'"),
+        (elasticd.ParallelismOptions, {"precision": "bf61"}, "precision must be one of 'fp32', 'bf16', 'fp16'"),
+        (elasticd.Balance, {"loss": -1}, "Balance: loss must be a positive number"),
+        (elasticd.StabilityOptions, {"action": "skp"}, "action is 'skp'"),
+    ],
+)
+def test_a_group_refuses_what_it_does_not_take_in_one_line(
+    group: Any, fields: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ScriptRefusal, match=re.escape(said)):
+        group(**fields)
+
+
+def test_a_group_leaves_an_error_of_the_users_own_code_as_it_is() -> None:
+    class Broken:
+        def __len__(self) -> int:
+            raise TypeError("my own")
+
+        def __getitem__(self, index: int) -> int:
+            return index
+
+    with pytest.raises(TypeError, match="my own") as raised:
+        elasticd.HeldOut(dataset=Broken())
+    assert not isinstance(raised.value, ScriptRefusal)
+
+
+def test_a_misspelled_keyword_is_named_rather_than_the_one_that_is_missing() -> None:
+    with pytest.raises(elasticd.JobStopped, match=re.escape("'globl_batch': did you mean global_batch=...?")):
+        elasticd.Job(globl_batch=4)  # type: ignore[call-arg]
 
 
 def test_a_keyword_that_job_never_had_is_named(made: list[Job]) -> None:

@@ -21,6 +21,7 @@ from elasticd.runtime.engine.parallelism import ParallelismOptions
 from elasticd.runtime.engine.recipe import Recipe
 from elasticd.runtime.model.model import Model, ModelError
 from elasticd.runtime.model.tp_rules import Column, Rule
+from elasticd.runtime.model.validation import sum_and_count
 from elasticd.runtime.reference.comparison import NotCompared, refuse_differences
 
 WIDTH, VOCABULARY = 8, 11
@@ -257,6 +258,11 @@ def test_a_function_that_closes_over_a_module_is_named_by_what_it_reaches(
 ) -> None:
     with pytest.raises(ModelError, match=f"^{named}.*closes over your module"):
         refuse_differences(Parts(block).recipe(), 2)
+
+
+def test_a_sum_that_is_no_tensor_is_refused_with_its_remedy() -> None:
+    with pytest.raises(ModelError, match=r"returned \(float, int\): leave out \.item\(\) or float\(\)"):
+        sum_and_count((1.5, 3))
 
 
 @pytest.mark.parametrize("samples", [1, 3])

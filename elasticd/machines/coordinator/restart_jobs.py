@@ -23,6 +23,7 @@ from typing import Literal, cast
 import msgspec
 from elasticd_planner.detection.stragglers import DetectSettings, RateState, observe
 from elasticd_planner.policy.policy import PolicySettings
+from elasticd_planner.readable import counted
 from elasticd_planner.spec.step_measurements import Step
 from elasticd_planner.value import Value
 
@@ -213,7 +214,7 @@ def attended(
         notes.append(_end(job, node, now))
     if work.phase == "runs" and work.round > job.gathered:
         job = msgspec.structs.replace(job, gathered=work.round)
-        text = f"round {work.round} in restart mode: {work.world} workers"
+        text = f"round {work.round} in restart mode: {counted(work.world, 'worker')}"
         notes.append(CoordinatorNote(kind="job_gathered", job=job.job, text=text, data={"round": work.round}))
     anew = work.failure != before.failure or work.failures > before.failures
     if work.failure is not None and anew:

@@ -310,7 +310,9 @@ def _request(turn: Transaction) -> None:
     turn.set(asked=Asked(token=token, basis=basis, problem=problem), token=token, deferred=None)
     turn.effects.append(RequestPlan(job=job.job, token=token, problem=problem))
     slow = ", ".join(f"{device} {rate:.2f}x" for device, rate in sorted(basis.rates.items()))
-    turn.note("planning", f"planning for {len(devices)} devices, slow: {slow or 'none'}", rates=basis.rates)
+    turn.note(
+        "planning", f"planning for {counted(len(devices), 'device')}, slow: {slow or 'none'}", rates=basis.rates
+    )
 
 
 def _profile(turn: Transaction) -> ModelProfile | None:

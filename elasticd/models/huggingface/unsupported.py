@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -33,7 +34,10 @@ def refuse_at_sight(model: Any, *, images: bool = False) -> None:
             f"{kind} has an encoder and a decoder: from_hf takes causal language models, ...ForCausalLM; "
             f"{REMEDY}"
         )
-    if not isinstance(getattr(model.get_input_embeddings(), "weight", None), Tensor):
+    embedding = None
+    with suppress(NotImplementedError):  # of a class that transformers cannot look into
+        embedding = model.get_input_embeddings()
+    if not isinstance(getattr(embedding, "weight", None), Tensor):
         raise ModelError(f"{kind} has no embedding that takes one stream of tokens: {REMEDY}")
     if not images and (beside := other_modalities(model)):
         raise ModelError(

@@ -111,25 +111,35 @@ def _meant(keyword: str, keywords: Iterable[str]) -> str:
     return f": did you mean {places[near[0]]}?" if near else ""
 
 
-def with_old_keywords(
-    groups: OptionGroups, old: Mapping[str, Any], keywords: Iterable[str] = ()
-) -> OptionGroups:
+def refuse_unknown(names: Iterable[str], keywords: Iterable[str]) -> None:
+    """Refuses a keyword that Job never had.
+
+    Args:
+        names: of the keywords of a call of `Job`.
+        keywords: those that `Job` takes today, one of which may have been meant.
+
+    Raises:
+        TypeError: what was meant, where a name is close.
+    """
+    known = tuple(keywords)
+    for name in names:
+        if name not in known and name not in OldKeywords.__annotations__:
+            raise TypeError(f"Job() got an unexpected keyword argument {name!r}{_meant(name, known)}")
+
+
+def with_old_keywords(groups: OptionGroups, old: Mapping[str, Any]) -> OptionGroups:
     """The groups with the values of old keywords; warns of those, on behalf of the caller of `Job`.
 
     Args:
         groups: as the caller gave them.
         old: further keywords by name.
-        keywords: the names that `Job` takes today, one of which may have been meant.
 
     Raises:
-        TypeError: a keyword that Job never had.
         ValueError: an old keyword beside its group, or a value that the group refuses.
     """
     changes: dict[str, dict[str, Any]] = {}
     old = _as_then(old)
     for keyword, value in old.items():
-        if keyword not in OldKeywords.__annotations__:
-            raise TypeError(f"Job() got an unexpected keyword argument {keyword!r}{_meant(keyword, keywords)}")
         name = _RENAMED.get(keyword, keyword)
         changes.setdefault(_GROUP_OF[name], {})[name] = value
     if not changes:

@@ -32,6 +32,7 @@ from elasticd.runtime.data.prefetch import Dataset, SampleError
 from elasticd.runtime.data.sample_ledger import LedgerError
 from elasticd.runtime.engine.engine import Engine, HeldOutReader
 from elasticd.runtime.engine.vote import exact_sum
+from elasticd.runtime.exits import script_options
 from elasticd.runtime.model.batch_format import BatchFormat
 from elasticd.runtime.model.model import Loss
 from elasticd.runtime.model.validation import ModelError
@@ -46,6 +47,7 @@ HELD_OUT = "held_out"
 _HEAD = struct.Struct("<Qq?")
 
 
+@script_options
 @dataclass(frozen=True, kw_only=True)
 class HeldOut:
     """A set to evaluate on.
@@ -86,6 +88,7 @@ class HeldOut:
             raise TypeError(f"{kind}, without a length or without [index]: give one that has both")
 
 
+@script_options
 @dataclass(frozen=True, kw_only=True)
 class EvaluationOptions:
     """The data and measures for evaluating a job: the argument `evaluation` of `elasticd.Job`.

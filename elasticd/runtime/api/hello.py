@@ -36,6 +36,7 @@ from elasticd.runtime.data.prefetch import Dataset
 from elasticd.runtime.data.stream import Stream
 from elasticd.runtime.engine.activation_checkpoint import asked
 from elasticd.runtime.engine.recipe import Recipe
+from elasticd.runtime.model.balance import LENGTHS_UNKNOWN
 from elasticd.runtime.model.model import Loss, Model
 from elasticd.runtime.model.optimizer_check import NotCarried, ScriptOptimizer, refuse_others, refuse_unsaved
 from elasticd.runtime.model.parameter_groups import OptimizerError
@@ -218,6 +219,17 @@ def loss_of(model: Model, loss: Loss | None) -> Loss:
             "over the targets, and their count"
         )
     return chosen
+
+
+def check_padding(recipe: Recipe) -> None:
+    """Refuses padded samples of unknown lengths where routers are balanced, before a step would.
+
+    Raises:
+        ValueError: what would say their lengths.
+    """
+    padded = recipe.micro_batch > 1 and recipe.data.packing is None and not isinstance(recipe.dataset, Stream)
+    if recipe.balance is not None and padded and recipe.length is None:
+        raise ValueError(LENGTHS_UNKNOWN)
 
 
 def check_batch_format(recipe: Recipe) -> None:

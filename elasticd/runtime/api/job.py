@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import socket
@@ -21,7 +22,13 @@ from elasticd.runtime.accelerator import Accelerator, placed
 from elasticd.runtime.api import full_state_dict, pretrained_folder
 from elasticd.runtime.api.between_steps import BetweenSteps, Run
 from elasticd.runtime.api.connection import NAME, connect, refuse_torch_groups
-from elasticd.runtime.api.deprecated import DEFAULTS, OldKeywords, OptionGroups, with_old_keywords
+from elasticd.runtime.api.deprecated import (
+    DEFAULTS,
+    OldKeywords,
+    OptionGroups,
+    refuse_unknown,
+    with_old_keywords,
+)
 from elasticd.runtime.api.ema import AVERAGE, refuse_without_average
 from elasticd.runtime.api.evaluation import Evaluation, EvaluationOptions, evaluate
 from elasticd.runtime.api.hello import (
@@ -32,6 +39,7 @@ from elasticd.runtime.api.hello import (
     check_modules,
     check_optimizer,
     check_packing,
+    check_padding,
     check_plan,
     job_spec,
     loss_of,
@@ -119,6 +127,16 @@ class Job(RankInfo):
     `python SCRIPT` it trains in one process, without an agent.
     """
 
+    def __new__(cls, *_: object, **keywords: object) -> Self:
+        """Refuses a misspelled keyword: Python would only name the one that is missing then."""
+        names = inspect.signature(Job.__init__).parameters
+        try:
+            if cls is Job:
+                refuse_unknown(keywords, [name for name in names if name not in ("self", "old")])
+        except TypeError as error:
+            raise refused(str(error)) from error
+        return super().__new__(cls)
+
     def __init__(
         self,
         *,
@@ -178,6 +196,7 @@ class Job(RankInfo):
         Raises:
             SystemExit: the job cannot start, for a reason that is printed in one line.
         """
+        logs.for_worker(self._about)
         try:
             groups = OptionGroups(
                 data=data,
@@ -186,7 +205,7 @@ class Job(RankInfo):
                 evaluation=evaluation,
                 stability=stability,
             )
-            groups = with_old_keywords(groups, old, Job.__init__.__kwdefaults__ or ())
+            groups = with_old_keywords(groups, old)
             groups.stability.check(groups.checkpointing.interval)
             check_arguments(model, optimizer, scheduler, dataset, groups.data.collate)
             check_callbacks(callbacks, Callback)
@@ -219,6 +238,7 @@ class Job(RankInfo):
             self._held_out = groups.evaluation.sets
             check_graph(self._recipe, self._held_out)
             check_batch_format(self._recipe)
+            check_padding(self._recipe)
             check_packing(self._recipe, self._held_out)
             self._callbacks = tuple(callbacks)
             self._check = check
@@ -299,7 +319,6 @@ class Job(RankInfo):
         self._all_reduce_probe = AllReduceProbe(
             device, make_groups, self._idle, pacer.product, self._control.send, recipe.accelerator
         )
-        logs.for_worker(self._about)
         self._control.start(self._hear)
         log.info("%s computes on %s, over gloo", self.device, recipe.accelerator.text)
         self._show()
@@ -336,6 +355,8 @@ class Job(RankInfo):
 
     def _about(self) -> dict[str, Any]:
         """The fields of a line of the log."""
+        if not hasattr(self, "_switcher"):  # the job is not started yet
+            return {"job": os.environ.get(NAME)}
         plan = self.plan
         return {
             "job": os.environ.get(NAME),

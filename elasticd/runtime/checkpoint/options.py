@@ -7,7 +7,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from elasticd.runtime.exits import script_options
 
+
+@script_options
 @dataclass(frozen=True, kw_only=True)
 class CheckpointingOptions:
     """Checkpoints on a shared disk and snapshots in memory: the argument `checkpointing` of `elasticd.Job`.

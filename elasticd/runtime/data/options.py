@@ -7,8 +7,10 @@ from dataclasses import dataclass
 
 from elasticd.runtime.data.collate import Collate, pad
 from elasticd.runtime.data.packing import Packing
+from elasticd.runtime.exits import script_options
 
 
+@script_options
 @dataclass(frozen=True, kw_only=True)
 class DataOptions:
     """The options by which samples become batches: the argument `data` of `elasticd.Job`.

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from elasticd.runtime.data.collate import LISTS, MODALITIES, PADDING, Unlike, described, signed, summed, where
 from elasticd.runtime.data.prefetch import NO_ROW, SampleError
+from elasticd.runtime.exits import script_options
 
 #: What to do where a sample makes no row.
 _REMEDY = (
@@ -32,6 +33,7 @@ _REMEDY = (
 _MOST_ASKED = 1 << 16
 
 
+@script_options
 @dataclass(frozen=True, kw_only=True)
 class Packing:
     """The options by which sequences of a step share rows: the argument `packing` of `elasticd.DataOptions`.

@@ -24,6 +24,7 @@ import torch
 from elasticd_planner.cost.model_profile import Numbers
 from torch import Tensor, nn
 
+from elasticd.runtime.exits import script_options
 from elasticd.runtime.model.model import Model
 
 _Model = TypeVar("_Model", bound=Model)
@@ -37,6 +38,7 @@ _MOST = torch.finfo(torch.float32).max
 _COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
+@script_options
 @dataclass(frozen=True, kw_only=True)
 class LossScale:
     """The scale of the loss in float16, by the rules of `torch.amp.GradScaler`.
@@ -75,6 +77,7 @@ class LossScale:
         return cls(first=2.0 ** (16 - round(math.log2(max(1.0, targets)))))
 
 
+@script_options
 @dataclass(frozen=True, kw_only=True)
 class Precision:
     """The types that a job trains in.

@@ -12,8 +12,10 @@ from elasticd_planner.spec.plan import Plan, StatePolicy
 from elasticd.runtime.accelerator import Accelerator
 from elasticd.runtime.engine.activation_checkpoint import Recompute, asked
 from elasticd.runtime.engine.mixed_precision import Name, Precision, precision_of
+from elasticd.runtime.exits import script_options
 
 
+@script_options
 @dataclass(frozen=True, kw_only=True)
 class ParallelismOptions:
     """Sharding, precision and kept activations under every plan: the argument `parallelism` of `elasticd.Job`.

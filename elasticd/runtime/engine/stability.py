@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args
 from msgspec.structs import replace
 
 from elasticd.records import Vote
+from elasticd.runtime.exits import script_options
 
 Action = Literal["skip", "roll back", "stop"]
 
@@ -25,6 +26,7 @@ _USUAL_AFTER, _NEWEST = 20, 0.05
 _NOT_FINITE, _OVERFLOWED = "its loss is not finite", "its gradient is not finite"
 
 
+@script_options
 @dataclass(frozen=True, kw_only=True)
 class StabilityOptions:
     """Steps that would harm the weights: the argument `stability` of `elasticd.Job`.

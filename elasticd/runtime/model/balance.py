@@ -15,10 +15,18 @@ from typing import Literal, NamedTuple
 from elasticd_planner.spec.model import BALANCE_COUNTS
 from torch import nn
 
+from elasticd.runtime.exits import script_options
 from elasticd.runtime.model.tp_rules import takes_rows
 from elasticd.runtime.model.validation import ModelError
 
+#: Which rows pad a sample is not known.
+LENGTHS_UNKNOWN = (
+    "a balance leaves out the rows that pad a sample, and how long samples are is not known: give the dataset "
+    "an attribute `lengths`, or DataOptions(length=...), or micro_batch=1"
+)
 
+
+@script_options
 @dataclass(frozen=True, kw_only=True)
 class Balance:
     """Keeps the experts of a mixture evenly loaded, in the same way under every plan: the argument `balance` of

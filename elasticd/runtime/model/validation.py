@@ -53,6 +53,13 @@ def sum_and_count(returned: Any) -> tuple[Tensor, float | Tensor]:
     if isinstance(returned, tuple | list) and len(returned) == 2 and isinstance(returned[0], Tensor):
         return returned[0], returned[1]
     what = type(returned).__name__
+    if isinstance(returned, tuple | list):
+        what = f"({', '.join(type(each).__name__ for each in returned)})"
+        if len(returned) == 2:
+            raise ModelError(
+                "loss must return the sum over targets, a tensor with its gradient, and their count, and "
+                f"returned {what}: leave out .item() or float() around the sum"
+            )
     if isinstance(returned, Tensor):
         what = f"a tensor of shape {list(returned.shape)}"
     raise ModelError(

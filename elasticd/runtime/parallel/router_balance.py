@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from elasticd.runtime.model.balance import Balance, BalancedBlock
+from elasticd.runtime.model.balance import LENGTHS_UNKNOWN, Balance, BalancedBlock
 from elasticd.runtime.model.graph_breaks import breaks_graphs
 from elasticd.runtime.model.rng import ModelRng
 from elasticd.runtime.model.validation import ModelError
@@ -116,10 +116,7 @@ class RouterBalance:
         if len(samples) == 1:
             return torch.zeros(count, dtype=torch.long, device=device), torch.tensor([count], device=device)
         if self._length is None:
-            raise ModelError(
-                "a balance leaves out the rows that pad a sample, and how long samples are is not known: give "
-                "the dataset an attribute `lengths`, or DataOptions(length=...), or micro_batch=1"
-            )
+            raise ModelError(LENGTHS_UNKNOWN)
         sizes = torch.tensor([min(tokens, self._length(index)) for index in samples])
         place = torch.arange(len(samples))[:, None].expand(-1, tokens)
         place = place.where(torch.arange(tokens) < sizes[:, None], -1).reshape(-1)
