@@ -415,8 +415,9 @@ def expert_lines(job: JobStatus) -> Iterator[Text]:
     experts = job.experts
     if experts is None:
         return
+    copies = f", and {experts.copies} on further devices" if experts.copies else ""
     yield Text.assemble(
-        ("  experts ", "dim"), f"{experts.experts} in all blocks, and {experts.copies} on further devices; ",
+        ("  experts ", "dim"), f"{experts.experts} in all blocks{copies}; ",
         f"the busiest device has {experts.uneven:.0%} more than the least possible; heaviest: expert ",
         f"{experts.heaviest} of block {experts.block}, {experts.part:.0%} of its rows",
     )  # fmt: skip

@@ -189,6 +189,14 @@ def test_a_misspelled_keyword_is_named_rather_than_the_one_that_is_missing() -> 
         elasticd.Job(globl_batch=4)  # type: ignore[call-arg]
 
 
+def test_a_class_that_is_derived_from_job_refuses_what_job_never_had(made: list[Job]) -> None:
+    class Own(Job):
+        pass
+
+    with pytest.raises(elasticd.JobStopped, match="unexpected keyword argument 'color'"):
+        Own(model=None, optimizer=None, dataset=[], global_batch=1, color=1)  # type: ignore[call-arg, arg-type]
+
+
 def test_a_keyword_that_job_never_had_is_named(made: list[Job]) -> None:
     for keyword in ("every", "checkpoints", "folder"):
         with pytest.raises(elasticd.JobStopped, match=f"unexpected keyword argument '{keyword}'"):

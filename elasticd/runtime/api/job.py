@@ -96,6 +96,11 @@ _CALLS = {"state": "state_dict"}
 WEIGHTS = ("value", "average")
 
 
+def _keywords() -> list[str]:
+    """The keywords that a Job takes today."""
+    return [name for name in inspect.signature(Job.__init__).parameters if name not in ("self", "old")]
+
+
 class Callback:
     """Base of the user's callbacks.
 
@@ -129,12 +134,11 @@ class Job(RankInfo):
 
     def __new__(cls, *_: object, **keywords: object) -> Self:
         """Refuses a misspelled keyword: Python would only name the one that is missing then."""
-        names = inspect.signature(Job.__init__).parameters
-        try:
-            if cls is Job:
-                refuse_unknown(keywords, [name for name in names if name not in ("self", "old")])
-        except TypeError as error:
-            raise refused(str(error)) from error
+        if cls is Job:
+            try:
+                refuse_unknown(keywords, _keywords())
+            except TypeError as error:
+                raise refused(str(error)) from error
         return super().__new__(cls)
 
     def __init__(
@@ -205,6 +209,7 @@ class Job(RankInfo):
                 evaluation=evaluation,
                 stability=stability,
             )
+            refuse_unknown(old, _keywords())  # of a class that is derived from this one
             groups = with_old_keywords(groups, old)
             groups.stability.check(groups.checkpointing.interval)
             check_arguments(model, optimizer, scheduler, dataset, groups.data.collate)
