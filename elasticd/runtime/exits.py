@@ -78,7 +78,7 @@ def script_options(group: type[T]) -> type[T]:
             text = str(error).replace(f"{group.__name__}.__init__()", f"{group.__name__}()")
             raise OptionRefusal(text) from error
 
-    group.__init__ = construct_or_refuse  # type: ignore[misc]
+    group.__init__ = construct_or_refuse  # type: ignore[method-assign]
     return group
 
 
