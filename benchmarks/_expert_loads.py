@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from elasticd_planner.numeric import Floats
+from elasticd_planner.placement.expert_forecast import ExpertForecast
 from elasticd_planner.placement.expert_placement import arrivals, busiest, least_busiest, placed
 from elasticd_planner.spec.plan import HeldExperts, SplitExperts
 
@@ -18,8 +19,8 @@ EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 SIZES = ((64, 8), (128, 16))
 #: Pairs of a row and an expert in a step.
 PAIRS = 32768
-#: Steps between two placements, and steps that one is made from.
-EVERY = 20
+#: Steps between two placements, and between two reports of a step's rows, which they are made from.
+EVERY, REPORTED = 20, 10
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,12 +125,15 @@ def score(
     stays: bool = True,
     loads: Iterable[Floats] | None = None,
 ) -> Score:
-    """Places a drifting load every `EVERY` steps, one of the devices being slow, and scores later steps. loads:
-    of each step, in the place of drawn ones."""
+    """Places a drifting load every `EVERY` steps, one of the devices being slow, and scores later steps. The
+    load is as the leader forecasts it from reports of one step in ten, for EPLB, too.
+
+    loads: of each step, in the place of drawn ones.
+    """
     rng = np.random.default_rng(experts + devices)
     loads = drifting(experts, steps, rng, drift, stays=stays) if loads is None else loads
     slowdown = [1.0, slow, *[1.0] * (devices - 2)]
-    last: deque[Floats] = deque(maxlen=EVERY)
+    forecast = ExpertForecast()
     even = contiguous(experts, devices)
     scores, exact, moved, ours, theirs = [], [], [], None, None
     for step, load in enumerate(loads):
@@ -137,10 +141,11 @@ def score(
             bound = least_busiest(load, slowdown)
             held = ((ours.held, ours.splits), theirs, (even, ()))
             scores.append([busiest(load, slowdown, own, splits) / bound for own, splits in held])
-        last.append(load)
-        if step % EVERY == EVERY - 1:
-            mean = np.mean(last, 0).tolist()
-            new = placed(mean, slowdown, ours.held if ours is not None else ())
+        if step % REPORTED == 0:
+            forecast = forecast.after({0: tuple(load.tolist())})
+        if step % EVERY == 0 and step:
+            mean = forecast.rows[0]
+            new = placed(mean, slowdown, ours.held if ours is not None else even)
             exact.append(busiest(mean, slowdown, new.held, new.splits) / least_busiest(mean, slowdown))
             if ours is not None:
                 moved.append(arrivals(ours.held, new.held))

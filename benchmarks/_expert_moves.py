@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import statistics
 import sys
-from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from _results import Row, row
 from elasticd_migration.migrate import Moved, migrate
 from elasticd_migration.transport import MemoryTransport
 from elasticd_planner.layout.layouts import Layouts
-from elasticd_planner.numeric import Floats
+from elasticd_planner.placement.expert_forecast import ExpertForecast
 from elasticd_planner.placement.expert_placement import arrivals, placed
 from elasticd_planner.spec.plan import HeldExperts, Plan
 from torch import nn
@@ -72,12 +71,13 @@ def placements(steps: int) -> Iterator[HeldExperts]:
     """Placements of a drifting load, one device being twice slower, every 20 steps."""
     rng = np.random.default_rng(EXPERTS)
     slowdown = [1.0, 2.0, *[1.0] * (DEVICES - 2)]
-    last: deque[Floats] = deque(maxlen=expert_loads.EVERY)
+    forecast = ExpertForecast()
     held: HeldExperts = ()
     for step, load in enumerate(expert_loads.drifting(EXPERTS, steps, rng, DRIFT, stays=True)):
-        last.append(load)
-        if step % expert_loads.EVERY == expert_loads.EVERY - 1:
-            held = placed(np.mean(last, 0).tolist(), slowdown, held).held
+        if step % expert_loads.REPORTED == 0:
+            forecast = forecast.after({0: tuple(load.tolist())})
+        if step % expert_loads.EVERY == 0 and step:
+            held = placed(forecast.rows[0], slowdown, held).held
             yield held
 
 

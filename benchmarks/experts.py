@@ -136,7 +136,7 @@ def placement_rows(
     sizes: Sequence[tuple[int, int]] = expert_loads.SIZES,
     drifts: Sequence[float] = (0.01, 0.03),
 ) -> Iterator[Row]:
-    """Placements of drifting Zipf loads, made every 20 steps from the last 20; EPLB's beside them."""
+    """Placements of drifting Zipf loads, made every 20 steps as a leader forecasts them; EPLB's beside."""
     for stays, kind in ((False, "loads that become even"), (True, "loads that stay uneven")):
         scores = [
             expert_loads.score(experts, devices, slow, drift, steps, stays=stays)
@@ -164,7 +164,7 @@ def placement_rows(
 
 
 def trained_rows(steps: int = 200, sizes: Sequence[tuple[int, int]] = expert_loads.SIZES) -> Iterator[Row]:
-    """Placements of the loads of a router that learns, made every 20 steps from the last 20."""
+    """Placements of the loads of a router that learns, made every 20 steps as the leader forecasts them."""
     torch.set_num_threads(1)
     scores = []
     for experts, devices in sizes:

@@ -13,6 +13,7 @@ from unittest.mock import patch
 import msgspec
 import numpy as np
 import pytest
+from elasticd_planner.placement.expert_forecast import ExpertForecast
 
 from elasticd import client
 from elasticd.client import ApiClient, CannotReach
@@ -389,7 +390,7 @@ def test_the_load_of_experts_is_told_whenever_it_is_another() -> None:
 
     def heard(rows: dict[int, tuple[float, ...]]) -> list[live.ExpertsNews]:
         known = known_of(world)
-        job = msgspec.structs.replace(world.job, expert_rows=ExpertRows(mean=rows))
+        job = msgspec.structs.replace(world.job, expert_rows=ExpertRows(forecast=ExpertForecast().after(rows)))
         state = msgspec.structs.replace(known.state, jobs={**known.state.jobs, job.job: job})
         changes = live_feed._changes(msgspec.structs.replace(known, state=state), told, lambda: "")
         return [news for news in changes if isinstance(news, live.ExpertsNews)]

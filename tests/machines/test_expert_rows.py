@@ -222,10 +222,10 @@ def test_a_report_counts_once_and_after_a_roll_back_again() -> None:
     turn = turn_of()
     for _ in range(2):
         expert_rows.reported(cast(Transaction, turn), report(20, HOT))
-    assert (turn.job.expert_rows.seen, turn.job.expert_rows.mean[0]) == (1, HOT)
+    assert (turn.job.expert_rows.forecast.reports, turn.job.expert_rows.mean[0]) == (1, HOT)
     turn.set(plan=PLAN.replace(number=4))
     expert_rows.reported(cast(Transaction, turn), msgspec.structs.replace(report(10, HOT), plan=4))
-    assert (turn.job.expert_rows.seen, turn.job.expert_rows.step) == (2, 10)
+    assert (turn.job.expert_rows.forecast.reports, turn.job.expert_rows.step) == (2, 10)
 
 
 def test_after_an_even_time_a_load_as_uneven_as_before_is_planned_for() -> None:

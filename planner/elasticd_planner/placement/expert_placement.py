@@ -6,9 +6,14 @@ T = sum(w) / sum(1 / x). A placement that fills device after device meets T with
 
 A load drifts. Replicas make up for most of that at no cost: with the same holders other parts of the rows are
 even again, for which nothing moves (a maximum flow finds them). Where that is not enough, single experts move
-from the devices that have too much, one after the other, or change places with lighter ones where memory is
-full. Only if that fails a placement is made anew; it splits the heaviest experts, so that their changes are
-spread, too.
+from the devices that have too much, one after the other, or change places with lighter ones. Only if that fails
+a placement is made anew.
+
+The next rows are not those of the load that a placement is made for. A device with a large part of one
+expert's rows changes with that expert; one with small parts of many hardly changes. So a new placement has as
+many replicas as there may be, of those experts whose part for a device is largest, as in EPLB
+(deepseek-ai/EPLB), and parts of an expert's rows are as equal as the bound allows. A placement that fills
+device after device splits the fewest; it is taken where the other one does not meet the bound.
 """
 
 from __future__ import annotations
@@ -24,12 +29,15 @@ from elasticd_planner.value import refuse
 
 #: Parts of an expert's rows are whole numbers that sum to this.
 WHOLE = 1 << 16
-#: A new placement splits some of the so many heaviest experts for each device; more, if the others do not fit.
+#: A placement that fills device after device splits some of the so many heaviest experts for each device; more,
+#: if the others do not fit.
 HEAVY = 2
-#: A placement within this of the bound stays as it is.
-TOLERANCE = 0.001
+#: A placement within this of the bound stays as it is. Parts are whole numbers, which may add a little.
+TOLERANCE = 0.0009
 #: Where moves of single experts come within this of the bound, or of a new placement, none is made anew.
 NEAR = 0.02
+#: A replica with less than this of a device's rows may go, so that another expert gets one.
+FEW = 0.2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,7 +107,7 @@ def placed(
     if all(holders) and all(len(own) <= most for own, most in zip(held, room, strict=False)):
         best = search.near(holders, limit)
     if best is None or best.busiest > max(limit, search.bound * (1 + NEAR)):
-        new = search.new()
+        new = search.new(limit)
         if best is None or new.busiest * (1 + NEAR) < best.busiest:
             best = new
     return search.placement(best, total)
@@ -154,75 +162,70 @@ class _Search:
         for _ in range(4 * len(self._slowdown)):
             if spread.busiest <= limit:
                 break
-            moved = self._moved(spread)
-            if moved is None:
-                break
-            spread = self._spread(moved)
+            for drops in (True, False):
+                moved = self._moved(spread, drops=drops)
+                if moved is None:
+                    return best
+                after = self._spread(moved)
+                if after.busiest < spread.busiest:
+                    break
+            spread = after
             if spread.busiest < best.busiest:
                 best = spread
         return best
 
-    def _moved(self, spread: _Spread) -> list[set[int]] | None:
+    def _moved(self, spread: _Spread, *, drops: bool) -> list[set[int]] | None:
         """One expert more on the device with most room, from a device that has too much; and where there are
-        as many replicas as may be, the replica with the fewest rows gone, or the expert gone where it was."""
+        as many replicas as may be, the replica with the fewest rows gone (`drops`), or the expert gone where it
+        was, or a lighter one in its place. None: no such move is left."""
         holders = [{*on} for on in spread.holders]
         on_device = [0.0] * len(self._slowdown)
-        counts = [0] * len(self._slowdown)
+        counts = self._counts(holders)
         for expert, on in enumerate(holders):
             for device in on:
                 on_device[device] += spread.rows[expert].get(device, 0.0)
-                counts[device] += 1
         room = [self.bound * v - rows for v, rows in zip(self._speed, on_device, strict=True)]
-        targets = [
-            d for d in range(len(room)) if d not in spread.tight and room[d] > 0 and counts[d] < self._slots[d]
-        ]
-        if not targets:
-            return self._swapped(spread, holders, room)
-        target = max(targets, key=lambda d: (room[d], -d))
+        roomy = [d for d in range(len(room)) if d not in spread.tight and room[d] > 0]
+        targets = [d for d in roomy if counts[d] < self._slots[d]]
+        if not roomy:
+            return None
+        target = max(targets or roomy, key=lambda d: (room[d], -d))
         excess = min(-sum(room[d] for d in spread.tight), room[target])
         here = [e for e, on in enumerate(holders) if len(on) == 1 and on <= spread.tight and self._weights[e]]
         if not here:
             return None
-        if sum(len(on) - 1 for on in holders) < self._spare or self._drop_least(spread, holders):
+        if targets and (
+            sum(len(on) - 1 for on in holders) < self._spare or (drops and self._drop_least(spread, holders))
+        ):
             enough = [e for e in here if self._weights[e] >= excess]
             expert = min(enough, key=lambda e: self._weights[e]) if enough else max(here, key=self._heavy)
             holders[expert].add(target)
-        else:
-            expert = min(here, key=lambda e: abs(self._weights[e] - excess))
-            holders[expert] = {target}
+            return holders
+        others = [e for e, on in enumerate(holders) if on == {target}]
+        # (how far off, the expert that goes there, the one that comes from there)
+        moves = [(abs(self._weights[e] - excess), e, -1) for e in here] if targets else []
+        for heavy in here:
+            for light in others:
+                more = self._weights[heavy] - self._weights[light]
+                if 0 < more < room[target] + (spread.busiest - self.bound) * self._speed[target]:
+                    moves.append((abs(more - excess), heavy, light))
+        if not moves:
+            return None
+        _, heavy, light = min(moves)
+        if light >= 0:
+            holders[light] = holders[heavy]
+        holders[heavy] = {target}
         return holders
 
-    def _swapped(
-        self, spread: _Spread, holders: list[set[int]], room: Sequence[float]
-    ) -> list[set[int]] | None:
-        """For where no device has memory for more: an expert of a device that has too much, and a lighter one
-        of the device with most room, change places."""
-        roomy = [d for d in range(len(room)) if d not in spread.tight and room[d] > 0]
-        if not roomy:
-            return None
-        target = max(roomy, key=lambda d: (room[d], -d))
-        most = room[target] + (spread.busiest - self.bound) * self._speed[target]
-        pairs = [
-            (heavy, light)
-            for heavy, on in enumerate(holders)
-            if len(on) == 1 and on <= spread.tight
-            for light, others in enumerate(holders)
-            if others == {target} and 0 < self._weights[heavy] - self._weights[light] < most
-        ]
-        if not pairs:
-            return None
-        excess = min(-min(room[d] for d in spread.tight), room[target])
-        heavy, light = min(
-            pairs, key=lambda pair: (abs(self._weights[pair[0]] - self._weights[pair[1]] - excess), pair)
-        )
-        holders[heavy], holders[light] = holders[light], holders[heavy]
-        return holders
+    def _counts(self, holders: Sequence[set[int]]) -> list[int]:
+        """The number of experts on each device."""
+        return [sum(device in on for on in holders) for device in range(len(self._slowdown))]
 
     def _heavy(self, expert: int) -> float:
         return self._weights[expert]
 
     def _drop_least(self, spread: _Spread, holders: list[set[int]]) -> bool:
-        """Takes the replica with the fewest rows away, if there are next to none: True."""
+        """Takes the replica with the fewest rows away, if these are few. Returns True if it did."""
         split = [
             (spread.rows[e].get(d, 0.0), e, d)
             for e, on in enumerate(holders)
@@ -232,29 +235,32 @@ class _Search:
         if not split:
             return False
         rows, expert, device = min(split)
-        if rows > self.bound * min(self._speed) * 0.02:
+        if rows > self.bound * min(self._speed) * FEW:
             return False
         holders[expert].discard(device)
         return True
 
-    def new(self) -> _Spread:
-        """A placement of nothing but the loads."""
+    def new(self, limit: float) -> _Spread:
+        """A placement of nothing but the loads: with replicas of the heaviest experts, if that meets the limit,
+        else the best that is found."""
         experts, devices = len(self._weights), len(self._slowdown)
         order = sorted(range(experts), key=lambda e: (-self._weights[e], e))
-        found: _Spread | None = None
+        found = self.near(self._packed(), limit)
+        if found.busiest <= limit:
+            return found
         heavy = min(experts, HEAVY * devices)
         while True:
             holders = self._poured(order[:heavy], order[heavy:])
             if holders is not None:
                 spread = self._spread(holders)
-                if found is None or spread.busiest < found.busiest:
+                if spread.busiest < found.busiest:
                     found = spread
                 if spread.busiest <= self.bound * (1 + EQUAL):
                     break
             if heavy == experts:
                 break
             heavy = min(experts, 2 * heavy)
-        return found if found is not None else self._spread(self._packed(order))
+        return found
 
     def _poured(self, heavy: Sequence[int], light: Sequence[int]) -> list[set[int]] | None:
         """Light experts whole, the longest first, where most room is; then heavy ones into the rooms that are
@@ -294,20 +300,27 @@ class _Search:
                 splits += 1
         return holders if splits <= self._spare else None
 
-    def _packed(self, order: Sequence[int]) -> list[set[int]]:
-        """Each expert on one device, the heaviest first where it is done soonest; then copies, one by one."""
-        devices = range(len(self._slowdown))
-        holders: list[set[int]] = [set() for _ in self._weights]
+    def _packed(self) -> list[set[int]]:
+        """Replicas for the experts whose parts are largest, and then equal parts, the largest first where it is
+        done soonest."""
+        experts, devices = len(self._weights), range(len(self._slowdown))
+        copies = [1] * experts
+        for _ in range(min(self._spare, sum(self._slots) - experts)):
+            few = [e for e in range(experts) if copies[e] < len(devices)]
+            if not few:
+                break
+            copies[max(few, key=lambda e: (self._weights[e] / copies[e], -e))] += 1
+        parts = [(self._weights[e] / copies[e], e) for e in range(experts) for _ in range(copies[e])]
+        holders: list[set[int]] = [set() for _ in range(experts)]
         rows, free = [0.0 for _ in devices], [*self._slots]
-        for expert in order:
-            device = min(
-                (d for d in devices if free[d]),
-                key=lambda d: ((rows[d] + self._weights[expert]) * self._slowdown[d], d),
-            )
-            holders[expert].add(device)
-            rows[device] += self._weights[expert]
-            free[device] -= 1
-        return self.near(holders, self.bound).holders
+        for part, expert in sorted(parts, key=lambda each: (-each[0], each[1])):
+            open_devices = [d for d in devices if free[d] and d not in holders[expert]]
+            if open_devices:
+                device = min(open_devices, key=lambda d: ((rows[d] + part) * self._slowdown[d], d))
+                holders[expert].add(device)
+                rows[device] += part
+                free[device] -= 1
+        return holders
 
     def _spread(self, holders: list[set[int]]) -> _Spread:
         """Rows of experts on several devices in parts that make the busiest device least (exactly: a maximum
@@ -345,8 +358,8 @@ class _Search:
     def _flow(
         self, holders: list[set[int]], split: Sequence[int], room: list[float]
     ) -> tuple[dict[int, dict[int, float]], set[int] | None]:
-        """The most rows of split experts that fit into rooms of devices, by augmenting paths; and the devices
-        behind the least cut, where not all fit."""
+        """The most rows of split experts that fit into rooms of devices, by augmenting paths, which begin with
+        equal parts of each; and the devices behind the least cut, where not all fit."""
         none = EQUAL * self.bound * min(self._speed)
         flow: dict[int, dict[int, float]] = {
             expert: dict.fromkeys(sorted(holders[expert]), 0.0) for expert in split
@@ -354,8 +367,9 @@ class _Search:
         behind: set[int] = set()
         for expert in split:
             rest = self._weights[expert]
-            for device in flow[expert]:
-                given = min(rest, max(0.0, room[device]))
+            part = rest / len(flow[expert])
+            for device, most in [*((d, part) for d in flow[expert]), *((d, rest) for d in flow[expert])]:
+                given = min(rest, most, max(0.0, room[device]))
                 flow[expert][device] += given
                 room[device] -= given
                 rest -= given

@@ -2,10 +2,11 @@
 
 Of several modules it is that of the module with the loss.
 
-A report in every tenth step has the rows of each expert of a lane. Their mean over the last steps that all
-lanes have reported is the load. Another plan is asked for when the devices' unevenness under it costs more of a
-step than the least saving of the policy, and more than chance alone; and again only when it has grown since, or
-was even meanwhile. Whatever else a plan is asked for, it is made for the newest load.
+A report in every tenth step has the rows of each expert of a lane. Those of the steps that all lanes have
+reported make a forecast (`ExpertForecast`), which is the load. Another plan is asked for when the devices'
+unevenness under it costs more of a step than the least saving of the policy, and more than chance alone; and
+again only when it has grown since, or was even meanwhile. Whatever else a plan is asked for, it is made for the
+newest load.
 """
 
 from __future__ import annotations
@@ -24,8 +25,6 @@ from elasticd.machines.job.state.job_state import JobState
 from elasticd.machines.job.state.transaction import Transaction
 from elasticd.records import JobSpec
 
-#: The part of the newest report in the mean, at least.
-NEWEST = 0.25
 #: How much more of a step unevenness must cost than at the last decision for another one.
 GROWN = 0.02
 #: Standard deviations of a device's rows, by chance, that are no unevenness.
@@ -130,19 +129,11 @@ def _load(turn: Transaction, spec: JobSpec, known: ExpertRows) -> ExpertLoad | N
 
 
 def _closed(turn: Transaction, spec: JobSpec, known: ExpertRows) -> ExpertRows:
-    """After the last report of a step: the mean, the work of devices, and whether another plan is due."""
+    """After the last report of a step: the forecast, the work of devices, and whether another plan is due."""
     job, plan = turn.job, turn.job.plan
     if not known.open or not isinstance(plan, Plan):
         return known
-    part = max(NEWEST, 1 / (known.seen + 1))
-    newer = {
-        block: tuple(
-            round(old + part * (new - old), 3)
-            for old, new in zip(known.mean.get(block, own), own, strict=False)
-        )
-        for block, own in known.open.items()
-    }
-    known = msgspec.structs.replace(known, mean={**known.mean, **newer}, seen=known.seen + 1, open={})
+    known = msgspec.structs.replace(known, forecast=known.forecast.after(known.open), open={})
     load = _load(turn, spec, known)
     if load is None:
         return known
@@ -168,6 +159,6 @@ def _width(plan: Plan) -> int:
 
 
 def _chance(known: ExpertRows, devices: int) -> float:
-    """The distance by chance of a device's rows of a block, in the reports that the mean is of."""
-    rows = min(map(sum, known.mean.values())) * min(known.seen, round(1 / NEWEST)) / devices
+    """The distance by chance of a device's rows of a block, in the reports that the forecast is of."""
+    rows = min(map(sum, known.mean.values())) * known.forecast.reports_in_mean / devices
     return BY_CHANCE / math.sqrt(rows) if rows else math.inf
