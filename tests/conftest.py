@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -49,6 +50,11 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     config = session.config
     if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
         rewriting.rewrite_all(config, sorted(rewriting.ROOT.rglob("test_*.py")))
+        if len(specs := config.option.tx) > 1 and os.environ.get("OMP_NUM_THREADS") == "1":
+            from tests import collected  # where pytest-xdist is, which others need not import
+
+            arguments = [str(argument) for argument in config.invocation_params.args]
+            config.add_cleanup(collected.Collected(arguments, len(specs)).close)
 
 
 @pytest.hookimpl(hookwrapper=True)

@@ -17,12 +17,16 @@ import multiprocessing
 import multiprocessing.forkserver
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from multiprocessing import connection, resource_tracker
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
+from typing import Any
 
 from tests import nursery
 
@@ -32,6 +36,7 @@ ROOT = Path(__file__).resolve().parent.parent
 _PR_SET_PDEATHSIG = 1
 
 _running: set[Forked] = set()
+_begin: Callable[[], None] | None = None
 
 
 class Forked:
@@ -119,9 +124,56 @@ def end_all() -> list[str]:
     return [forked._what for forked in left]
 
 
+def in_reserve(number: int) -> list[socket.socket]:
+    """Forks fork servers, after all that they need was imported once. Each belongs to the process that adopts
+    it by this end of its socket. Called in a process without threads."""
+    if number:
+        import_module(PRELOADED)
+    ends: list[socket.socket] = []
+    for _ in range(number):
+        ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        if os.fork() == 0:
+            for end in (*ends, ours):
+                end.close()
+            try:
+                data, files, _, _ = socket.recv_fds(its, 64, 2)
+                its.close()
+                if data:
+                    multiprocessing.forkserver.main(*files, [])
+            finally:
+                os._exit(0)
+        its.close()
+        ends.append(ours)
+    return ends
+
+
+def adopt(reserve: socket.socket) -> None:
+    """`start` uses this fork server, and starts none. It ends with us."""
+    global _begin
+
+    def begin() -> None:
+        global _begin
+        server: Any = multiprocessing.forkserver._forkserver
+        resource_tracker.ensure_running()
+        reads, server._forkserver_alive_fd = os.pipe()
+        server._forkserver_address = connection.arbitrary_address("AF_UNIX")
+        with socket.socket(socket.AF_UNIX) as listener, reserve:
+            listener.bind(server._forkserver_address)
+            listener.listen()
+            socket.send_fds(reserve, [b"serve"], [listener.fileno(), reads])
+        os.close(reads)
+        server.ensure_running = lambda: None  # it waits for a child of ours, and this is none
+        _begin = lambda: None  # noqa: E731
+
+    _begin = begin
+
+
 def _context() -> ForkServerContext:
     """The fork server inherits our environment when it is started, and keeps it."""
     context = multiprocessing.get_context("forkserver")
+    if _begin is not None:
+        _begin()
+        return context
     context.set_forkserver_preload([PRELOADED])
     before = {name: os.environ.get(name) for name in ("OMP_NUM_THREADS", "PYTHONPATH")}
     os.environ.update(OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT))
@@ -145,6 +197,7 @@ def _run(
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if PRELOADED not in sys.modules:
         raise ImportError(f"the fork server could not import {PRELOADED}")
+    sys.modules[PRELOADED].prepare_worker()
     for number, path in ((1, output), (2, errors)):
         sink = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         os.dup2(sink, number)

@@ -27,8 +27,6 @@ import tests.accelerators.strict_process_group
 import tests.accelerators.vgpu  # noqa: F401
 from elasticd.runtime.comm import groups
 
-groups.LONGEST_PAUSE_SECONDS = 5e-3  # workers of many jobs wait at the same time, for devices that sleep
-
 assert torch.get_num_threads() == 1, "start the fork server with OMP_NUM_THREADS=1"
 assert elasticd.Job, "the runtime is imported when a name of it is first used"
 
@@ -38,3 +36,8 @@ if (threads := len(os.listdir("/proc/self/task"))) != 1:
 # What a child's garbage collector looks at it also writes to, and so copies.
 gc.collect()
 gc.freeze()
+
+
+def prepare_worker() -> None:
+    """Called in each worker: those of many jobs wait at the same time, for devices that sleep."""
+    groups.LONGEST_PAUSE_SECONDS = 5e-3

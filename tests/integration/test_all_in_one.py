@@ -30,9 +30,6 @@ from tests.integration.test_moe_example import wait
 from tests.integration.test_stop_request import stop
 from tests.models.mixture import Margins
 
-pytest.importorskip("transformers")
-pytest.importorskip("sklearn")
-
 SCRIPT = Path(train_example.__file__)
 #: How near one process losses and weights are.
 NEAR = 1e-10
@@ -45,6 +42,8 @@ SETTINGS = JobSettings(retry_seconds=0.5)
 
 @pytest.fixture
 def example(monkeypatch: pytest.MonkeyPatch) -> Any:
+    pytest.importorskip("transformers")
+    pytest.importorskip("sklearn")
     monkeypatch.syspath_prepend(str(train_example.EXAMPLES))
     return importlib.import_module("all_in_one")
 
