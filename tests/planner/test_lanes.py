@@ -114,6 +114,19 @@ def found(given_: Problem) -> Plan:
     return made
 
 
+def test_joined_pipelines_have_no_placed_experts_of_one_of_them() -> None:
+    """The running plan places them, and the search finds pipelines near it. A pipeline alone keeps its own."""
+    stages = [
+        Stage(start=0, stop=1, devices=(f"n{n}/0", f"n{n}/1"), shares=(1, 1), experts=(((n,), (1 - n,)),))
+        for n in range(2)
+    ]
+    pipelines = [Pipeline(stages=(stage,), micro_batches=2) for stage in stages]
+    (made,) = joined(pipelines, 2)
+    assert made.stages[0].lanes == (2, 2)
+    assert made.stages[0].experts == ()
+    assert joined(pipelines, 1) == tuple(pipelines)
+
+
 def test_a_search_has_lanes_only_where_it_may() -> None:
     plain, two, all_ = (found(problem(lanes)) for lanes in (1, 2, 8))
     assert plain.version == 1

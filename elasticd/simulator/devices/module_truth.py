@@ -22,12 +22,14 @@ from elasticd_planner.problem import ModuleProblem, Problem
 from elasticd_planner.search.module_cost import ModuleCosts
 from elasticd_planner.spec.batch import BatchPlan, batch_plan
 from elasticd_planner.spec.cluster import Cluster
+from elasticd_planner.spec.expert_load import ExpertLoad
 from elasticd_planner.spec.item_batch import ItemBatch, SampleItem, item_batch
 from elasticd_planner.spec.measurement import Measurement, ModuleMeasurement
 from elasticd_planner.spec.plan import Plan
 
 from elasticd.chaos.faults import Fault
 from elasticd.simulator.devices.device_model import FORWARD, MOST_KEPT, TYPICAL, DeviceModel, StepTimes
+from elasticd.simulator.devices.expert_loads import ExpertLoads
 from elasticd.simulator.devices.plan_arrays import Compiled, compiled
 
 #: By module what it takes in a step.
@@ -77,6 +79,7 @@ class ModuleTruth(DeviceModel):
         global_batch: int,
         micro_batch: int,
         follow: bool,
+        loads: ExpertLoads | None = None,
         seed: int,
         noise: float,
         overhead: float,
@@ -91,11 +94,12 @@ class ModuleTruth(DeviceModel):
             global_batch: samples of a step.
             micro_batch: samples of a micro-batch.
             follow: whether the shares of lanes follow their speeds.
+            loads: of the experts of the module with the loss, if it has some.
         """
         super().__init__(cluster, of, tokens, seed=seed, noise=noise, overhead=overhead)
         self.modules = self._planned_modules = modules
         self._loss, self._global_batch, self._micro_batch = loss, global_batch, micro_batch
-        self._follow = follow
+        self._follow, self.loads, self._at = follow, loads, 0
         self._dealing: tuple[str, dict[str, ItemDealing]] = ("", {})  # under the plan of this digest
         self._parts: dict[str, ModulePart] = {}  # of the last step
         self._compiled: dict[tuple[str, str, int], Compiled] = {}
@@ -131,6 +135,7 @@ class ModuleTruth(DeviceModel):
 
     def step(self, plan: Plan, step: int) -> StepTimes:
         """The time of step number `step`, after which lanes agree on slowdowns."""
+        self._at = step
         dealing = self._dealing_of(plan)
         speeds = {name: each.of(step) for name, each in dealing.items()}
         played = self._played(plan, step, speeds)
@@ -147,12 +152,15 @@ class ModuleTruth(DeviceModel):
         return self._step_times(plan, played)
 
     def typical(self, plan: Plan) -> float:
-        """Seconds of a step in the mean over noise and batches, with the shares that lanes have now."""
+        """Seconds of a step in the mean over noise and batches, with the shares that lanes have now. With a
+        load of experts they are those of the newest step."""
         digest, dealing = self._dealing
         speeds = {
             module.name: dealing[module.name].of(1 << 40) if digest == plan.digest else LaneSpeeds()
             for module in self.modules
         }
+        if self.loads is not None:
+            return self._played(plan, self._at, speeds).seconds
         key = (plan.digest, self.sizes, self.factors.tobytes(), tuple(speeds.values()))
         if key not in self._means:
             if len(self._means) > MOST_KEPT:
@@ -199,7 +207,9 @@ class ModuleTruth(DeviceModel):
                     },
                 )
             )
-        return found
+        if self.loads is None:
+            return found
+        return self.loads.reported(plan.view(self._loss), step, found)
 
     # -- one step
 
@@ -224,8 +234,8 @@ class ModuleTruth(DeviceModel):
             self._dealing = plan.digest, made
         return self._dealing[1]
 
-    def _costs(self, unit: Floats) -> ModuleCosts:
-        """Of this cluster, each device so many times slower than normal."""
+    def _costs(self, unit: Floats, load: ExpertLoad | None = None) -> ModuleCosts:
+        """Of this cluster, each device so many times slower than normal, under a load of experts."""
         return ModuleCosts(
             Problem(
                 cluster=self.cluster,
@@ -235,6 +245,7 @@ class ModuleTruth(DeviceModel):
                 rates=dict(zip(self.names, unit.tolist(), strict=True)),
                 module=self._loss,
                 modules=self.modules,
+                experts=load,
             )
         )
 
@@ -261,24 +272,29 @@ class ModuleTruth(DeviceModel):
         return found
 
     def _played(self, plan: Plan, step: int, speeds: Mapping[str, LaneSpeeds]) -> PlayedStep:
-        """Plays a step. Without noise all are alike under the same plan, sizes and speeds."""
+        """Plays a step. Without noise and experts all are alike under the same plan, sizes and speeds."""
         key = plan.digest, self.sizes, self.factors.tobytes(), tuple(speeds.values())
-        if not self._noise and key in self._known:
+        alike, load = not self._noise and self.loads is None, None
+        if alike and key in self._known:
             return self._known[key]
+        if self.loads is not None:
+            load = self.loads.load(step)
         unit, batches = self.factors * self.noise(step), self._batches(plan, step, speeds)
-        costs = self._costs(unit)
+        costs = self._costs(unit, load)
         times = costs.played(plan, batches)
         last = _last(plan, times)
         seconds = max(last.values()) + costs.after_seconds(plan) + self._overhead
-        parts = {name: self._part(plan, name, batch, unit) for name, batch in batches.items()}
+        parts = {name: self._part(plan, name, batch, unit, load) for name, batch in batches.items()}
         played = PlayedStep(seconds=seconds, parts=parts, last=last)
-        if not self._noise:
+        if alike:
             if len(self._known) > MOST_KEPT:
                 self._known.clear()
             self._known[key] = played
         return played
 
-    def _part(self, plan: Plan, name: str, batch: BatchPlan | ItemBatch, unit: Floats) -> ModulePart:
+    def _part(
+        self, plan: Plan, name: str, batch: BatchPlan | ItemBatch, unit: Floats, load: ExpertLoad | None
+    ) -> ModulePart:
         """The work of the members of a module's view."""
         view, profile = plan.view(name), self.profile_of(name)
         key = plan.digest, name, self.tokens
@@ -293,10 +309,16 @@ class ModuleTruth(DeviceModel):
         if not view.module.trainable:
             speed = speed * FORWARD
         block = speed * profile.block.seconds * shape.layers
+        experts, waited = np.zeros(len(block)), np.zeros(len(shape.stage_start))
+        if load is not None and self.loads is not None and name == self._loss:
+            work, busiest = self.loads.work(view, shape, unit, load)
+            experts, block = block * load.part * work, block * (1 - load.part)
+            waited = tokens[lane][shape.stage_start] * profile.block.seconds * load.part * busiest
         embed = np.where(shape.first, speed * profile.embed.seconds, 0.0)
         head = np.where(shape.last, speed * profile.head.seconds, 0.0)
         own = block + embed + head
-        slowest = np.maximum.reduceat(own, shape.stage_start)[shape.stage_of]
+        slowest = (np.maximum.reduceat(own, shape.stage_start) + waited)[shape.stage_of]
+        block, own = block + experts, own + experts
         return ModulePart(
             items=items[lane],
             tokens=tokens[lane],

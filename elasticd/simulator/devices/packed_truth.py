@@ -19,11 +19,13 @@ from elasticd_planner.cost.model_profile import ModelProfile
 from elasticd_planner.numeric import Floats, Ints
 from elasticd_planner.spec.batch import BatchLengths, BatchPlan, BatchRow
 from elasticd_planner.spec.cluster import Cluster
+from elasticd_planner.spec.expert_load import ExpertLoad, fractions_in
 from elasticd_planner.spec.measurement import Measurement
-from elasticd_planner.spec.plan import Pipeline, Plan
+from elasticd_planner.spec.plan import Pipeline, Plan, Stage
 from elasticd_planner.spec.sequence_lengths import bucket
 
-from elasticd.simulator.devices.device_model import TYPICAL, DeviceModel, StepTimes
+from elasticd.simulator.devices.device_model import MOST_KEPT, TYPICAL, DeviceModel, StepTimes
+from elasticd.simulator.devices.expert_loads import ExpertLoads
 from elasticd.simulator.devices.packed_rows import Gang, seconds, staged_seconds
 from elasticd.simulator.devices.plan_arrays import Compiled
 
@@ -57,12 +59,19 @@ class PackedTruth(DeviceModel):
         of: Callable[[int], ModelProfile],
         tokens: int,
         work: PackedWork,
+        loads: ExpertLoads | None = None,
         *,
         seed: int,
         noise: float,
         overhead: float,
     ):
-        self.work = work
+        """
+        Args:
+            cluster: as for `DeviceModel`, like `of`, `tokens`, `seed`, `noise`, `overhead`.
+            work: the sequences.
+            loads: of the model's experts, if it has some.
+        """
+        self.work, self.loads, self._at = work, loads, 0
         self._agreed: dict[str, tuple[SlowdownState, tuple[tuple[int, ...] | None, ...]]] = {}
         self._batch: BatchPlan | None = None  # of the last step
         super().__init__(cluster, of, tokens, seed=seed, noise=noise, overhead=overhead)
@@ -92,6 +101,7 @@ class PackedTruth(DeviceModel):
 
     def step(self, plan: Plan, step: int) -> StepTimes:
         """The seconds of step number `step`, after which lanes agree on slowdowns."""
+        self._at = step
         state, ahead = self._agreed.get(plan.digest) or self._begun(plan)
         batch, _ = self.dealt(plan, step, ahead[0])
         times = self._played(plan, batch, self.factors * self.noise(step))
@@ -106,8 +116,10 @@ class PackedTruth(DeviceModel):
 
     def typical(self, plan: Plan) -> float:
         """Seconds of a step in the mean over noise and batches, with shares that have followed the speeds."""
-        key = (plan.digest, self.tokens, self.factors.tobytes())
+        key = (plan.digest, self.tokens, self.factors.tobytes(), self._at if self.loads is not None else 0)
         if key not in self._means:
+            if len(self._means) > MOST_KEPT:
+                self._means.clear()
             slowdown = self._true_slowdown(plan) if self.work.follow else None
             found = []
             for step in range(TYPICAL):
@@ -156,16 +168,14 @@ class PackedTruth(DeviceModel):
         near, far = self.cluster.inside, self.cluster.between
         width = 2 * _PASSES * profile.boundary_bytes
         width *= profile.groups / profile.share_units if profile.groups else 1.0
+        load = None if self.loads is None else self.loads.load(self._at)
         found = []
         for place, stage in enumerate(pipeline.stages):
             edge = (profile.embed.seconds if place == 0 else 0.0) + (
                 profile.head.seconds if place == len(pipeline.stages) - 1 else 0.0
             )
             block = profile.block.seconds * stage.layers
-            slow = [
-                max(lane.fraction(at) * unit[self._index[name]] for at, name in enumerate(lane.devices))
-                for lane in stage.by_lane
-            ]
+            slow = [self._slowest(lane, unit, load) for lane in stage.by_lane]
             linear = self.work.linear + round(edge / block * self._products)
             keys = width * stage.layers / max(len(lane.devices) for lane in stage.by_lane)
             found.append(
@@ -180,6 +190,16 @@ class PackedTruth(DeviceModel):
                 )
             )
         return found
+
+    def _slowest(self, lane: Stage, unit: Floats, load: ExpertLoad | None) -> float:
+        """The part of a block's work on one normal device that a lane's devices take; of its experts as long as
+        the busiest one of each block."""
+        slow = unit[[self._index[name] for name in lane.devices]]
+        dense = max(lane.fraction(at) * slow[at] for at in range(len(lane.devices)))
+        if load is None:
+            return float(dense)
+        experts = (np.array(fractions_in(lane, load)) * slow).max(1).mean()
+        return float(dense * (1 - load.part) + experts * load.part)
 
     @property
     def _products(self) -> float:
@@ -198,10 +218,18 @@ class PackedTruth(DeviceModel):
         tokens = np.array(_tokens(plan, batch), dtype=np.float64)[shape.pipeline]
         own = shape.fraction * unit[shape.devices]
         profile = self.profile
-        block = own * work * base * shape.layers / profile.layers
+        scale = work * base * shape.layers / profile.layers
+        block, experts, waited = own * scale, np.zeros(len(own)), np.zeros(len(shape.stage_start))
+        if self.loads is not None:
+            load = self.loads.load(self._at)
+            ratios, busiest = self.loads.work(plan, shape, unit, load)
+            experts, block = block * load.part * ratios, block * (1 - load.part)
+            first_of = shape.stage_start
+            waited = scale[first_of] * load.part * busiest / shape.layers[first_of]
         embed = np.where(shape.first, own * tokens * profile.embed.seconds, 0.0)
         head = np.where(shape.last, own * tokens * profile.head.seconds, 0.0)
-        slowest = np.maximum.reduceat(block + embed + head, shape.stage_start)[shape.stage_of]
+        slowest = (np.maximum.reduceat(block + embed + head, shape.stage_start) + waited)[shape.stage_of]
+        block = block + experts
         total = float(ends.max()) + shape.reduction
         return StepTimes(
             seconds=np.array(total + self._overhead),
@@ -275,7 +303,7 @@ class PackedTruth(DeviceModel):
                     batch=summary_of(plan, batch, self.work.linear, slow or None) if rank == 0 else None,
                 )
             )
-        return found
+        return found if self.loads is None else self.loads.reported(plan, step, found)
 
 
 def _tokens(plan: Plan, batch: BatchPlan) -> list[int]:

@@ -23,6 +23,7 @@ from elasticd_planner.spec.sample_packing import linear_of
 
 from elasticd.chaos.faults import Fault
 from elasticd.simulator.devices.device_model import TYPICAL, DeviceModel
+from elasticd.simulator.devices.expert_loads import ExpertLoads
 from elasticd.simulator.devices.expert_truth import ExpertTruth
 from elasticd.simulator.devices.module_truth import ModuleTruth
 from elasticd.simulator.devices.packed_truth import PackedTruth, PackedWork
@@ -41,6 +42,10 @@ def truth_of(scenario: Scenario, *, follow: bool = True) -> DeviceModel:
     the scenario lets them."""
     cluster, model, data = scenario.cluster.cluster(), scenario.model, scenario.data
     rest = {"noise": scenario.times.noise, "overhead": scenario.times.overhead}
+    loads = None
+    if (even := scenario.expert_load()) is not None:
+        drift = scenario.experts or ExpertDrift()
+        loads = ExpertLoads(even, zipf=drift.zipf, drift=drift.drift, seed=scenario.seed)
     if model.modules:
         return ModuleTruth(
             cluster,
@@ -51,21 +56,12 @@ def truth_of(scenario: Scenario, *, follow: bool = True) -> DeviceModel:
             global_batch=model.global_batch,
             micro_batch=model.micro_batch,
             follow=follow,
+            loads=loads,
             seed=scenario.seed,
             **rest,
         )
-    if (load := scenario.expert_load()) is not None:
-        drift = scenario.experts or ExpertDrift()
-        return ExpertTruth(
-            cluster,
-            scenario.truth,
-            model.tokens,
-            load,
-            zipf=drift.zipf,
-            drift=drift.drift,
-            seed=scenario.seed,
-            **rest,
-        )
+    if loads is not None and data is None:
+        return ExpertTruth(cluster, scenario.truth, model.tokens, loads, seed=scenario.seed, **rest)
     if data is None:
         return DeviceModel(cluster, scenario.truth, model.tokens, seed=scenario.seed, **rest)
     linear = linear_of(model.spec())
@@ -79,7 +75,7 @@ def truth_of(scenario: Scenario, *, follow: bool = True) -> DeviceModel:
         fixed=data.least * linear,
         follow=data.follow and follow,
     )
-    return PackedTruth(cluster, scenario.truth, model.tokens, work, seed=scenario.seed, **rest)
+    return PackedTruth(cluster, scenario.truth, model.tokens, work, loads, seed=scenario.seed, **rest)
 
 
 def baselines(scenario: Scenario, bounds: Bounds, planner: Planner) -> tuple[Totals, ...]:

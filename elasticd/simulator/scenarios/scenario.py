@@ -221,8 +221,6 @@ class Scenario(Value, frozen=True, kw_only=True):
         if self.experts is not None and not self.model.shapes.experts:
             refuse("[experts] is of a model with experts: add experts = N to [model]")
         if self.model.shapes.experts:
-            if self.data is not None or self.model.modules:
-                refuse("experts are of models of one module that pad: leave out [data] and [[module]]")
             msgspec.structs.force_setattr(self, "settle", None)
         nodes, devices = self.cluster.nodes, self.cluster.devices
         known = {f"n{n}" for n in range(nodes)}

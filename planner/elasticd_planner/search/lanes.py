@@ -42,11 +42,14 @@ def _one(lanes: Sequence[Pipeline]) -> Pipeline:
 
 
 def _stage(groups: Sequence[Stage]) -> Stage:
+    """One stage of several. Experts that the running plan has placed are placed anew after the search."""
     return msgspec.structs.replace(
         groups[0],
         devices=tuple(device for group in groups for device in group.devices),
         shares=tuple(share for group in groups for share in group.shares),
         lanes=tuple(len(group.devices) for group in groups),
+        experts=(),
+        splits=(),
     )
 
 
