@@ -284,6 +284,20 @@ def same_as_plain_torch(running: LiveLoop, steps: int) -> None:
         torch.testing.assert_close(whole(parameter), weights[name], atol=1e-11, rtol=0)
 
 
+def test_a_script_that_skips_a_batch_at_an_error_makes_it_again_where_a_peer_was_lost() -> None:
+    """As scripts do at a batch that does not fit into memory. The gradients that it leaves are no refusal."""
+    running, tries = loop(build_of("ddp"), steps=2), []
+    for step in unheard(running, 1, lambda: None):
+        with step:
+            tries.append(step.index)
+            if tries == [0, 1]:
+                loss_of(step.state.model, step.data).backward()
+                continue
+            train(step)
+    assert tries == [0, 1, 1]
+    same_as_plain_torch(running, 2)
+
+
 def test_the_last_step_counts_where_the_job_ended_before_this_rank_heard_its_vote() -> None:
     running, made = loop(build_of("ddp")), []
     for step in unheard(running, STEPS - 1, raising(JobOver("it is done"))):

@@ -291,8 +291,8 @@ class LiveLoop:
             if error is None and step.lost is not None and not step.decided:
                 raise StepLost("the script caught the loss of a peer")
             if error is None and not step.decided:  # no optimizer stepped: a GradScaler left the update out
+                self._vote(step)  # first: a script that caught the loss of a peer is not to blame
                 refuse_kept_gradients(step, computed=self._last_gradient is not None)
-                self._vote(step)
         except StepLost as lost:
             error = lost
         if error is not None and not isinstance(error, Exception):

@@ -173,7 +173,8 @@ def refuse_kept_gradients(step: LoopStep, *, computed: bool) -> None:
     """
     if not computed or step.state.scaler is not None:
         return
-    for parameter in step.state.model.parameters():
+    assert step.copy.tensors is not None
+    for parameter in step.copy.tensors.trained.values():
         gradient: Any = parameter.grad
         if gradient is None:
             continue
