@@ -120,6 +120,18 @@ def test_a_kill_in_the_backward_pass_loses_one_device_alone(kind: str) -> None:
         assert (read in proposed) == alone, proposed
 
 
+@pytest.mark.full
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["fsdp", "ddp"])
+def test_a_device_that_dies_at_the_end_of_the_last_step_takes_nothing_of_the_state_with_it(kind: str) -> None:
+    """The script saves all weights after its loop."""
+    steps = 10
+    with Cluster(NODES, settings=SETTINGS, emulated=False) as cluster:
+        cluster.run(SCRIPT, kind=kind, steps=steps, dies={"b/1": ["log", steps - 1]}, logs="loss", seconds=0.01)
+        codes_of(cluster, "b/1")
+        check(cluster, kind, steps)
+
+
 @pytest.mark.slow
 def test_all_go_back_to_a_snapshot_of_an_older_step_and_samples_count_once() -> None:
     steps = 14

@@ -229,7 +229,9 @@ class LiveLoop:
             switcher.taken()  # the script saw them
             made = switcher.step
             if made >= self._total:
-                break
+                if self._all_made(copy):
+                    break
+                continue
             step = self._step = LoopStep(copy, made, self._samples(made), self._read, self._enter, self._leave)
             self._time(copy)
             self._measure_snapshots(copy)
@@ -244,7 +246,7 @@ class LiveLoop:
             if step.made:
                 refuse_later_moves(step)
             if switcher.step >= self._total:
-                break
+                continue
             step.let_go()
             if step.lost is not None and not step.decided and not step.told:
                 switcher.peers_lost(step.lost)
@@ -258,6 +260,19 @@ class LiveLoop:
             self._control.send(Finished(step=made, plan=plan, loss=vote.loss, tokens=vote.tokens))
         else:
             self._control.send(Finished(step=made))
+
+    def _all_made(self, copy: LiveCopy) -> bool:
+        """Waits until all ranks made the last step: what the script saves after its loop has parts of each.
+
+        Returns:
+            False where one was lost before: the others have its part of the state again, or of an earlier step.
+        """
+        try:
+            copy.everyone.all_gather(torch.ones(1))
+        except (PeerLost, Cancelled, RuntimeError) as error:
+            self._switcher.peers_lost(error)
+            return False
+        return True
 
     def _measure_snapshots(self, copy: LiveCopy) -> None:
         """Has a plan's first step end in a snapshot: until then the state of lost devices may be of an older
