@@ -119,8 +119,11 @@ def _meant(
     record = next((record for record in records if record.number == number), None)
     if record is None:
         kept = ", ".join(str(record.number) for record in records[-12:])
-        reason = f" ({found.reason})" if found and found.plan is None and found.reason else ""
-        raise CannotReach(f"job {job} has no plan {what or 'yet'}{reason}; the last ones: {kept or 'none'}")
+        if what is not None:
+            raise CannotReach(f"job {job} has no plan {what}; the last ones: {kept or 'none'}")
+        reason = f" ({found.reason})" if found and found.reason else ""
+        newest = f"; 'elasticd why {job} {records[-1].number}' has its last proposal" if records else ""
+        raise CannotReach(f"no plan of job {job} is in force{reason}{newest}")
     return record
 
 

@@ -303,8 +303,12 @@ def test_why_tells_whom_a_job_waits_for() -> None:
     assert why.device_told("a/1", "j", status, (), ())["reason"] == "", "it is about another device"
     job = msgspec.structs.replace(job, plan=None, reason=reason)
     status = msgspec.structs.replace(STATUS, jobs=(job,))
-    with pytest.raises(why.CannotReach, match=r"no plan yet \(waits for worker a/1, .* for 12 s\); the last"):
+    with pytest.raises(
+        why.CannotReach, match=r"^no plan of job j is in force \(waits for worker a/1, .* 12 s\)$"
+    ):
         why._meant(status, (), "j", None)
+    with pytest.raises(why.CannotReach, match="'elasticd why j 3' has its last proposal"):
+        why._meant(status, (record(3, {}),), "j", None)
 
 
 def test_an_exception_of_the_script_is_told_with_its_traceback() -> None:

@@ -93,6 +93,6 @@ def check_batch(plan: Plan, global_batch: int, micro_batch: int) -> None:
     if (plan.global_batch, plan.micro_batch) != (global_batch, micro_batch):
         refuse(
             f"the plan takes {plan.global_batch} samples a step in micro-batches of {plan.micro_batch}, and "
-            f"the job takes {global_batch} in micro-batches of {micro_batch}: give both the same sizes (in "
-            "plan_of micro_batches add up to global_batch / micro_batch)"
+            f"the job takes {global_batch} in micro-batches of {micro_batch}: give both the same sizes, as "
+            f"plan_of(..., micro_batch={micro_batch}) whose micro_batches add up to global_batch / micro_batch"
         )
