@@ -301,7 +301,7 @@ def test_nodes_of_a_script_without_a_job_all_go_on_in_restart_mode() -> None:
 
 def test_script_that_is_long_in_coming_to_its_job_is_waited_for_and_stopped_at_once(launches: Launches) -> None:
     run = launches.run("a", "--job", "slow", launches.script("import time\ntime.sleep(1000)\n"))
-    words = "its workers run, and none has made an elasticd.Job so far"
+    words = "its workers run, and none has made an elasticd.Job or called elasticd.live so far"
     until(lambda: launches.job("slow").get("reason") == words, said(run))
     assert launches.restarting("slow") == {}, "time is no evidence"
     launches.cluster.call(stop(launches, "slow"))

@@ -52,7 +52,10 @@ def test_workers_that_never_come_to_their_job_are_named_and_end_it() -> None:
     world.tick(59.0)
     assert waiting(world) == []
     world.tick(2.0)
-    text = "its workers run, and 2 of 4 have made an elasticd.Job so far; missing: 2 workers of node beta"
+    text = (
+        "its workers run, and 2 of 4 have made an elasticd.Job or called elasticd.live so far; missing: 2 "
+        "workers of node beta"
+    )
     assert waiting(world) == [f"waiting: {text}"]
     assert world.job.reason == text
     world.cut = set()
@@ -82,7 +85,9 @@ def test_workers_that_come_at_last_leave_nothing_of_the_wait() -> None:
 def test_script_that_makes_no_job_is_told_of_and_not_ended() -> None:
     world = assembling("alpha", "beta")
     world.tick(61.0)
-    assert waiting(world) == ["waiting: its workers run, and none has made an elasticd.Job so far"]
+    assert waiting(world) == [
+        "waiting: its workers run, and none has made an elasticd.Job or called elasticd.live so far"
+    ]
     assert waited_seconds(world.job, world.now) == 0.0, "nobody waits"
     world.tick(10 * DAY)
     assert world.phase is JobPhase.ASSEMBLING

@@ -110,8 +110,8 @@ def missing(job: JobState) -> str:
         return f"waits for {_few(orphans)} to come back to the agent that was started again" if orphans else ""
     there = len(job.workers)
     if not there:
-        return "its workers run, and none has made an elasticd.Job so far"
-    have = f"{there} of {job.world_size} have made an elasticd.Job so far"
+        return "its workers run, and none has made an elasticd.Job or called elasticd.live so far"
+    have = f"{there} of {job.world_size} have made an elasticd.Job or called elasticd.live so far"
     return f"its workers run, and {have}; missing: {_few(_absent(job))}"
 
 
