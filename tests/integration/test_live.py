@@ -36,7 +36,7 @@ def entries(cluster: Cluster) -> dict[str, list[list[Any]]]:
 
 
 def tries(cluster: Cluster) -> list[tuple[int, int, tuple[int, ...]]]:
-    """Of a device that is to die: each step that it began, the number of its plan, and its samples."""
+    """Each step that a device began, the number of its plan, and its samples."""
     lines = [line for path in cluster.folder.glob("tries-*") for line in path.read_text().splitlines()]
     return [(step, plan, tuple(samples)) for step, plan, samples in map(json.loads, lines)]
 

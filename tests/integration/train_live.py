@@ -306,9 +306,9 @@ def main() -> None:
     for step in running:
         with step:
             model, optimizer = step.state.model, step.state.optimizer
-            if begin is not None:  # it may die once its step is decided, before it notes it
-                with (out / f"tries-{me}").open("a") as tries:
-                    tries.write(json.dumps([step.index, running.plan.number, list(step.indices)]) + "\n")
+            with (out / f"tries-{me}").open("a") as tries:  # it may die before it notes a decided step
+                tries.write(json.dumps([step.index, running.plan.number, list(step.indices)]) + "\n")
+            if begin is not None:
                 begin(step.index, model)
             if step.index == options.get("drains", {}).get(running.device):
                 os.kill(os.getpid(), signal.SIGTERM)
