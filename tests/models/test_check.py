@@ -213,7 +213,8 @@ def packs(**more: Any) -> Recipe:
 
 def test_a_job_that_packs_is_tried_on_a_packed_row() -> None:
     """Its dropouts are those of padded samples."""
-    asked, lines = DataOptions(length=lambda index: 5 + index % 9, packing=elasticd.Packing()), list[str]()
+    asked = DataOptions(length=lambda index: 5 + index % 9, packing=elasticd.Packing(), global_tokens=64)
+    lines = list[str]()
     assert compared(replace(packs(), data=asked), lines.append), lines
     assert "ok    packed rows: each sequence by itself" in lines
 

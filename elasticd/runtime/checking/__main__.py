@@ -37,7 +37,8 @@ def compared(recipe: Recipe, say: Callable[[str], None]) -> bool:
     packed where that is what is tried."""
     if recipe.model.graph is not None:
         return modules_compared(recipe, say)
-    asked_for, recipe = recipe, replace(recipe, data=replace(recipe.data, packing=None))
+    asked_for = replace(recipe, data=replace(recipe.data, global_tokens=None))  # the step has a few samples
+    recipe = replace(asked_for, data=replace(asked_for.data, packing=None))
     model, samples = recipe.model, min(_SAMPLES, recipe.samples)
     one = one_process(recipe, layouts.alone(model.spec, samples))
     say(f"{model.name}: {model.layers} blocks; one process has a loss of {one.loss:.6g}")

@@ -12,13 +12,15 @@ from typing import Any
 
 from elasticd_planner.spec.plan import Edge, ModulePlan, Pipeline, Plan, Stage, Strategy
 
+from elasticd.runtime.api.hello import check_packing
 from elasticd.runtime.api.script import CannotRun
 from elasticd.runtime.checking.verdict import findings, own_modules_agree
+from elasticd.runtime.data.packing import Packing
 from elasticd.runtime.engine.recipe import Recipe
 from elasticd.runtime.model.model import Module
 from elasticd.runtime.model.model_graph import ModelGraph
 from elasticd.runtime.model.validation import ModelError
-from elasticd.runtime.reference.chosen_samples import ChosenSamples, first_items
+from elasticd.runtime.reference.chosen_samples import first_items, recipe_of_samples
 from elasticd.runtime.reference.layouts import Variation, widest
 from elasticd.runtime.reference.trial import Member, Trial, tried
 
@@ -28,16 +30,17 @@ _SAMPLES = 3
 
 def modules_compared(recipe: Recipe, say: Callable[[str], None]) -> bool:
     """Tries every layout of the modules. Returns True if all are as one process."""
-    graph, dataset = recipe.model.graph, recipe.dataset
+    graph, packs = recipe.model.graph, recipe
     assert graph is not None
-    recipe = replace(recipe, micro_batch=1)
-    totals = first_items(dataset, graph.items)
+    data = replace(recipe.data, packing=None, global_tokens=None)
+    recipe = replace(recipe, micro_batch=1, data=data)
+    totals = first_items(recipe.dataset, graph.items)
     order = sorted(range(len(totals)), key=totals.__getitem__)  # of the fewest items: they are read and tried
     with_items, without = [i for i in order if totals[i]], [i for i in order if not totals[i]]
     if not with_items:
         raise CannotRun(f"none of the first {len(totals)} samples has any of {', '.join(sorted(graph.items))}")
     chosen = [*with_items[: _SAMPLES - bool(without)], *without[:1]]
-    some = _of(recipe, dataset, chosen)
+    some = recipe_of_samples(recipe, chosen)
     one = one_process(some, Variation(plan=_plan(graph, len(chosen), lambda name, first: [[(0, 1)]])))
     layers = {name: module.layers for name, module in graph.modules.items()}
     named = ", ".join(f"{name} of {count} blocks" for name, count in layers.items())
@@ -45,10 +48,12 @@ def modules_compared(recipe: Recipe, say: Callable[[str], None]) -> bool:
     if not own_modules_agree(some, len(chosen), say):
         return False
     good = [_right(graph, said, one, tried(some, each), say) for said, each in _layouts(graph, len(chosen))]
+    if packs.data.packing is not None:
+        good += _packed(graph, packs, chosen, one, say)
     if not without:
         say("note  not tried: a step without items (every sample has some)")
         return all(good)
-    bare = _of(recipe, dataset, without[:_SAMPLES])
+    bare = recipe_of_samples(recipe, without[:_SAMPLES])
     count = len(without[:_SAMPLES])
     alone = one_process(bare, Variation(plan=_plan(graph, count, lambda name, first: [[(0, 1)]])))
     variation = Variation(plan=_plan(graph, count, lambda name, first: [[(first, 1)]]))
@@ -56,8 +61,37 @@ def modules_compared(recipe: Recipe, say: Callable[[str], None]) -> bool:
     return all(good)
 
 
-def _of(recipe: Recipe, dataset: object, chosen: Sequence[int]) -> Recipe:
-    return replace(recipe, dataset=ChosenSamples(dataset, chosen), global_batch=len(chosen))
+def _packed(
+    graph: ModelGraph[Module], recipe: Recipe, chosen: Sequence[int], one: Trial, say: Callable[[str], None]
+) -> Iterator[bool]:
+    """Tries packed rows: whether sequences can be in one; a step on rows of whole sequences, and of cut ones
+    where the job may cut. Yields True for each that is right.
+
+    Args:
+        graph: the modules.
+        recipe: of a job that packs.
+        chosen: the samples of the step.
+        one: the step of one process on padded samples.
+        say: called with each line.
+    """
+    packing = recipe.data.packing
+    assert packing is not None
+    try:
+        check_packing(recipe)
+    except ValueError as error:
+        say(f"WRONG packed rows\n      {error}")
+        yield False
+        return
+    longest = max(recipe.length(index) for index in chosen) if recipe.length is not None else 0
+    ways = {"packed rows of whole sequences, modules apart": (1, Packing(cut=False))}
+    if packing.cut and longest > 1 < len(chosen):
+        half = Packing(tokens=(longest + 1) // 2 + 1, least=1)  # which one lane alone does not hold
+        ways["packed rows, sequences cut over 2 lanes"] = (2, half)
+    for said, (lanes, rows) in ways.items():
+        data = replace(recipe.data, packing=rows, global_tokens=None)
+        some = recipe_of_samples(replace(recipe, micro_batch=len(chosen), data=data), chosen)
+        plan = _plan(graph, len(chosen), lambda name, first: [[(first, 1)]], lanes=lanes)
+        yield _right(graph, said, one, tried(some, Variation(plan=plan)), say)
 
 
 def _right(
@@ -135,8 +169,9 @@ def _layouts(graph: ModelGraph[Module], samples: int) -> Iterator[tuple[str, Var
     yield "modules apart, over gloo", Variation(plan=_plan(graph, samples, apart), gloo=True)
 
 
-def _plan(graph: ModelGraph[Module], samples: int, shape: _Shape) -> Plan:
-    """A plan whose modules have these shapes; `first` is the first device after those of the modules before."""
+def _plan(graph: ModelGraph[Module], samples: int, shape: _Shape, *, lanes: int = 1) -> Plan:
+    """A plan whose modules have these shapes; `first` is the first device after those of the modules before.
+    With `lanes` the module of the loss has so many of a device each, in one stage."""
     modules, first = [], 0
     for name, module in graph.modules.items():
         drawn = shape(name, first)
@@ -144,6 +179,12 @@ def _plan(graph: ModelGraph[Module], samples: int, shape: _Shape) -> Plan:
         for place, stages in enumerate(drawn):
             count = 1 if module.items else samples // len(drawn) + (place < samples % len(drawn))
             pipelines.append(_pipeline(module.layers, stages, count))
+        if lanes > 1 and not module.items:
+            devices = tuple(f"check/{device}" for device in range(first, first + lanes))
+            alike = (1,) * lanes
+            stage = Stage(start=0, stop=module.layers, devices=devices, shares=alike, lanes=alike)
+            rows = (samples - lanes + 1, *alike[1:])
+            pipelines = [Pipeline(stages=(stage,), micro_batches=samples, rows=rows)]
         first = max(first, *(device + size for stages in drawn for device, size in stages))
         trained = any(parameter.kind == "trained" for parameter in module.spec.parameters.values())
         modules.append(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from elasticd.runtime.data.loader import item_counts
+from elasticd.runtime.engine.recipe import Recipe
 
 #: So many samples of a dataset are looked at for some with and without items.
 LOOKED_AT = 4096
@@ -27,6 +29,15 @@ class ChosenSamples:
 
     def __getitem__(self, index: int) -> Any:
         return self._dataset[self._indices[index]]
+
+
+def recipe_of_samples(recipe: Recipe, indices: Sequence[int]) -> Recipe:
+    """The recipe of a step of some samples of its dataset, with the lengths that the job knows of them."""
+    length, data = recipe.length, recipe.data
+    if length is not None:
+        data = replace(data, length=lambda index: length(indices[index]))
+    dataset = ChosenSamples(recipe.dataset, indices)
+    return replace(recipe, dataset=dataset, data=data, global_batch=len(indices))
 
 
 def first_items(dataset: object, kinds: Collection[str]) -> list[int]:

@@ -25,7 +25,7 @@ from elasticd.runtime.engine.recipe import Recipe
 from elasticd.runtime.model.model import Model, split_name
 from elasticd.runtime.model.validation import ModelError
 from elasticd.runtime.reference import layouts
-from elasticd.runtime.reference.chosen_samples import ChosenSamples, first_items
+from elasticd.runtime.reference.chosen_samples import first_items, recipe_of_samples
 from elasticd.runtime.reference.plain_step import MicroBatch, PlainStep, plain_step
 from elasticd.runtime.reference.trial import Member, Trial, tried
 
@@ -117,8 +117,7 @@ def _with_items(recipe: Recipe, kinds: Collection[str], samples: int) -> Recipe:
     assert not isinstance(recipe.dataset, Stream)
     counts = first_items(recipe.dataset, kinds)
     chosen = sorted(range(len(counts)), key=lambda index: (not counts[index], counts[index]))[:samples]
-    dataset = ChosenSamples(recipe.dataset, chosen)
-    return replace(recipe, dataset=dataset, global_batch=len(chosen), micro_batch=len(chosen))
+    return replace(recipe_of_samples(recipe, chosen), micro_batch=len(chosen))
 
 
 def _engine_step(recipe: Recipe, samples: int) -> tuple[Trial, list[MicroBatch], dict[str, list[MicroBatch]]]:
