@@ -370,10 +370,17 @@ def decoder(**said: Any) -> elasticd.Module:
             lambda: {"a": encoder(items="images", takes={"x": "b"}), "b": decoder()},
             "join the two in one module",
         ),
+        (
+            lambda: {
+                "a": encoder(items="images"),
+                "b": decoder(takes={"images": "a"}, places={"clips": image_model.is_image}),
+            },
+            "places are given of 'clips', and the module takes images",
+        ),
         (lambda: {"a.b": encoder(items="images"), "b": decoder(takes={"images": "a.b"})}, "without dots"),
         (lambda: {"a": nn.Linear(2, 2), "b": decoder()}, "make it an elasticd.Module"),
     ],
-    ids=["stranger", "idle", "two losses", "itself", "encoder of encoders", "dots", "no module"],
+    ids=["stranger", "idle", "two losses", "itself", "encoder of encoders", "places", "dots", "no module"],
 )
 def test_modules_that_make_no_model_are_refused_with_the_remedy(modules: Any, said: str) -> None:
     with pytest.raises(ModelError, match=said):

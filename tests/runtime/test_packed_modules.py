@@ -13,9 +13,12 @@ from typing import Any, cast
 import msgspec
 import pytest
 import torch
+from elasticd_planner.batching.batch_summary import lane_work
 from elasticd_planner.layout.layouts import Layouts
 from elasticd_planner.spec.batch import SequencePiece
+from elasticd_planner.spec.item_batch import ItemBatch
 from elasticd_planner.spec.plan import Plan
+from elasticd_planner.spec.sample_packing import linear_of
 from torch import nn
 
 from elasticd.models.decoder import next_token_loss
@@ -247,6 +250,101 @@ class Measured(Captions):
     """Captions of known lengths."""
 
     lengths = _LENGTHS
+
+
+class Scattered(Measured):
+    """Tokens that take rows of images are in several runs, also at both ends."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        sample = super().__getitem__(index)
+        order = torch.randperm(len(sample["inputs"]), generator=torch.Generator().manual_seed(index))
+        if index % 2:
+            order = order.flip(0)
+        return sample | {"inputs": sample["inputs"][order], "targets": sample["targets"][order]}
+
+
+def plain_losses(recipe: Recipe) -> list[float]:
+    """Of three steps of one process."""
+    data: Any = recipe.dataset
+    batches = [[data[index] for index in recipe.sampler.samples(step)] for step in range(STEPS)]
+    return in_one_process(*sections(), batches, **ADAM)[0]
+
+
+@pytest.mark.parametrize("whole", ["cut", "whole"])
+def test_the_tokens_of_an_image_may_be_in_several_runs(whole: str) -> None:
+    recipe = replace(make_recipe(), dataset=Scattered())
+    made = packed(recipe, whole=whole == "whole")
+    plan = PLACEMENTS["2 + 1, the encoder on a device of both"]
+    assert losses(plan, made) == pytest.approx(plain_losses(recipe), abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    "name", ["2 + 1, the encoder on a device of both", "colocated, recomputed, sequence parallel, zero 2"]
+)
+def test_steps_of_so_many_tokens_have_other_numbers_of_samples_and_items(name: str) -> None:
+    data = DataOptions(packing=Packing(tokens=16, least=1), global_tokens=41)
+    recipe = replace(make_recipe(), dataset=Measured(), data=data)
+    counts = {len(recipe.sampler.samples(step)) for step in range(STEPS)}
+    assert len(counts) > 1
+    assert losses(PLACEMENTS[name], recipe) == pytest.approx(plain_losses(recipe), abs=1e-12)
+
+
+class Albums(Captions):
+    """Long samples of two images each."""
+
+    def __init__(self) -> None:
+        self.counts = {"images": [2] * 32}
+        self.lengths = [len(self[index]["inputs"]) for index in range(32)]
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        sample = super().__getitem__(index)
+        text = torch.full((40,), 2 + index % 20)
+        more = {key: torch.cat([sample[key], text]) for key in ("inputs", "targets")}
+        return sample | more
+
+
+def test_shares_of_tokens_follow_packed_lanes_beside_shares_of_items() -> None:
+    """A lane of the decoder takes twice, and a lane of the encoder three times as long as planned."""
+    plan = plan_of(
+        [pipeline(1, stage(0, 2, ("a/0", 1))), pipeline(1, stage(0, 2, ("c/0", 1)))],
+        [pipeline((3, 2), stage(0, 5, ("a/0", 1), ("b/0", 1), lanes=(1, 1)))],
+    )
+    recipe = replace(make_recipe(), dataset=Albums(), data=DataOptions(packing=Packing(least=4)))
+    linear = linear_of(recipe.model.spec)
+
+    def worker(memory: Any) -> list[tuple[list[int], dict[str, int]]]:
+        engine, found = engine_of(plan, recipe, memory), list[tuple[list[int], dict[str, int]]]()
+        lane = {"a/0": 0, "b/0": 1}.get(memory.me)
+        if lane is not None:
+            engine._telemetry.block_seconds = lambda: 1e-9 * found[-1][0][lane] * (1 + lane)  # type: ignore[method-assign]
+        if (vision := engine.modules.get("vision")) is not None and vision.runner is not None:
+            slow, own = 3 if memory.me == "c/0" else 1, vision.telemetry
+            assert own is not None
+            counted = own.passes
+            own.passes = lambda: (1e-6 * slow * counted()[1], *counted()[1:])  # type: ignore[method-assign]
+        for step in range(9):
+            batch = engine._batches.of(step)
+            found.append((lane_work(engine.loss_plan, batch, linear), {}))
+            engine.step(step, lambda: 0, lambda: 0)
+            assert engine._several is not None
+            now = engine._several._now
+            assert now is not None
+            items = now[1].batches["vision"]
+            assert isinstance(items, ItemBatch)
+            for key, group in items.walk():
+                head = ("a/0", "c/0")[key.pipeline]
+                found[-1][1][head] = found[-1][1].get(head, 0) + len(group.items)
+        engine.settle()
+        return found
+
+    results = run_threads(plan.members, worker)
+    first, *others = results.values()
+    assert all(other == first for other in others)
+    tokens = [work[1] / sum(work) for work, _ in first]
+    assert tokens[0] == pytest.approx(0.4, abs=0.1)
+    assert tokens[5:] == pytest.approx([1 / 3] * 4, rel=0.1)
+    assert first[0][1]["c/0"] == first[0][1]["a/0"]
+    assert all(dealt.get("c/0", 0) <= 3 for _, dealt in first[5:]), first
 
 
 class Odd(Captions):
