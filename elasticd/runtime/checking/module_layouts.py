@@ -87,11 +87,11 @@ def _packed(
     if packing.cut and longest > 1 < len(chosen):
         half = Packing(tokens=(longest + 1) // 2 + 1, least=1)  # which one lane alone does not hold
         ways["packed rows, sequences cut over 2 lanes"] = (2, half)
-    for said, (lanes, rows) in ways.items():
+    for way, (lanes, rows) in ways.items():
         data = replace(recipe.data, packing=rows, global_tokens=None)
         some = recipe_of_samples(replace(recipe, micro_batch=len(chosen), data=data), chosen)
         plan = _plan(graph, len(chosen), lambda name, first: [[(first, 1)]], lanes=lanes)
-        yield _right(graph, said, one, tried(some, Variation(plan=plan)), say)
+        yield _right(graph, way, one, tried(some, Variation(plan=plan)), say)
 
 
 def _right(
