@@ -27,7 +27,6 @@ from tests.descriptors import open_descriptors
 from tests.etcds import SharedEtcd
 
 WAIT = 90.0
-HELLO = Hello(job="job", local_rank=0, world_size=1, pid=os.getpid(), spec=spec("job"))
 
 
 @pytest.fixture
@@ -40,7 +39,8 @@ class Worker:
     """A `Control` and what its handler heard."""
 
     def __init__(self, path: str) -> None:
-        self.control = AgentClient(path, HELLO, connect_seconds=WAIT)
+        hello = Hello(job="job", local_rank=0, world_size=1, pid=os.getpid(), spec=spec("job"))
+        self.control = AgentClient(path, hello, connect_seconds=WAIT)
         self.heard: list[ToWorker] = []
         self.control.start(self.heard.append)
 

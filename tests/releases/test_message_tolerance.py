@@ -120,8 +120,14 @@ def said(caplog: pytest.LogCaptureFixture, text: str) -> int:
     return sum(text in record.getMessage() for record in caplog.records)
 
 
-JOIN = Join(job="j", min_nodes=1, max_nodes=2, pid=os.getpid())
-HELLO = Hello(job="j", local_rank=0, world_size=1, pid=os.getpid(), spec=spec("j"))
+def join() -> Join:
+    return Join(job="j", min_nodes=1, max_nodes=2, pid=os.getpid())
+
+
+def own_hello() -> Hello:
+    return Hello(job="j", local_rank=0, world_size=1, pid=os.getpid(), spec=spec("j"))
+
+
 WELCOME = encode(Welcome(device="a/0", incarnation="1f", address="127.0.0.1"))
 
 
@@ -165,7 +171,7 @@ def test_the_first_message_of_a_connection_is_refused_where_its_content_cannot_b
 
 
 @pytest.mark.parametrize(
-    "ask", [AgentRequests, lambda path, job, seconds: AgentCalls(path, seconds).join(JOIN)]
+    "ask", [AgentRequests, lambda path, job, seconds: AgentCalls(path, seconds).join(join())]
 )
 def test_a_torchrun_does_not_wait_on_an_answer_to_its_hello_that_it_cannot_decode(
     tmp_path: Path, ask: Callable[[str, str, float], object]
@@ -280,7 +286,7 @@ def test_whose_opening_the_leader_cannot_decode_is_told_so_through_an_agent_that
     monkeypatch.setattr(coordinator_link, "frames", lambda texts: frames([changed(text) for text in texts]))
 
     def said_to(client: Any) -> str:
-        client.say(JOIN if kind is Join else HELLO)
+        client.say(join() if kind is Join else own_hello())
         answers = [client.hear()] if kind is Join else [client.hear(), client.hear()]
         assert isinstance(answers[-1], Rejected), answers
         return answers[-1].reason
@@ -504,8 +510,8 @@ def test_a_far_version_within_a_message_is_refused_as_in_the_store(
     """A leader that took it would write what no leader of its release can read."""
 
     def hello(version: int) -> Hello:
-        newer = msgspec.structs.replace(HELLO.spec, version=version)
-        return msgspec.structs.replace(HELLO, release="0.9.0", spec=newer)
+        newer = msgspec.structs.replace(own_hello().spec, version=version)
+        return msgspec.structs.replace(own_hello(), release="0.9.0", spec=newer)
 
     both = rf"'job-spec' has version 3 \(elasticd 0.9.0\), and elasticd {__version__} here knows version 1"
     assert from_worker(encode(hello(2)), first=True) == hello(2)
