@@ -133,22 +133,24 @@ class _Fleet:
         self._draw = random.Random(7)
         self._count = 0
 
-    def _tell(self, kind: Any, **fields: Any) -> None:
+    def _tell(self, news: live.AnyNews) -> None:
         self._count += 1
-        self._hear(Told(at=time.time(), news=kind(id=f"1:{self._count}", **fields)))
+        self._hear(Told(at=time.time(), news=msgspec.structs.replace(news, id=f"1:{self._count}")))
 
     def all(self) -> None:
         """What a leader says first."""
         leader = LeaderStatus(name="c1", url="http://127.0.0.1:9", epoch=1)
         self._tell(
-            live.LiveHello,
-            cluster="large",
-            leader=leader,
-            release="0",
-            at=time.time(),
-            chaos=False,
-            newest_event=0,
-            detect=DetectSettings(),
+            live.LiveHello(
+                id="",
+                cluster="large",
+                leader=leader,
+                release="0",
+                at=time.time(),
+                chaos=False,
+                newest_event=0,
+                detect=DetectSettings(),
+            )
         )
         for node in range(NODES):
             name = f"node-{node:04d}"
@@ -156,8 +158,8 @@ class _Fleet:
                 DeviceStatus(name=f"{name}/{at}", memory=80 << 30, rate=1.0, pace=1.0) for at in range(DEVICES)
             )
             status = NodeStatus(node=name, connected=True, address="10.0.0.1", emulated=False, devices=devices)
-            self._tell(live.NodeNews, node=status)
-        self._tell(live.Whole)
+            self._tell(live.put("", "node", name, status))
+        self._tell(live.Whole(id=""))
 
     async def tell(self) -> None:
         """80 devices a second change: 40 become slow, and the 40 that were slow for longest become normal."""
@@ -172,8 +174,8 @@ class _Fleet:
             normal = [slow.popleft() for _ in range(max(0, len(slow) + changed - SLOW))]
             slow.extend(fresh)
             rates = {**dict.fromkeys(normal, 1.0), **{name: self._draw.choice((1.3, 3.0)) for name in fresh}}
-            self._tell(live.SlowdownNews, rates=rates, slowness={})
-            self._tell(live.LeaderPulse, at=time.time(), store_away=False, paused=False)
+            self._tell(live.append("", "slowdowns", "", live.Slowdowns(rates=rates, slowness={})))
+            self._tell(live.LeaderPulse(id="", at=time.time(), store_away=False, paused=False))
 
 
 # -- the browser, a process of its own -----------------------------------------------------------------------

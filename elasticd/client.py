@@ -33,7 +33,7 @@ from elasticd.coordinator.api_types import (
 )
 from elasticd.coordinator.auth import USER_HEADER
 from elasticd.coordinator.events.event_log import EventRecord
-from elasticd.coordinator.live_types import AnyNews
+from elasticd.coordinator.live_types import LINES, AnyNews
 from elasticd.local_cluster import settings as settings_of
 from elasticd.records import AnyHistoryRecord, JobSpec, Keys
 from elasticd.store.configured import etcd_options
@@ -46,7 +46,7 @@ REQUEST_TIMEOUT_SECONDS = 10.0
 #: Seconds without a word on the live feed, which has one each second, after which its leader is gone.
 FEED_TIMEOUT_SECONDS = 5.0
 T = TypeVar("T")
-_news = MessageDecoder[AnyNews](AnyNews, "the leader")
+_news = MessageDecoder[AnyNews](LINES, "the leader")
 
 
 class CannotReach(Exception):

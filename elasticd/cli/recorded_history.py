@@ -100,21 +100,21 @@ class RecordedRun:
                 )
             self._writer.put_rank(said.job, body.number, rank)
 
-    def _of_devices(self, job: JobState) -> live.MeasuredNews | None:
+    def _of_devices(self, job: JobState) -> live.Measured | None:
         """The newest measurements of the members of the plan in force."""
         plan = job.plan
-        return measurements(job, plan, self._measured.get(job.job, {}), str) if plan is not None else None
+        return measurements(job, plan, self._measured.get(job.job, {})) if plan is not None else None
 
     def _sample(self, job: JobState, time: float) -> None:
         """Each member's slowdown, once a second."""
-        if time - self._sampled.get(job.job, 0.0) < SAMPLE_SECONDS or (news := self._of_devices(job)) is None:
+        if time - self._sampled.get(job.job, 0.0) < SAMPLE_SECONDS or (table := self._of_devices(job)) is None:
             return
         self._sampled[job.job] = time
-        numbers = np.frombuffer(news.numbers, "<f4").reshape(-1, len(news.columns))
-        slowdown, evidence = (numbers[:, news.columns.index(name)] for name in live.JUDGED)
+        numbers = np.frombuffer(table.numbers, "<f4").reshape(-1, len(table.columns))
+        slowdown, evidence = (numbers[:, table.columns.index(name)] for name in live.JUDGED)
         members = job.plan.members if job.plan is not None else ()
         self._writer.put_samples(
-            Sample(device, time, news.step, float(slow), self._rates.get(device, 1.0), _known(float(odd)))
+            Sample(device, time, table.step, float(slow), self._rates.get(device, 1.0), _known(float(odd)))
             for device, slow, odd in zip(members, slowdown, evidence, strict=True)
             if np.isfinite(slow)
         )
@@ -132,8 +132,8 @@ class RecordedRun:
         plan = job.pipeline_plan
         if plan is None or job.number != step.plan:
             return None, None
-        news = self._of_devices(job)
-        bound = balanced_seconds(plan, table_of(news), self._rates) if news is not None else None
+        table = self._of_devices(job)
+        bound = balanced_seconds(plan, table_of(table), self._rates) if table is not None else None
         predicted = None if job.prediction_guessed else job.predicted_seconds
         return predicted, lowest_seconds(bound, step.seconds, predicted)
 
@@ -161,9 +161,12 @@ class RecordedRun:
             at=self._last.at,
             now=self._last.time,
         )
-        decoder = msgspec.json.Decoder(live.AnyNews)
-        measured = [news for job in self.state.jobs.values() if (news := self._of_devices(job)) is not None]
-        return [*(decoder.decode(line) for line in hello(source, "1:1")), *measured]
+        decoder = msgspec.json.Decoder(live.LINES)
+        lines: list[live.AnyNews] = [decoder.decode(line) for line in hello(source, "1:1")]
+        for name, job in self.state.jobs.items():
+            if (table := self._of_devices(job)) is not None:
+                lines.append(live.append("1:1", "measured", name, table))
+        return lines
 
 
 def _known(number: float) -> float | None:

@@ -124,7 +124,7 @@ class _Told:
     members: Counter[str] = field(default_factory=Counter)
     rates: dict[str, float] = field(default_factory=dict)
     jobs: dict[str, JobState] = field(default_factory=dict)
-    news: dict[str, live.JobNews] = field(default_factory=dict)
+    live_jobs: dict[str, live.LiveJob] = field(default_factory=dict)
     newest: dict[str, StepRecord | None] = field(default_factory=dict)
     halts: dict[str, dict[str, Any]] = field(default_factory=dict)
     links: object = None
@@ -416,17 +416,18 @@ def _made(
 
     lines = [_line(news) for news in _changes(known, told, next_id, restarts=pulse)]
     for event in noted.events:
-        lines.append(_line(live.EventNews(id=next_id(), event=event)))
+        lines.append(_line(live.append(next_id(), "event", event.job, event)))
     for name, step in noted.steps:
-        lines.append(_line(live.StepNews(id=next_id(), job=name, step=step)))
+        lines.append(_line(live.append(next_id(), "step", name, step)))
     for (name, number), ranks in _by_switch(noted.progress).items():
-        lines.append(_line(live.ProgressNews(id=next_id(), job=name, number=number, ranks=tuple(ranks))))
+        progress = live.Progress(number=number, ranks=tuple(ranks))
+        lines.append(_line(live.append(next_id(), "progress", name, progress)))
     began = time.thread_time()
     for name, found in measured.items():
         job = known.state.jobs.get(name)
         if job is not None and job.plan is not None:
-            news = measurements(job, job.plan, found, next_id)
-            lines += [_line(news)] if news is not None else []
+            value = measurements(job, job.plan, found)
+            lines += [_line(live.append(next_id(), "measured", name, value))] if value is not None else []
     spent = time.thread_time() - began
     if pulse:
         lines.append(_line(_pulse(known, next_id())))
@@ -460,23 +461,24 @@ def _changes(
     state = known.state
     if known.settings != told.settings:
         told.settings = known.settings
-        yield live.SettingsNews(id=next_id(), settings=known.settings, detect=state.settings.detect)
+        settings = live.LiveSettings(settings=known.settings, detect=state.settings.detect)
+        yield live.put(next_id(), "settings", "", settings)
     yield from _of_nodes(state, told, next_id)
     yield from _of_rates(state, told, next_id)
     for name, job in sorted(state.jobs.items()):
         yield from _of_job(known, job, told.jobs.get(name), told, next_id)
     for name in told.jobs.keys() - state.jobs.keys():
         told.halts.pop(name, None)
-        told.news.pop(name, None)
+        told.live_jobs.pop(name, None)
         told.newest.pop(name, None)
-        yield live.JobGone(id=next_id(), job=name)
+        yield live.Drop(id=next_id(), kind="job", key=name)
     told.jobs = dict(state.jobs)
     if state.links is not told.links:
         told.links = state.links
-        yield live.LinksNews(id=next_id(), links=status.links(state))
+        yield live.put(next_id(), "links", "", status.links(state))
     if restarts and [*map(id, known.restarts)] != [*map(id, told.restarts)]:
         told.restarts = known.restarts
-        yield live.RestartNews(id=next_id(), restarts=_restarting(known))
+        yield live.put(next_id(), "restarts", "", _restarting(known))
 
 
 def _restarting(known: FeedSource) -> tuple[live.RestartingJob, ...]:
@@ -515,13 +517,13 @@ def _of_nodes(state: CoordinatorState, told: _Told, next_id: Callable[[], str]) 
     rates, slow = (state.slowdowns, status.slowness(state, devices)) if anew else ({}, {})
     for node in anew:
         shown = status.node_status(node, rates, slow, members[node.record.node])
-        yield live.NodeNews(id=next_id(), node=msgspec.structs.replace(shown, health=None))
+        yield live.put(next_id(), "node", shown.node, msgspec.structs.replace(shown, health=None))
     for name, node in state.nodes.items():
         before = told.nodes.get(name)
         if node.health is not None and (before is None or node.health is not before.health):
-            yield live.HealthNews(id=next_id(), node=name, health=node.health)
+            yield live.put(next_id(), "health", name, node.health)
     for name in told.nodes.keys() - state.nodes.keys():
-        yield live.NodeGone(id=next_id(), node=name)
+        yield live.Drop(id=next_id(), kind="node", key=name)
     told.nodes, told.members = state.nodes, members
 
 
@@ -554,11 +556,11 @@ def _of_rates(state: CoordinatorState, told: _Told, next_id: Callable[[], str]) 
     told.rates = rates
     if changed:
         slow = status.slowness(state, changed)
-        yield live.SlowdownNews(
-            id=next_id(),
+        value = live.Slowdowns(
             rates={device: rates.get(device, 1.0) for device in sorted(changed)},
             slowness={device: slow[device] for device in sorted(slow)},
         )
+        yield live.append(next_id(), "slowdowns", "", value)
 
 
 def _same_rates(job: JobState, before: JobState | None) -> bool:
@@ -576,34 +578,39 @@ def _of_job(
         return
     told.newest[job.job] = newest
     limit = known.state.settings.detect.outside_seconds
-    news = live.JobNews(
-        id="",
+    value = live.LiveJob(
         job=status.job_status(job, known.at, limit, speed, waits=_due(job, known.at), brief=True),
         plan=job.number,
         over=job.phase in OVER,
         time=time,
         checkpoints=tuple(one for one in job.published if not is_dead(job, one))[-16:],
     )
-    if news != told.news.get(job.job):
-        told.news[job.job] = news
-        yield msgspec.structs.replace(news, id=next_id())
-    if job.plan is not None and (before is None or before.plan is not job.plan):
-        yield live.PlanNews(id=next_id(), job=job.job, plan=job.plan, proposed=False)
-    proposed = job.proposal.plan if job.proposal is not None else None
-    was = before.proposal.plan if before is not None and before.proposal is not None else None
-    if proposed is not None and proposed is not was:
-        yield live.PlanNews(id=next_id(), job=job.job, plan=proposed, proposed=True)
+    if value != told.live_jobs.get(job.job):
+        told.live_jobs[job.job] = value
+        yield live.put(next_id(), "job", job.job, value)
+    for kind, plan, last in (
+        ("plan", job.plan, before and before.plan),
+        ("proposed", _proposed(job), before and _proposed(before)),
+    ):
+        if plan is None and last is not None:
+            yield live.Drop(id=next_id(), kind=kind, key=job.job)
+        elif plan is not last:
+            yield live.put(next_id(), kind, job.job, plan)
     if before is None or before.workers is not job.workers:
         members = status.member_list(job)
         if before is None or members != status.member_list(before):
-            yield live.MembersNews(id=next_id(), job=job.job, members=members)
+            yield live.put(next_id(), "members", job.job, members)
         halts = {device: worker.halted for device, worker in job.workers.items() if worker.halted is not None}
         if halts != told.halts.get(job.job, {}):
             told.halts[job.job] = halts
-            yield live.HaltNews(id=next_id(), job=job.job, halts=halts)
+            yield live.put(next_id(), "halts", job.job, halts)
     rows = job.expert_rows.mean
     if rows and (before is None or before.expert_rows.mean is not rows):
-        yield live.ExpertsNews(id=next_id(), job=job.job, rows=rows)
+        yield live.put(next_id(), "experts", job.job, rows)
+
+
+def _proposed(job: JobState) -> JobPlan | None:
+    return job.proposal.plan if job.proposal is not None else None
 
 
 def _due(job: JobState, at: float) -> bool:
@@ -611,9 +618,7 @@ def _due(job: JobState, at: float) -> bool:
     return at - job.progress.at > 1.0
 
 
-def measurements(
-    job: JobState, plan: JobPlan, found: Mapping[str, Measurement], next_id: Callable[[], str]
-) -> live.MeasuredNews | None:
+def measurements(job: JobState, plan: JobPlan, found: Mapping[str, Measurement]) -> live.Measured | None:
     """The measurements of members, in columns."""
     number = plan.number
     measured = [*map(found.get, plan.members)]
@@ -640,9 +645,7 @@ def measurements(
     lengths: Counter[int] = Counter()
     for each in told:
         lengths.update(each.lengths)
-    return live.MeasuredNews(
-        id=next_id(),
-        job=job.job,
+    return live.Measured(
         plan=number,
         step=step,
         numbers=np.concatenate(columns, axis=1).astype("<f4").tobytes(),

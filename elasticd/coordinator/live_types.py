@@ -1,15 +1,19 @@
-"""The live feed of a leader (`GET /v1/live`), as values: one JSON line each.
+"""The live feed of a leader (`GET /v1/live`), one keyed stream: one JSON line each.
 
-A listener first hears `LiveHello`, then all that is known (`NodeNews`, `JobNews`, `PlanNews`, ...), then
-`Whole`. From then on it hears what changes. Every message says how things are, not how they differ: one that
-comes twice, or once too often, does no harm. Events and steps from before the hello are not among them: a
-listener asks for those above the last that it knows (`/v1/events?after=`, `/v1/jobs/JOB/steps?after=`) once it
-has the hello.
+A listener first gets `LiveHello`, then a `Put` for each thing that is known, then `Whole`. From then on it gets
+the changes: `Put` is the state of a thing now, not the difference to before, so that one that comes twice does
+no harm; `Drop` forgets a thing, and all things of its children (`PARENTS`); `Append` is the next of a stream.
+Events and steps from before the hello are not among them: a listener asks for those above the last that it
+knows (`/v1/events?after=`, `/v1/jobs/JOB/steps?after=`) once it has the hello.
 
-A message of a type that a listener does not know is of a newer release, and is skipped.
+The type of a line of `Put` and `Append` is the kind of its value (`THINGS`, `STREAMS`). A line of a type that a
+listener does not know is of a newer release, and is skipped.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeVar, Union, cast
 
 import msgspec
 from elasticd_planner.detection.settings import DetectSettings
@@ -33,7 +37,7 @@ from elasticd.records import PublishedCheckpoint
 from elasticd.wire.main_thread import Halted
 from elasticd.wire.node_health import Health
 
-#: The columns of `MeasuredNews`: fields of a device's `Measurement`, then what detection makes of it: the
+#: The columns of `Measured`: fields of a device's `Measurement`, then what detection makes of it: the
 #: device's slowdown in this step against the fleet, and the CUSUM evidence that its slowdown changes.
 MEASURED = (
     "block_seconds",
@@ -69,10 +73,15 @@ COLUMNS = (*MEASURED, *JUDGED)
 
 
 class News(Value, frozen=True, kw_only=True, tag_field="type"):
-    """The base of all that listeners hear. `id`: the leader's epoch and a sequence number of its own, as
+    """The base of all lines. `id`: the leader's epoch and a sequence number of its own, as
     "12:345"; those of the lines after a hello repeat the id of the hello."""
 
     id: str
+
+    @property
+    def kind(self) -> str:
+        """The kind of the thing or stream that the line is about; of another line its type."""
+        return str(self.__struct_config__.tag)
 
 
 class LiveHello(News, frozen=True, kw_only=True, tag="hello"):
@@ -102,81 +111,40 @@ class LeaderPulse(News, frozen=True, kw_only=True, tag="pulse"):
     unwritten_seconds: float = 0.0
 
 
-class NodeNews(News, frozen=True, kw_only=True, tag="node"):
-    """A node is there, or its record, connection, members or chaos changed. Its health comes apart."""
+class Keyed(News, frozen=True, kw_only=True):
+    """The base of the lines about one thing, which its kind and its key name."""
 
-    node: NodeStatus
-
-
-class NodeGone(News, frozen=True, kw_only=True, tag="node-gone"):
-    """The leader forgot a node."""
-
-    node: str
+    key: str  # a node's or a job's name; empty where there is one thing of the kind
 
 
-class HealthNews(News, frozen=True, kw_only=True, tag="health"):
-    """An agent's report of its machine and devices."""
+class Drop(Keyed, frozen=True, kw_only=True, tag="drop"):
+    """The leader forgot a thing, and all things of its children."""
 
-    node: str
-    health: Health
-
-
-class SlowdownNews(News, frozen=True, kw_only=True, tag="slowdowns"):
-    """Devices whose slowdown, or kind of slowness, changed."""
-
-    rates: dict[str, float]  # 1.0 normal
-    slowness: dict[str, Slowness]  # of those that were ever slow
+    kind: str
 
 
-class JobNews(News, frozen=True, kw_only=True, tag="job"):
-    """A job, without its plan and members, which come apart."""
+class Valued(Keyed, frozen=True, kw_only=True):
+    """The base of the lines with a value. Their classes are made of `THINGS` and `STREAMS`, one a kind."""
+
+    value: Any
+
+
+class Put(Valued, frozen=True, kw_only=True):
+    """A thing is there, or its state is another. `value`: the state, by `THINGS`."""
+
+
+class Append(Valued, frozen=True, kw_only=True):
+    """The next of a stream. `value`: by `STREAMS`."""
+
+
+class LiveJob(Value, frozen=True, kw_only=True):
+    """A job, without its plan and members, which are things of their own."""
 
     job: JobStatus
     plan: int  # number of the plan in force (0: none)
     over: bool  # it is done or stopped
     time: JobTime | None = None  # where its wall time went (None: it made no step)
     checkpoints: tuple[PublishedCheckpoint, ...] = ()  # newest last
-
-
-class JobGone(News, frozen=True, kw_only=True, tag="job-gone"):
-    """A job was forgotten."""
-
-    job: str
-
-
-class PlanNews(News, frozen=True, kw_only=True, tag="plan"):
-    """The plan of a job that is in force, or the one that is proposed."""
-
-    job: str
-    plan: JobPlan
-    proposed: bool
-
-
-class MembersNews(News, frozen=True, kw_only=True, tag="members"):
-    """All workers of a job."""
-
-    job: str
-    members: tuple[MemberStatus, ...]
-
-
-class HaltNews(News, frozen=True, kw_only=True, tag="halts"):
-    """All workers of a job whose main thread stands still."""
-
-    job: str
-    halts: dict[str, Halted]  # by device
-
-
-class ExpertsNews(News, frozen=True, kw_only=True, tag="experts"):
-    """The load of a job's experts, in the mean of the last reports."""
-
-    job: str
-    rows: dict[int, tuple[float, ...]]  # of each expert in a step, by block
-
-
-class LinksNews(News, frozen=True, kw_only=True, tag="links"):
-    """All links between nodes that were probed."""
-
-    links: tuple[LinkStatus, ...]
 
 
 class RestartingJob(Value, frozen=True, kw_only=True):
@@ -199,36 +167,23 @@ class RestartingJob(Value, frozen=True, kw_only=True):
     failure: str = ""  # as in `RestartStatus`
 
 
-class RestartNews(News, frozen=True, kw_only=True, tag="restarts"):
-    """All jobs in restart mode, at most once a second."""
-
-    restarts: tuple[RestartingJob, ...]
-
-
-class SettingsNews(News, frozen=True, kw_only=True, tag="settings"):
+class LiveSettings(Value, frozen=True, kw_only=True):
     """Detection and policy in force, and their changes."""
 
     settings: Settings
     detect: DetectSettings
 
 
-class EventNews(News, frozen=True, kw_only=True, tag="event"):
-    """Something happened."""
+class Slowdowns(Value, frozen=True, kw_only=True):
+    """Devices whose slowdown, or kind of slowness, changed."""
 
-    event: EventRecord
-
-
-class StepNews(News, frozen=True, kw_only=True, tag="step"):
-    """A job made a step."""
-
-    job: str
-    step: StepRecord
+    rates: dict[str, float]  # 1.0 normal
+    slowness: dict[str, Slowness]  # of those that were ever slow
 
 
-class MeasuredNews(News, frozen=True, kw_only=True, tag="measured"):
+class Measured(Value, frozen=True, kw_only=True):
     """The measurements of a job's members in their newest step, at most once a second."""
 
-    job: str
     plan: int  # number of the plan in force
     step: int  # the newest of which something is here
     #: little-endian 32-bit floats [members of the plan in rank order, `columns`]; NaN: nothing new
@@ -253,33 +208,80 @@ class RankNews(Value, frozen=True, kw_only=True):
     flows: dict[str, int] = msgspec.field(default_factory=dict)  # bytes by device that sent to this rank
 
 
-class ProgressNews(News, frozen=True, kw_only=True, tag="progress"):
-    """The reports of ranks about a switch since the last of these messages."""
+class Progress(Value, frozen=True, kw_only=True):
+    """The reports of ranks about a switch since the last of these."""
 
-    job: str
     number: int  # of the proposal
     ranks: tuple[RankNews, ...]
 
 
-AnyNews = (
-    LiveHello
-    | Whole
-    | LeaderPulse
-    | NodeNews
-    | NodeGone
-    | HealthNews
-    | SlowdownNews
-    | JobNews
-    | JobGone
-    | PlanNews
-    | MembersNews
-    | HaltNews
-    | ExpertsNews
-    | LinksNews
-    | RestartNews
-    | SettingsNews
-    | EventNews
-    | StepNews
-    | MeasuredNews
-    | ProgressNews
-)
+#: The value of each kind of thing.
+THINGS: dict[str, Any] = {
+    "node": NodeStatus,  # by node: its record, connection, members, chaos; its health is a thing of its own
+    "health": Health,  # by node: an agent's report of its machine and devices
+    "job": LiveJob,  # by job
+    "plan": JobPlan,  # by job: in force
+    "proposed": JobPlan,  # by job
+    "members": tuple[MemberStatus, ...],  # by job: all its workers
+    "halts": dict[str, Halted],  # by job: its workers whose main thread stands still, by device
+    "experts": dict[int, tuple[float, ...]],  # by job: rows of each expert in a step, by block
+    "links": tuple[LinkStatus, ...],  # all links between nodes that were probed
+    "restarts": tuple[RestartingJob, ...],  # all jobs in restart mode, at most once a second
+    "settings": LiveSettings,
+}
+#: The value of each kind of stream.
+STREAMS: dict[str, Any] = {
+    "event": EventRecord,  # by job (empty: of the cluster)
+    "step": StepRecord,  # by job
+    "measured": Measured,  # by job
+    "progress": Progress,  # by job
+    "slowdowns": Slowdowns,  # of the cluster
+}
+#: Kinds that are forgotten with the thing of another kind that has the same key.
+PARENTS = {
+    "health": "node",
+    "plan": "job",
+    "proposed": "job",
+    "members": "job",
+    "halts": "job",
+    "step": "job",
+    "measured": "plan",
+    "experts": "plan",
+}
+V = TypeVar("V", bound=Valued)
+
+
+def _classes(base: type[V], values: Mapping[str, Any]) -> dict[str, type[V]]:
+    options: dict[str, Any] = {"frozen": True, "kw_only": True, "module": __name__}
+    return {
+        kind: cast(
+            "type[V]",
+            msgspec.defstruct(base.__name__, [("value", value)], bases=(base,), tag=kind, **options),
+        )
+        for kind, value in values.items()
+    }
+
+
+_PUT = _classes(Put, THINGS)
+_APPEND = _classes(Append, STREAMS)
+AnyNews = LiveHello | Whole | LeaderPulse | Drop | Put | Append
+#: The union to decode.
+LINES: Any = Union[(LiveHello, Whole, LeaderPulse, Drop, *_PUT.values(), *_APPEND.values())]
+
+
+def put(number: str, kind: str, key: str, value: Any) -> Put:
+    """Returns the line of an id about a thing's state."""
+    return _PUT[kind](id=number, key=key, value=value)
+
+
+def append(number: str, kind: str, key: str, value: Any) -> Append:
+    """Returns the line of an id about the next of a stream."""
+    return _APPEND[kind](id=number, key=key, value=value)
+
+
+def dropped(drop: Drop) -> tuple[str, ...]:
+    """Returns the kinds that lose the thing of a key: that of the line, its children, and theirs."""
+    kinds = [drop.kind]
+    for kind in kinds:
+        kinds += [child for child, parent in PARENTS.items() if parent == kind]
+    return tuple(kinds)

@@ -10,13 +10,15 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import msgspec
 from elasticd_planner.spec.mesh import JobPlan
 
 from elasticd.coordinator import live_types as live
 from elasticd.coordinator.events.event_log import EventRecord
+from elasticd.coordinator.events.switch_gain import StepRecord
 from elasticd.dashboard import views
 from elasticd.dashboard.cluster_page import (
     FAILED_SECONDS,
@@ -77,6 +79,13 @@ class Board:
         self._table_at = self._pulse_at = 0.0
         self._stale = False
         self._hello: views.ClusterView | None = None  # as it still is
+        self._handlers: dict[str, Callable[[str, Any], None]] = {
+            "event": self._event,
+            "step": self._step,
+            "plan": self._planned,
+            "proposed": self._proposed,
+            "progress": self._progress,
+        }
 
     # -- what comes in -------------------------------------------------------------------------------------
 
@@ -90,29 +99,25 @@ class Board:
             self.streams.tell("leader", live_leader(self.known, self.known.time(time.time())))
             return
         news, was = told.news, self.known.reachable
-        if not isinstance(news, live.LeaderPulse | live.MeasuredNews | live.StepNews):
+        if news.kind not in ("pulse", "measured", "step"):
             self._hello = None
         if self.known.hear(news, told.at):
             self.redraw()
             self.streams.begin_anew()
         elif not was and self.known.reachable:
             self.streams.tell("leader", live_leader(self.known, self.known.time(time.time())))
-        if isinstance(news, live.EventNews):
-            self._event(news.event)
-        elif isinstance(news, live.StepNews):
-            self._step(news)
-        elif isinstance(news, live.JobNews | live.JobGone):
-            self._jobs.add(news.job.job if isinstance(news, live.JobNews) else news.job)
-        elif isinstance(news, live.PlanNews):
-            self._jobs.add(news.job)
-            self._planned(news)
-        elif isinstance(news, live.ProgressNews):
-            self._switch(news.job, news.number).said.extend(news.ranks)
-            self._moving.add((news.job, news.number))
-        elif isinstance(news, live.HealthNews | live.LinksNews):
-            self._stale = True
+        if isinstance(news, live.Keyed):
+            self._change(news)
 
-    def _event(self, event: EventRecord) -> None:
+    def _change(self, news: live.Keyed) -> None:
+        if news.kind == "job":
+            self._jobs.add(news.key)
+        elif news.kind in ("health", "links"):
+            self._stale = True
+        elif isinstance(news, live.Valued) and (handler := self._handlers.get(news.kind)) is not None:
+            handler(news.key, news.value)
+
+    def _event(self, job: str, event: EventRecord) -> None:
         self.streams.tell("event", event_row(event))
         self._stale = True
         if event.job in self.known.cluster.jobs:
@@ -123,17 +128,25 @@ class Board:
             if event.kind != "fenced":
                 self._moving.add((event.job, number))
 
-    def _step(self, news: live.StepNews) -> None:
-        row = self.known.cluster.newest.get(news.job)
-        if row is not None and (row.step, row.time) == (news.step.step, news.step.time):
-            self._steps[news.job] = row
+    def _step(self, job: str, step: StepRecord) -> None:
+        row = self.known.cluster.newest.get(job)
+        if row is not None and (row.step, row.time) == (step.step, step.time):
+            self._steps[job] = row
 
-    def _planned(self, news: live.PlanNews) -> None:
-        switch = self._switch(news.job, news.plan.number)
-        if switch.plan is None and news.proposed:
-            switch.before = self.known.cluster.plans.get(news.job)
-        switch.plan = news.plan
-        self._moving.add((news.job, news.plan.number))
+    def _planned(self, job: str, plan: JobPlan) -> None:
+        self._jobs.add(job)
+        self._switch(job, plan.number).plan = plan
+        self._moving.add((job, plan.number))
+
+    def _proposed(self, job: str, plan: JobPlan) -> None:
+        switch = self._switch(job, plan.number)
+        if switch.plan is None:
+            switch.before = self.known.cluster.plans.get(job)
+        self._planned(job, plan)
+
+    def _progress(self, job: str, progress: live.Progress) -> None:
+        self._switch(job, progress.number).said.extend(progress.ranks)
+        self._moving.add((job, progress.number))
 
     def _switch(self, job: str, number: int) -> _Switch:
         found = self._switches.setdefault(job, {})

@@ -12,7 +12,7 @@ from elasticd_planner.readable import readable_seconds
 from elasticd.coordinator.api_types import NodeStatus
 from elasticd.coordinator.events.event_log import EventRecord
 from elasticd.coordinator.events.training_speed import tokens_per_second
-from elasticd.coordinator.live_types import JobNews, RestartingJob
+from elasticd.coordinator.live_types import LiveJob, RestartingJob
 from elasticd.dashboard import views
 from elasticd.dashboard.history import about
 from elasticd.dashboard.known import ClusterNow, KnownCluster
@@ -266,7 +266,7 @@ def slow_links(cluster: ClusterNow) -> tuple[views.LinkRow, ...]:
     )
 
 
-def sentence(news: JobNews) -> str:
+def sentence(news: LiveJob) -> str:
     """A job's phase in a sentence, with its reason."""
     job, phase = news.job, news.job.word
     text = PHASES.get(phase, phase)

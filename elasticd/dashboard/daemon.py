@@ -279,8 +279,8 @@ class Dashboard:
             self._url = ""
         elif isinstance(told.news, live.LiveHello):
             self._url, self._specs = self._reached, {}
-        elif isinstance(told.news, live.JobGone):
-            self._specs = {job: spec for job, spec in self._specs.items() if job != told.news.job}
+        elif isinstance(told.news, live.Drop) and told.news.kind == "job":
+            self._specs = {job: spec for job, spec in self._specs.items() if job != told.news.key}
         try:
             self.board.hear(told)
         except Exception:

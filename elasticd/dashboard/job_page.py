@@ -18,7 +18,7 @@ from elasticd.coordinator.api_types import JobStatus
 from elasticd.coordinator.events.event_log import EventRecord
 from elasticd.coordinator.events.switch_gain import StepRecord
 from elasticd.coordinator.events.training_speed import tokens_per_second, training_speed, wall_seconds
-from elasticd.coordinator.live_types import JobNews, RestartingJob
+from elasticd.coordinator.live_types import LiveJob, RestartingJob
 from elasticd.dashboard import views
 from elasticd.dashboard.cluster_page import event_row, hung, job_row, restart_row, restarting
 from elasticd.dashboard.history import StepRow
@@ -132,7 +132,7 @@ def _stages(plan: Plan, table: Table, ranks: Mapping[str, int]) -> Iterator[view
                     )
 
 
-def lost(news: JobNews, now: float) -> tuple[views.LostTime, ...]:
+def lost(news: LiveJob, now: float) -> tuple[views.LostTime, ...]:
     """The seconds lost by cause, the most first; since the newest step, as "stalled now"."""
     if news.time is None:
         return ()

@@ -1,4 +1,4 @@
-"""The cluster as the dashboard knows it now: built from the leader's live feed, message by message.
+"""The cluster as the dashboard knows it now: built from the leader's live feed, line by line.
 
 All times that pages show are of the leader's clock, by which steps and events have their times: this machine's
 may be another (`KnownCluster.time`).
@@ -11,8 +11,9 @@ before stays.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -94,7 +95,7 @@ class ClusterNow:
     health: dict[str, Health] = field(default_factory=dict)
     rates: dict[str, float] = field(default_factory=dict)  # of devices that are slow
     slowness: dict[str, Slowness] = field(default_factory=dict)
-    jobs: dict[str, live.JobNews] = field(default_factory=dict)
+    jobs: dict[str, live.LiveJob] = field(default_factory=dict)
     plans: dict[str, JobPlan] = field(default_factory=dict)  # in force
     proposed: dict[str, JobPlan] = field(default_factory=dict)
     members: dict[str, tuple[MemberStatus, ...]] = field(default_factory=dict)
@@ -107,6 +108,21 @@ class ClusterNow:
     unwritten_seconds: float = 0.0  # for which what is shown has waited to be in etcd
     measured: dict[str, Table] = field(default_factory=dict)
     newest: dict[str, StepRow] = field(default_factory=dict)  # step of each job, as its chart has it
+
+    def apply(self, news: live.Keyed) -> Iterable[str]:
+        """Takes a line in. Returns the devices whose state it may change."""
+        if isinstance(news, live.Drop):
+            for kind in live.dropped(news):
+                getattr(self, TABLES[kind]).pop(news.key, None)
+            return ()
+        assert isinstance(news, live.Valued)
+        if (handler := HANDLERS.get(news.kind)) is not None:
+            return handler(self, news.key, news.value)
+        if news.kind in TABLES:
+            getattr(self, TABLES[news.kind])[news.key] = news.value
+        elif news.kind in ("links", "restarts"):
+            setattr(self, news.kind, news.value)
+        return ()
 
 
 class KnownCluster:
@@ -162,40 +178,48 @@ class KnownCluster:
         at = self.time(at)
         self.heard = at
         self.reached(at)
-        if isinstance(news, live.LiveHello):
-            if another_store(self._store, news):
-                self.last_events.clear()
-                self.began.clear()
-            self._store = news.store or self._store[0], news.leader.epoch
-            self._coming = ClusterNow(
-                name=news.cluster,
-                leader=news.leader,
-                release=news.release,
-                chaos=news.chaos,
-                detect=news.detect,
-            )
-            return False
-        if isinstance(news, live.Whole):
+        if isinstance(news, live.Keyed):
+            self._change(news)
+        elif isinstance(news, live.LiveHello):
+            self._begin(news)
+        elif isinstance(news, live.LeaderPulse):
+            self._pulse(news, at)
+        else:
             return self._complete(at)
-        if isinstance(news, live.EventNews):
-            self._event(news.event)
-            return False
-        if isinstance(news, live.JobGone):
-            self.last_events.pop(news.job, None)
+        return False
+
+    def _begin(self, hello: live.LiveHello) -> None:
+        if another_store(self._store, hello):
+            self.last_events.clear()
+            self.began.clear()
+        self._store = hello.store or self._store[0], hello.leader.epoch
+        self._coming = ClusterNow(
+            name=hello.cluster,
+            leader=hello.leader,
+            release=hello.release,
+            chaos=hello.chaos,
+            detect=hello.detect,
+        )
+
+    def _pulse(self, pulse: live.LeaderPulse, at: float) -> None:
         target = self._coming if self._coming is not None else self.cluster
-        if isinstance(news, live.LeaderPulse):
-            target.paused, target.unwritten_seconds = news.paused, news.unwritten_seconds
-            if target is self.cluster:
-                self.store(away=news.store_away, at=at)
-            target.store_away = news.store_away
-            return False
-        touched = take(target, news)
-        if isinstance(news, live.SlowdownNews):
-            for device in (device for device, rate in news.rates.items() if rate == 1.0):
+        target.paused, target.unwritten_seconds = pulse.paused, pulse.unwritten_seconds
+        if target is self.cluster:
+            self.store(away=pulse.store_away, at=at)
+        target.store_away = pulse.store_away
+
+    def _change(self, news: live.Keyed) -> None:
+        target = self._coming if self._coming is not None else self.cluster
+        devices = target.apply(news)
+        if isinstance(news, live.Drop) and news.kind == "job":
+            self.last_events.pop(news.key, None)
+        elif isinstance(news, live.Append) and news.kind == "event":
+            self._event(news.value)
+        elif isinstance(news, live.Append) and news.kind == "slowdowns":
+            for device in (device for device, rate in news.value.rates.items() if rate == 1.0):
                 self.began.pop(("slow", device), None)
         if target is self.cluster:
-            self._touch(news, touched)
-        return False
+            self._touch(news, devices)
 
     def _complete(self, at: float) -> bool:
         if self._coming is None:
@@ -213,22 +237,27 @@ class KnownCluster:
         self.touched, self.gone = set(), set()
         return True
 
-    def _touch(self, news: live.AnyNews, devices: Iterable[str]) -> None:
-        if isinstance(news, live.PlanNews | live.MembersNews | live.JobGone | live.RestartNews) or (
-            isinstance(news, live.JobNews)
-            and (news.over or not news.plan)
-            and news.job.job in {use.job for use in self.uses.values()}
-        ):
+    def _touch(self, news: live.Keyed, devices: Iterable[str]) -> None:
+        if self._places_anew(news):
             self._place()
             self.touched.update(self.cluster.nodes)
-        elif isinstance(news, live.NodeNews):
-            self.touched.add(news.node.node)
-            self.gone.discard(news.node.node)
-        elif isinstance(news, live.NodeGone):
-            self.gone.add(news.node)
-            self.touched.discard(news.node)
+        elif isinstance(news, live.Drop) and news.kind == "node":
+            self.gone.add(news.key)
+            self.touched.discard(news.key)
+        elif isinstance(news, live.Put) and news.kind == "node":
+            self.touched.add(news.key)
+            self.gone.discard(news.key)
         else:
             self.touched.update(device.rpartition("/")[0] for device in devices)
+
+    def _places_anew(self, news: live.Keyed) -> bool:
+        """Returns True if jobs may use other devices than before."""
+        if isinstance(news, live.Drop):
+            return news.kind in ("job", "plan")
+        if isinstance(news, live.Put) and news.kind == "job":
+            used = news.value.over or not news.value.plan
+            return used and news.key in {use.job for use in self.uses.values()}
+        return isinstance(news, live.Put) and news.kind in ("plan", "members", "restarts")
 
     def _event(self, event: EventRecord) -> None:
         if event.job:
@@ -328,7 +357,7 @@ class SavedCluster(Value, frozen=True, kw_only=True):
     heard: float
     nodes: tuple[NodeStatus, ...]
     rates: dict[str, float]
-    jobs: tuple[live.JobNews, ...]
+    jobs: tuple[live.LiveJob, ...]
     plans: dict[str, JobPlan]
     members: dict[str, tuple[MemberStatus, ...]]
     links: tuple[LinkStatus, ...]
@@ -346,63 +375,64 @@ def another_store(before: tuple[str, int], hello: live.LiveHello) -> bool:
     return bool(store and hello.store and store != hello.store) or hello.leader.epoch < epoch
 
 
-def take(cluster: ClusterNow, news: live.AnyNews) -> Iterable[str]:
-    """Takes a message into the cluster. Returns the devices whose state it may change."""
-    if isinstance(news, live.NodeNews):
-        return _node(cluster, news.node)
-    if isinstance(news, live.NodeGone):
-        cluster.nodes.pop(news.node, None)
-        cluster.health.pop(news.node, None)
-    elif isinstance(news, live.HealthNews):
-        cluster.health[news.node] = news.health
-    elif isinstance(news, live.SlowdownNews):
-        _set_rates(cluster, news.rates)
-        cluster.slowness.update(news.slowness)
-        return news.rates
-    elif isinstance(news, live.JobNews):
-        cluster.jobs[news.job.job] = news
-        if news.job.proposal is None:
-            cluster.proposed.pop(news.job.job, None)
-        if not news.plan:  # it was started again under its name, and has none yet
-            cluster.plans.pop(news.job.job, None)
-            cluster.measured.pop(news.job.job, None)
-            cluster.expert_rows.pop(news.job.job, None)
-    elif isinstance(news, live.JobGone):
-        for held in (cluster.jobs, cluster.plans, cluster.proposed, cluster.members, cluster.halts):
-            held.pop(news.job, None)
-        cluster.measured.pop(news.job, None)
-        cluster.expert_rows.pop(news.job, None)
-        cluster.newest.pop(news.job, None)
-    elif isinstance(news, live.PlanNews):
-        (cluster.proposed if news.proposed else cluster.plans)[news.job] = news.plan
-    elif isinstance(news, live.MembersNews):
-        cluster.members[news.job] = news.members
-    elif isinstance(news, live.HaltNews):
-        before = cluster.halts.get(news.job, {})
-        cluster.halts[news.job] = news.halts
-        return {*before, *news.halts}
-    elif isinstance(news, live.ExpertsNews):
-        cluster.expert_rows[news.job] = news.rows
-    elif isinstance(news, live.LinksNews):
-        cluster.links = news.links
-    elif isinstance(news, live.RestartNews):
-        cluster.restarts = news.restarts
-    elif isinstance(news, live.SettingsNews):
-        cluster.settings, cluster.detect = news.settings, news.detect
-    elif isinstance(news, live.StepNews):
-        cluster.newest[news.job] = step_row(cluster, news.job, news.step)
-    elif isinstance(news, live.MeasuredNews):
-        _measured(cluster, news)
-    return ()
-
-
-def _node(cluster: ClusterNow, node: NodeStatus) -> Iterable[str]:
-    cluster.nodes[node.node] = node
+def _put_node(cluster: ClusterNow, key: str, node: NodeStatus) -> Iterable[str]:
+    cluster.nodes[key] = node
     _set_rates(cluster, {device.name: device.rate for device in node.devices})
     for device in node.devices:
         if device.slowness is not None:
             cluster.slowness[device.name] = device.slowness
     return [device.name for device in node.devices]
+
+
+def _put_halts(cluster: ClusterNow, key: str, halts: dict[str, Halted]) -> Iterable[str]:
+    before = cluster.halts.get(key, {})
+    cluster.halts[key] = halts
+    return {*before, *halts}
+
+
+def _put_settings(cluster: ClusterNow, key: str, value: live.LiveSettings) -> Iterable[str]:
+    cluster.settings, cluster.detect = value.settings, value.detect
+    return ()
+
+
+def _append_slowdowns(cluster: ClusterNow, key: str, slowdowns: live.Slowdowns) -> Iterable[str]:
+    _set_rates(cluster, slowdowns.rates)
+    cluster.slowness.update(slowdowns.slowness)
+    return slowdowns.rates
+
+
+def _append_step(cluster: ClusterNow, job: str, step: StepRecord) -> Iterable[str]:
+    cluster.newest[job] = step_row(cluster, job, step)
+    return ()
+
+
+def _append_measured(cluster: ClusterNow, job: str, measured: live.Measured) -> Iterable[str]:
+    cluster.measured[job] = table_of(measured, cluster.measured.get(job))
+    return ()
+
+
+#: The table of `ClusterNow` with the things of a kind, by key.
+TABLES = {
+    "node": "nodes",
+    "health": "health",
+    "job": "jobs",
+    "plan": "plans",
+    "proposed": "proposed",
+    "members": "members",
+    "halts": "halts",
+    "experts": "expert_rows",
+    "step": "newest",
+    "measured": "measured",
+}
+#: Kinds whose values are not put into their table as they are.
+HANDLERS: dict[str, Callable[[ClusterNow, str, Any], Iterable[str]]] = {
+    "node": _put_node,
+    "halts": _put_halts,
+    "settings": _put_settings,
+    "slowdowns": _append_slowdowns,
+    "step": _append_step,
+    "measured": _append_measured,
+}
 
 
 def _set_rates(cluster: ClusterNow, rates: Mapping[str, float]) -> None:
@@ -413,27 +443,23 @@ def _set_rates(cluster: ClusterNow, rates: Mapping[str, float]) -> None:
             cluster.rates.pop(device, None)
 
 
-def _measured(cluster: ClusterNow, news: live.MeasuredNews) -> None:
-    cluster.measured[news.job] = table_of(news, cluster.measured.get(news.job))
-
-
-def table_of(news: live.MeasuredNews, before: Table | None = None) -> Table:
-    """The measurements of members. Columns without news stay as they were measured before, under the same
+def table_of(measured: live.Measured, before: Table | None = None) -> Table:
+    """The measurements of members. Columns without a number stay as they were measured before, under the same
     plan."""
-    width = len(news.columns)
-    numbers = np.frombuffer(news.numbers, "<f4").reshape(-1, width) if width else np.zeros((0, 0))
-    if before is not None and before.plan == news.plan and before.numbers.shape == numbers.shape:
+    width = len(measured.columns)
+    numbers = np.frombuffer(measured.numbers, "<f4").reshape(-1, width) if width else np.zeros((0, 0))
+    if before is not None and before.plan == measured.plan and before.numbers.shape == numbers.shape:
         numbers = np.where(np.isnan(numbers), before.numbers, numbers)
-    columns = {name: place for place, name in enumerate(news.columns)}
-    lengths = before.lengths if before is not None and before.plan == news.plan else None
-    if news.lengths:
+    columns = {name: place for place, name in enumerate(measured.columns)}
+    lengths = before.lengths if before is not None and before.plan == measured.plan else None
+    if measured.lengths:
         lengths = SequenceLengths(
-            counts=news.lengths,
-            tokens=news.sequence_tokens,
-            shortest=news.shortest,
-            longest=news.longest,
+            counts=measured.lengths,
+            tokens=measured.sequence_tokens,
+            shortest=measured.shortest,
+            longest=measured.longest,
         )
-    return Table(plan=news.plan, step=news.step, columns=columns, numbers=numbers, lengths=lengths)
+    return Table(plan=measured.plan, step=measured.step, columns=columns, numbers=numbers, lengths=lengths)
 
 
 def step_row(cluster: ClusterNow, job: str, step: StepRecord) -> StepRow:
@@ -466,10 +492,10 @@ def expected(
         Each None where it is not known: a prediction that no step was measured for is a guess, and none of a
         step.
     """
-    plan, news, table = cluster.plans.get(job), cluster.jobs.get(job), cluster.measured.get(job)
+    plan, job_now, table = cluster.plans.get(job), cluster.jobs.get(job), cluster.measured.get(job)
     predicted = bound = None
-    if news is not None and news.plan == number and not news.job.prediction_guessed:
-        predicted = news.job.predicted_seconds
+    if job_now is not None and job_now.plan == number and not job_now.job.prediction_guessed:
+        predicted = job_now.job.predicted_seconds
     if plan is not None and table is not None and table.plan == plan.number == number:
         bound = balanced_seconds(plan, table, cluster.rates)
     return predicted, lowest_seconds(bound, seconds, predicted)

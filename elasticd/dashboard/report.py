@@ -24,6 +24,7 @@ import msgspec
 from elasticd.client import ApiClient, CannotReach
 from elasticd.config.credentials import Credentials
 from elasticd.config.tree import ConfigError, DashboardSection
+from elasticd.coordinator.live_types import Whole
 from elasticd.dashboard.app import Assets, application
 from elasticd.dashboard.board import Board
 from elasticd.dashboard.history import EventQuery, HistoryReader, StepRow, opened
@@ -149,7 +150,7 @@ def _listen(board: Board, said: deque[Told]) -> None:
             board.hear(one)
             if one.lost and not complete:
                 return
-            if not complete and type(one.news).__name__ == "Whole":
+            if not complete and isinstance(one.news, Whole):
                 complete, ends = True, time.monotonic() + MEASURE_SECONDS
         time.sleep(0.02)
 

@@ -28,7 +28,7 @@ from elasticd.coordinator import live_types as live
 from elasticd.coordinator.events.switch_gain import StepRecord
 from elasticd.dashboard.age_clock import AgeClock
 from elasticd.dashboard.history import HistoryWriter, Sample
-from elasticd.dashboard.known import ClusterNow, another_store, step_row, take
+from elasticd.dashboard.known import ClusterNow, another_store, step_row
 
 #: Seconds between attempts to find a leader: doubled from the first to the second.
 AWAY = (0.1, 1.0)
@@ -48,15 +48,8 @@ SILENT_SECONDS = 15.0
 BOUND_SECONDS = 300.0
 #: Seconds between two pieces of the work that keeps the history bounded.
 BOUND_PAUSE_SECONDS = 0.01
-#: Messages that rows of the history need to be known.
-NEEDED = (
-    live.NodeNews,
-    live.SlowdownNews,
-    live.JobNews,
-    live.JobGone,
-    live.PlanNews,
-    live.MeasuredNews,
-)
+#: Kinds of lines that rows of the history need to be known.
+NEEDED = ("node", "slowdowns", "job", "plan", "proposed", "measured")
 #: Seconds between two complaints about a history that cannot be written, and until it is tried again.
 COMPLAIN_SECONDS, TRY_SECONDS = 60.0, 5.0
 #: Under which the history has where its `AgeClock` stood.
@@ -111,6 +104,18 @@ class Subscription:
         self._broken_at = 0.0
         self._last_id = ""
         self._lock = threading.Lock()
+        #: Writes a line of a kind; False for one that is known already.
+        self._handlers: dict[str, Callable[[ApiClient, live.Valued, float], bool | None]] = {
+            "event": self._put_event,
+            "step": self._put_new_step,
+            "job": self._put_job,
+            "slowdowns": self._put_slowdowns,
+            "plan": self._put_plan,
+            "proposed": self._put_plan,
+            "progress": self._put_progress,
+            "health": self._put_health,
+            "measured": self._put_measured,
+        }
 
     def start(self) -> None:
         """Begins to listen."""
@@ -175,8 +180,8 @@ class Subscription:
             self._tell(Told(at=now, news=news))
             self._fetch_events(api, news.id)
             return
-        if isinstance(news, NEEDED):
-            take(self._cluster, news)
+        if isinstance(news, live.Keyed) and news.kind in NEEDED:
+            self._cluster.apply(news)
         if self._is_new(api, news, now):
             self._tell(Told(at=now, news=news))
         if not isinstance(news, live.Whole) and self._last_id == "":
@@ -192,9 +197,9 @@ class Subscription:
     def _is_new(self, api: ApiClient, news: live.AnyNews, now: float) -> bool:
         """Writes a message. Whether it is to be handed on: events and steps that are known are not."""
         new = True
-        if isinstance(news, live.EventNews):
-            new = news.event.id > self._told
-            self._told = max(self._told, news.event.id)
+        if news.kind == "event" and isinstance(news, live.Append):
+            new = news.value.id > self._told
+            self._told = max(self._told, news.value.id)
 
         def write() -> None:
             nonlocal new
@@ -235,9 +240,9 @@ class Subscription:
         self._lacks = False
         self._fetch_events(api, number)
         self._plans.clear()
-        for news in [*self._cluster.jobs.values()]:
+        for name, job in [*self._cluster.jobs.items()]:
             if not self._lacks:
-                self._is_new(api, news, now)
+                self._is_new(api, live.put(number, "job", name, job), now)
 
     def _bound(self) -> None:
         """Keeps the history bounded, a little at once: the feed goes on between."""
@@ -285,49 +290,52 @@ class Subscription:
         for event in found:
             if event.id > self._told:
                 self._told = event.id
-                self._tell(Told(at=time.time(), news=live.EventNews(id=number, event=event)))
+                self._tell(Told(at=time.time(), news=live.append(number, "event", event.job, event)))
 
     def _put(self, api: ApiClient, news: live.AnyNews, now: float) -> bool:
         """Returns True if a message is new."""
-        if isinstance(news, live.EventNews):
-            new = self._writer.put_event(news.event)
-            self._events = max(self._events, news.event.id)
-            return new
-        if isinstance(news, live.StepNews):
-            return self._put_step(news.job, news.step)
-        if isinstance(news, live.JobNews):
-            self._put_job(api, news)
-            if news.over:
-                self._unmeasured(news.job.job)
-        elif isinstance(news, live.SlowdownNews):
-            self._decided(news, now)
-        elif isinstance(news, live.JobGone):
-            self._ended(news.job)
+        if isinstance(news, live.Drop):
+            if news.kind == "job":
+                self._ended(news.key)
+        elif isinstance(news, live.Valued):
+            handler = self._handlers.get(news.kind)
+            return handler is None or handler(api, news, now) is not False
         elif isinstance(news, live.Whole):
             for job in self._writer.going_on() - self._cluster.jobs.keys():
                 self._ended(job)
-        elif isinstance(news, live.PlanNews):
-            self._want_plans(news.job, news.plan.number)
-        elif isinstance(news, live.ProgressNews):
-            with self._writer.together():
-                for rank in news.ranks:
-                    self._writer.put_rank(news.job, news.number, rank)
-        elif isinstance(news, live.HealthNews):
-            if now - self._health.get(news.node, 0.0) >= HEALTH_SECONDS:
-                self._health[news.node] = now
-                self._writer.put_health(news.node, now + self._ahead, news.health)
-        elif isinstance(news, live.MeasuredNews):
-            self._sample(news, now)
         return True
 
-    def _put_job(self, api: ApiClient, news: live.JobNews) -> None:
-        job = news.job.job
+    def _put_event(self, api: ApiClient, news: live.Valued, now: float) -> bool:
+        new = self._writer.put_event(news.value)
+        self._events = max(self._events, news.value.id)
+        return new
+
+    def _put_new_step(self, api: ApiClient, news: live.Valued, now: float) -> bool:
+        return self._put_step(news.key, news.value)
+
+    def _put_job(self, api: ApiClient, news: live.Valued, now: float) -> None:
+        job, status = news.key, news.value
         if job not in self._plans:
-            if 0 < news.plan < self._writer.trained_plan(job):
+            if 0 < status.plan < self._writer.trained_plan(job):
                 self._ended(job)  # numbers of plans grow: it was forgotten while nobody listened
             self._plans[job] = self._writer.newest_plan(job)
             self._fetch_steps(api, job, news.id)
-        self._want_plans(job, max(news.plan, news.job.proposal or 0))
+        self._want_plans(job, max(status.plan, status.job.proposal or 0))
+        if status.over:
+            self._unmeasured(job)
+
+    def _put_plan(self, api: ApiClient, news: live.Valued, now: float) -> None:
+        self._want_plans(news.key, news.value.number)
+
+    def _put_progress(self, api: ApiClient, news: live.Valued, now: float) -> None:
+        with self._writer.together():
+            for rank in news.value.ranks:
+                self._writer.put_rank(news.key, news.value.number, rank)
+
+    def _put_health(self, api: ApiClient, news: live.Valued, now: float) -> None:
+        if now - self._health.get(news.key, 0.0) >= HEALTH_SECONDS:
+            self._health[news.key] = now
+            self._writer.put_health(news.key, now + self._ahead, news.value)
 
     def _ended(self, job: str) -> None:
         self._writer.end_run(job)
@@ -346,7 +354,7 @@ class Subscription:
         with self._writer.together():
             new = [self._put_step(job, step) for step in found]
         if new and new[-1]:
-            self._tell(Told(at=time.time(), news=live.StepNews(id=number, job=job, step=found[-1])))
+            self._tell(Told(at=time.time(), news=live.append(number, "step", job, found[-1])))
 
     # -- plans, fetched beside -----------------------------------------------------------------------------
 
@@ -377,28 +385,29 @@ class Subscription:
 
     # -- slowdowns -----------------------------------------------------------------------------------------
 
-    def _sample(self, news: live.MeasuredNews, now: float) -> None:
+    def _put_measured(self, api: ApiClient, news: live.Valued, now: float) -> None:
         """Writes slowdowns that changed."""
-        plan, job = self._cluster.plans.get(news.job), self._cluster.jobs.get(news.job)
-        if plan is None or plan.number != news.plan or (job is not None and job.over):
+        measured: live.Measured = news.value
+        plan, job = self._cluster.plans.get(news.key), self._cluster.jobs.get(news.key)
+        if plan is None or plan.number != measured.plan or (job is not None and job.over):
             return  # of a job that is over the last measurement comes after its end: its line has ended
-        sampled = self._sampled.get(news.job)
-        if sampled is None or sampled.plan != news.plan or sampled.silent(now):
-            self._unmeasured(news.job)
-            sampled = self._sampled[news.job] = _Sampled(news.plan, plan.members)
-        rows = sampled.rows(news, now)
+        sampled = self._sampled.get(news.key)
+        if sampled is None or sampled.plan != measured.plan or sampled.silent(now):
+            self._unmeasured(news.key)
+            sampled = self._sampled[news.key] = _Sampled(measured.plan, plan.members)
+        rows = sampled.rows(measured, now)
         members, rates = plan.members, self._cluster.rates
         with self._writer.together():
             self._writer.put_samples(
                 Sample(
                     members[rank],
                     now + self._ahead,
-                    news.step,
-                    measured,
+                    measured.step,
+                    slowdown,
                     rates.get(members[rank], 1.0),
                     evidence,
                 )
-                for rank, measured, evidence in rows
+                for rank, slowdown, evidence in rows
             )
 
     def _unmeasured(self, job: str) -> None:
@@ -418,14 +427,14 @@ class Subscription:
                     )
                 )
 
-    def _decided(self, news: live.SlowdownNews, now: float) -> None:
+    def _put_slowdowns(self, api: ApiClient, news: live.Valued, now: float) -> None:
         """Writes that slowdowns were decided anew, of devices that are measured."""
         with self._writer.together():
             for sampled in self._sampled.values():
                 newest = sampled.newest()
                 self._writer.put_samples(
                     Sample(device, now + self._ahead, sampled.step, newest[device][0], rate, newest[device][1])
-                    for device, rate in news.rates.items()
+                    for device, rate in news.value.rates.items()
                     if device in newest
                 )
 
@@ -456,15 +465,15 @@ class _Sampled:
             for rank in written
         }
 
-    def rows(self, news: live.MeasuredNews, now: float) -> list[tuple[int, float, float | None]]:
+    def rows(self, table: live.Measured, now: float) -> list[tuple[int, float, float | None]]:
         """Rank, slowdown and evidence of those that changed enough, or were not written for long."""
-        if "slowdown" not in news.columns:
+        if "slowdown" not in table.columns:
             return []
-        numbers = np.frombuffer(news.numbers, "<f4").reshape(-1, len(news.columns))
-        measured = numbers[:, news.columns.index("slowdown")].astype(float)
+        numbers = np.frombuffer(table.numbers, "<f4").reshape(-1, len(table.columns))
+        measured = numbers[:, table.columns.index("slowdown")].astype(float)
         evidence = (
-            numbers[:, news.columns.index("evidence")].astype(float)
-            if "evidence" in news.columns
+            numbers[:, table.columns.index("evidence")].astype(float)
+            if "evidence" in table.columns
             else np.full(len(measured), np.nan)
         )
         if self._last is None or len(self._last) != len(measured):
@@ -472,7 +481,7 @@ class _Sampled:
             self._newest = np.full(len(measured), np.nan)
         self._newest = np.where(np.isfinite(measured), measured, self._newest)
         self._evidence = evidence
-        self._apart, self.heard, self.step = now - (self.heard or now), now, news.step
+        self._apart, self.heard, self.step = now - (self.heard or now), now, table.step
         with np.errstate(divide="ignore", invalid="ignore"):
             moved = np.abs(np.log(measured / self._last))
         quiet = now - self._at

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 from unittest.mock import patch
@@ -23,9 +23,12 @@ from elasticd.coordinator import live_feed
 from elasticd.coordinator import live_types as live
 from elasticd.coordinator.api_types import ApiError, LeaderStatus, Settings
 from elasticd.coordinator.daemon import Coordinator
+from elasticd.dashboard.known import ClusterNow
 from elasticd.machines.coordinator.restart_jobs import RestartJob
 from elasticd.machines.job.state.events import CoordinatorNote
 from elasticd.machines.job.state.expert_rows import ExpertRows
+from elasticd.machines.job.state.job_state import JobState
+from elasticd.records import Proposal
 from elasticd.wire.node_health import Health
 from tests.cli.support import call
 from tests.coordinator.agents import agent, coordinating, get, until
@@ -56,9 +59,17 @@ class Listening:
     def of(self, kind: type) -> list[Any]:
         return [news for news in self.heard if isinstance(news, kind)]
 
+    def values(self, kind: str) -> list[Any]:
+        return values(self.heard, kind)
+
     def close(self) -> None:
         with suppress(Exception):
             self._api.close()
+
+
+def values(news: Iterable[Any], kind: str) -> list[Any]:
+    """The values of lines of this kind."""
+    return [one.value for one in news if isinstance(one, live.Valued) and one.kind == kind]
 
 
 @contextmanager
@@ -84,12 +95,12 @@ def test_a_listener_hears_all_that_is_known_and_then_each_event_once() -> None:
                 assert isinstance(hello, live.LiveHello)
                 assert hello.leader.url == coordinator.url
                 assert hello.store == "1", "of the store in memory"
-                assert [news.node.node for news in client.of(live.NodeNews)] == ["alpha"]
+                assert [node.node for node in client.values("node")] == ["alpha"]
                 assert hello.newest_event == coordinator.leading.journal.newest_id
                 for number in range(3):
                     coordinator.leading.record(CoordinatorNote(kind="chaos", text=f"told {number}"))
-                await until(lambda: len(client.of(live.EventNews)) == 3, 30.0)
-                assert [news.event.text for news in client.of(live.EventNews)] == ["told 0", "told 1", "told 2"]
+                await until(lambda: len(client.values("event")) == 3, 30.0)
+                assert [event.text for event in client.values("event")] == ["told 0", "told 1", "told 2"]
                 ids = [news.id for news in client.heard if not isinstance(news, live.LiveHello)]
                 epoch = coordinator.leading.state.epoch
                 assert all(each.startswith(f"{epoch}:") for each in ids)
@@ -104,14 +115,14 @@ def test_a_change_of_a_node_is_told_and_its_health_apart() -> None:
             await until(lambda: "alpha" in coordinator.leading.state.nodes, 30.0)
             with listening(coordinator) as client:
                 await until(lambda: bool(client.of(live.Whole)), 30.0)
-                before = len(client.of(live.NodeNews))
+                before = len(client.values("node"))
                 await alpha.tell(Health(stolen=0.25))
-                await until(lambda: bool(client.of(live.HealthNews)), 30.0)
-                assert client.of(live.HealthNews)[-1].health.stolen == 0.25
-                assert len(client.of(live.NodeNews)) == before, "its record has not changed"
+                await until(lambda: bool(client.values("health")), 30.0)
+                assert client.values("health")[-1].stolen == 0.25
+                assert len(client.values("node")) == before, "its record has not changed"
                 coordinator.commands.pace("alpha/0", 3.0)
-                await until(lambda: len(client.of(live.NodeNews)) > before, 30.0)
-                assert client.of(live.NodeNews)[-1].node.devices[0].pace == 3.0
+                await until(lambda: len(client.values("node")) > before, 30.0)
+                assert client.values("node")[-1].devices[0].pace == 3.0
 
     running(body)
 
@@ -180,9 +191,9 @@ def test_who_comes_back_goes_on_after_the_last_id_and_hears_no_hello() -> None:
                 last = goes.heard[-1].id
                 goes.close()
                 coordinator.leading.record(CoordinatorNote(kind="chaos", text="meanwhile"))
-                await until(lambda: bool(stays.of(live.EventNews)), 30.0)
+                await until(lambda: bool(stays.values("event")), 30.0)
                 with listening(coordinator, last) as back:
-                    await until(lambda: bool(back.of(live.EventNews)), 30.0)
+                    await until(lambda: bool(back.values("event")), 30.0)
                     assert not back.of(live.LiveHello)
                 with listening(coordinator, "1:5") as stranger:
                     await until(lambda: bool(stranger.heard), 30.0)
@@ -211,7 +222,7 @@ def test_a_lagging_listener_gets_a_hello() -> None:
                     listener.lag()
                 await until(lambda: len(client.of(live.Whole)) == 2, 30.0)
                 coordinator.leading.record(CoordinatorNote(kind="chaos", text="after"))
-                await until(lambda: bool(client.of(live.EventNews)), 30.0)
+                await until(lambda: bool(client.values("event")), 30.0)
 
     running(body)
 
@@ -268,7 +279,7 @@ def test_a_defect_in_a_round_costs_a_hello_and_not_the_leader() -> None:
             with patch.object(live_feed, "_made", once), listening(coordinator) as client:
                 await until(lambda: bool(client.of(live.LeaderPulse)) and not broken, 30.0)
                 coordinator.leading.record(CoordinatorNote(kind="chaos", text="after"))
-                await until(lambda: bool(client.of(live.EventNews)), 30.0)
+                await until(lambda: bool(client.values("event")), 30.0)
             assert not coordinator.ready()
 
     running(body)
@@ -286,7 +297,7 @@ def test_what_float32_does_not_hold_is_shown_as_the_largest_that_it_does() -> No
     ):
         found = {each: world.report(plan, each).measurement for each in plan.members}
         found[plan.members[0]] = msgspec.structs.replace(found[plan.members[0]], **{name: value})
-        news = live_feed.measurements(world.job, plan, found, lambda: "1:1")
+        news = live_feed.measurements(world.job, plan, found)
         assert news is not None
         table = np.frombuffer(news.numbers, "<f4").reshape(len(plan.members), len(news.columns))
         assert table[0, news.columns.index(name)] == shown
@@ -331,7 +342,7 @@ def test_what_members_measured_is_in_columns_in_rank_order() -> None:
     assert plan is not None
     silent = plan.members[1]
     found = {name: world.report(plan, name).measurement for name in plan.members if name != silent}
-    news = live_feed.measurements(job, plan, found, lambda: "1:1")
+    news = live_feed.measurements(job, plan, found)
     assert news is not None
     table = np.frombuffer(news.numbers, "<f4").reshape(len(plan.members), len(news.columns))
     assert np.isnan(table[1, : len(live.MEASURED)]).all()
@@ -358,7 +369,7 @@ def test_lengths_are_those_of_all_pipelines_with_their_sum_and_their_extremes() 
         )
         for name in plan.members
     }
-    news = live_feed.measurements(job, plan, found, lambda: "1:1")
+    news = live_feed.measurements(job, plan, found)
     assert news is not None
     readers = len(plan.by_lane)
     assert news.lengths == {24: 2 * readers, 28: readers}
@@ -370,40 +381,68 @@ def test_rounds_tell_plans_members_and_slowdowns_of_a_job() -> None:
     told, number = live_feed._Told(), iter(range(1000))
     known = known_of(world)
     first = list(live_feed._changes(known, told, lambda: f"1:{next(number)}"))
-    (job,) = [news for news in first if isinstance(news, live.JobNews)]
+    (job,) = values(first, "job")
     assert job.job.phase == "running"
-    (plan,) = [news for news in first if isinstance(news, live.PlanNews)]
-    assert plan.plan == world.plan()
-    (members,) = [news for news in first if isinstance(news, live.MembersNews)]
-    assert {member.device for member in members.members} == set(world.workers)
+    assert values(first, "plan") == [world.plan()]
+    (members,) = values(first, "members")
+    assert {member.device for member in members} == set(world.workers)
     assert not list(live_feed._changes(known, told, lambda: "")), "nothing has changed"
     world.rates["alpha/0"] = 3.0
     world.train(6)
     later = list(live_feed._changes(known_of(world), told, lambda: f"1:{next(number)}"))
-    (slow,) = [news for news in later if isinstance(news, live.SlowdownNews)]
+    (slow,) = values(later, "slowdowns")
     assert slow.rates["alpha/0"] > 2
-    assert not [news for news in later if isinstance(news, live.MembersNews)]
+    assert not values(later, "members")
+
+
+def test_plans_that_a_job_has_no_more_are_dropped_with_their_measurements() -> None:
+    world, published = running_world(), live_feed._Told()
+    known = known_of(world)
+    cluster = ClusterNow()
+
+    def rounds(job: JobState) -> list[tuple[str, str, str]]:
+        state = msgspec.structs.replace(known.state, jobs={job.job: job})
+        source = msgspec.structs.replace(known, state=state)
+        lines = list(live_feed._changes(source, published, lambda: ""))
+        for line in lines:
+            cluster.apply(line)  # type: ignore[arg-type]
+        return [(type(one).__name__, one.kind, one.key) for one in lines if isinstance(one, live.Drop)]
+
+    job, plan = world.job, world.plan()
+    assert plan is not None
+    assert rounds(job) == []
+    proposal = Proposal(number=plan.number + 1, epoch=1, plan=plan, old=plan)
+    assert rounds(msgspec.structs.replace(job, proposal=proposal)) == []
+    assert job.job in cluster.proposed
+    assert rounds(job) == [("Drop", "proposed", job.job)]
+    assert job.job not in cluster.proposed
+    cluster.expert_rows[job.job] = {0: (1.0,)}
+    again = msgspec.structs.replace(job, plan=None)
+    assert rounds(again) == [("Drop", "plan", job.job)]
+    assert not cluster.plans
+    assert not cluster.expert_rows, "the load is that of a plan's experts"
+    assert job.job in cluster.jobs
 
 
 def test_the_load_of_experts_is_told_whenever_it_is_another() -> None:
     world, told = running_world(), live_feed._Told()
 
-    def heard(rows: dict[int, tuple[float, ...]]) -> list[live.ExpertsNews]:
+    def heard(rows: dict[int, tuple[float, ...]]) -> list[Any]:
         known = known_of(world)
         job = msgspec.structs.replace(world.job, expert_rows=ExpertRows(forecast=ExpertForecast().after(rows)))
         state = msgspec.structs.replace(known.state, jobs={**known.state.jobs, job.job: job})
         changes = live_feed._changes(msgspec.structs.replace(known, state=state), told, lambda: "")
-        return [news for news in changes if isinstance(news, live.ExpertsNews)]
+        return values(changes, "experts")
 
     first, second = {0: (3.0, 1.0)}, {0: (1.0, 3.0)}
     assert heard({}) == []
-    assert [news.rows for news in heard(first)] == [first]
+    assert heard(first) == [first]
     assert heard(first) == []
-    assert [news.rows for news in heard(second)] == [second]
+    assert heard(second) == [second]
 
 
 def test_messages_are_read_back_as_they_were() -> None:
-    settings = msgspec.json.Decoder(live.AnyNews)
+    settings = msgspec.json.Decoder(live.LINES)
     pulse = live.LeaderPulse(id="1:2", at=1.5, store_away=False, paused=True)
     assert settings.decode(msgspec.json.encode(pulse)) == pulse
 
@@ -414,15 +453,14 @@ def test_jobs_in_restart_mode_are_told_once_a_second_and_only_where_something_ca
     known = msgspec.structs.replace(known_of(world), restarts=(job,), clock=100.0, now=1000.0)
     told = live_feed._Told()
     first = list(live_feed._changes(known, told, lambda: ""))
-    (news,) = [news for news in first if isinstance(news, live.RestartNews)]
-    assert news.restarts[0].heard == 990.0
+    ((restart,),) = values(first, "restarts")
+    assert restart.heard == 990.0
     later = msgspec.structs.replace(known, clock=110.0, now=1010.0)
     assert not list(live_feed._changes(later, told, lambda: "")), "a silence that grows is no news"
     stepped = msgspec.structs.replace(later, restarts=(msgspec.structs.replace(job, step=4, heard=109.0),))
     assert not list(live_feed._changes(stepped, told, lambda: "", restarts=False)), "not in each round"
-    (news,) = live_feed._changes(stepped, told, lambda: "")
-    assert isinstance(news, live.RestartNews)
-    assert (news.restarts[0].step, news.restarts[0].heard) == (4, 1009.0)
+    ((restart,),) = values(live_feed._changes(stepped, told, lambda: ""), "restarts")
+    assert (restart.step, restart.heard) == (4, 1009.0)
 
 
 def test_status_as_json_goes_on_with_what_changes() -> None:

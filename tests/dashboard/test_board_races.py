@@ -70,8 +70,8 @@ def test_job_and_node_that_go_while_their_history_is_read_are_no_failure(tmp_pat
             await page.until("/api/cluster", lambda view: view["nodes"])
             dashboard.board.known.cluster.jobs["night"] = news_of("night", "running")
             for path, gone in (
-                ("/api/jobs/night", live.JobGone(id="1:3", job="night")),
-                ("/api/devices/alpha/1", live.NodeGone(id="1:4", node="alpha")),
+                ("/api/jobs/night", live.Drop(id="1:3", kind="job", key="night")),
+                ("/api/devices/alpha/1", live.Drop(id="1:4", kind="node", key="alpha")),
             ):
                 reads = SlowReads(dashboard)
                 asked = asyncio.create_task(page.get(path))
@@ -120,7 +120,7 @@ def test_spec_of_a_job_that_was_forgotten_meanwhile_is_not_that_of_the_next_one(
             dashboard._spec = slow  # type: ignore[method-assign]
             asked = asyncio.create_task(dashboard.spec("j"))
             await asyncio.to_thread(begun.wait, 60)
-            dashboard._on_news(Told(at=time.time(), news=live.JobGone(id="1:3", job="j")))
+            dashboard._on_news(Told(at=time.time(), news=live.Drop(id="1:3", kind="job", key="j")))
             go.set()
             await asked
             dashboard._spec = lambda job: "the second one's"  # type: ignore[method-assign, assignment, return-value]
@@ -152,32 +152,37 @@ def test_what_an_earlier_job_of_the_name_measured_is_not_the_next_ones() -> None
     """It was forgotten while nobody listened; its first plan had fewer members than the next one's."""
     board = told(
         HELLO,
-        live.JobNews(id="1:0", job=job(), plan=3, over=False),
-        live.PlanNews(id="1:0", job=JOB, plan=PLAN, proposed=False),
+        live.put("1:0", "job", JOB, live.LiveJob(job=job(), plan=3, over=False)),
+        live.put("1:0", "plan", JOB, PLAN),
         live.Whole(id="1:0"),
     )
     rows = np.ones((len(PLAN.members) - 1, 2), "<f4")
     columns = ("block_seconds", "slowdown")
-    measured = live.MeasuredNews(
-        id="1:1", job=JOB, plan=PLAN.number, step=3, numbers=rows.tobytes(), columns=columns, lengths={}
+    measured = live.append(
+        "1:1",
+        "measured",
+        JOB,
+        live.Measured(plan=PLAN.number, step=3, numbers=rows.tobytes(), columns=columns, lengths={}),
     )
     say(board, measured, msgspec.structs.replace(HELLO, id="2:0"))
     say(
         board,
-        live.JobNews(id="2:0", job=job(), plan=3, over=False),
-        live.PlanNews(id="2:0", job=JOB, plan=PLAN, proposed=False),
+        live.put("2:0", "job", JOB, live.LiveJob(job=job(), plan=3, over=False)),
+        live.put("2:0", "plan", JOB, PLAN),
         live.Whole(id="2:0"),
     )
     step = StepRecord(step=4, plan=PLAN.number, loss=1.0, tokens=1, seconds=1.0, time=NOW)
-    say(board, live.StepNews(id="2:1", job=JOB, step=step))
+    say(board, live.append("2:1", "step", JOB, step))
     board.look(NOW + 1)
     assert JOB not in board.known.cluster.measured
 
 
 def test_devices_of_a_job_without_a_plan_are_its_own_at_once_as_after_a_hello() -> None:
-    board = told(HELLO, live.Whole(id="1:0"), live.JobNews(id="1:1", job=job(), plan=0, over=False))
+    board = told(
+        HELLO, live.Whole(id="1:0"), live.put("1:1", "job", JOB, live.LiveJob(job=job(), plan=0, over=False))
+    )
     member = MemberStatus(device="a/0", incarnation="i", pid=1)
-    say(board, live.MembersNews(id="1:2", job=JOB, members=(member,)))
+    say(board, live.put("1:2", "members", JOB, (member,)))
     uses = dict(board.known.uses)
     assert uses["a/0"].job == JOB
     board.known._place()

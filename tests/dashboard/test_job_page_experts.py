@@ -35,13 +35,13 @@ def plan_with(*pipelines: Pipeline) -> Plan:
 
 def view_of(plan: Plan, rows: Mapping[int, tuple[float, ...]] = ROWS) -> views.ExpertsView | None:
     found = board(
-        live.JobNews(id="1:0", job=job(), plan=3, over=False),
-        live.PlanNews(id="1:0", job=JOB, plan=plan, proposed=False),
-        live.SlowdownNews(id="1:0", rates={"a/1": 2.0}, slowness={}),
-        *([live.ExpertsNews(id="1:0", job=JOB, rows=dict(rows))] if rows else []),
+        live.put("1:0", "job", JOB, live.LiveJob(job=job(), plan=3, over=False)),
+        live.put("1:0", "plan", JOB, plan),
+        live.append("1:0", "slowdowns", "", live.Slowdowns(rates={"a/1": 2.0}, slowness={})),
+        *([live.put("1:0", "experts", JOB, dict(rows))] if rows else []),
     )
     shown = job_view(found.known, JOB, (), NOW).experts
-    found.hear(Told(at=NOW, news=live.JobGone(id="1:1", job=JOB)))
+    found.hear(Told(at=NOW, news=live.Drop(id="1:1", kind="job", key=JOB)))
     assert found.known.cluster.expert_rows == {}
     return shown
 

@@ -106,7 +106,7 @@ def test_a_plans_page_has_its_lanes_in_words(records: list[MeshHistoryRecord]) -
 def test_a_jobs_page_has_its_lanes_its_batch_and_what_was_measured(slow: Meshed) -> None:
     plan = slow.mesh
     found = {device: slow.report(plan, device).measurement for device in plan.members}
-    news = measurements(slow.job, plan, found, str)
+    news = measurements(slow.job, plan, found)
     assert news is not None
     table = table_of(news)
     assert job_page.stages(plan, table) == ()

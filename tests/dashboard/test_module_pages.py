@@ -85,7 +85,7 @@ def test_a_plan_of_packed_rows_beside_images_is_shown_in_a_terminal_and_by_devic
 
 def test_a_jobs_page_has_the_seconds_of_each_module() -> None:
     job = JobState(job="j", phase=JobPhase.RUNNING, since=0.0)
-    news = measurements(job, BOTH, {each.device: each for each in measured(BOTH, 4)}, lambda: "1:1")
+    news = measurements(job, BOTH, {each.device: each for each in measured(BOTH, 4)})
     assert news is not None
     table = table_of(news)
     rows = {(row.module, row.pipeline): row for row in job_page.stages(BOTH, table)}

@@ -16,7 +16,7 @@ from elasticd.config.tree import DashboardSection
 from elasticd.coordinator.api_types import JobStatus
 from elasticd.coordinator.events.event_log import EventRecord
 from elasticd.coordinator.events.switch_gain import StepRecord
-from elasticd.coordinator.live_types import JobNews
+from elasticd.coordinator.live_types import LiveJob
 from elasticd.dashboard.board import Board
 from elasticd.dashboard.history import opened
 from elasticd.dashboard.report import NoReport, of_history, report_values
@@ -92,7 +92,7 @@ def test_its_report_is_there(tmp_path: Path) -> None:
         report_values("never", filled, nobody)
 
 
-def news_of(job: str, phase: str) -> JobNews:
+def news_of(job: str, phase: str) -> LiveJob:
     status = JobStatus(
         job=job,
         phase=phase,
@@ -104,7 +104,7 @@ def news_of(job: str, phase: str) -> JobNews:
         tokens_per_second=100.0,
         members=(),
     )
-    return JobNews(id="1:1", job=status, plan=1, over=False)
+    return LiveJob(job=status, plan=1, over=False)
 
 
 def test_its_report_is_about_no_other_job(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -67,18 +68,18 @@ class Leader:
         for each in news:
             self.subscription._on_news(self, each)  # type: ignore[arg-type]
 
-    def hello(self, *jobs: live.JobNews, **changes: Any) -> None:
+    def hello(self, *jobs: live.Put, **changes: Any) -> None:
         self.say(msgspec.structs.replace(HELLO, **changes), *jobs, live.Whole(id="1:1"))
 
     def event(self, number: int, kind: str = "chaos", job: str = "") -> None:
         event = EventRecord(id=number, time=float(number), kind=kind, job=job, text="", data={})
         self.happened.append(event)
-        self.say(live.EventNews(id="1:3", event=event))
+        self.say(live.append("1:3", "event", event.job, event))
 
     def step(self, job: str, index: int, at: float, plan: int = 1) -> None:
         step = StepRecord(step=index, plan=plan, loss=1.0, tokens=1, seconds=1.0, time=at)
         self.made.setdefault(job, []).append(step)
-        self.say(live.StepNews(id="1:3", job=job, step=step))
+        self.say(live.append("1:3", "step", job, step))
 
     @property
     def written(self) -> list[int]:
@@ -86,7 +87,7 @@ class Leader:
 
     @property
     def shown(self) -> list[int]:
-        return [told.news.event.id for told in self.told if isinstance(told.news, live.EventNews)]
+        return [news.value.id for news in map(attrgetter("news"), self.told) if kind_of(news) == "event"]
 
 
 @pytest.fixture
@@ -99,7 +100,11 @@ def leader(tmp_path: Path) -> Iterator[Leader]:
     found.writer.close()
 
 
-def job(name: str, plan: int = 1, step: int = 0) -> live.JobNews:
+def kind_of(news: live.AnyNews | None) -> str:
+    return news.kind if isinstance(news, live.Valued) else ""
+
+
+def job(name: str, plan: int = 1, step: int = 0) -> live.Put:
     status = JobStatus(
         job=name,
         phase="trains",
@@ -111,11 +116,11 @@ def job(name: str, plan: int = 1, step: int = 0) -> live.JobNews:
         tokens_per_second=None,
         members=(),
     )
-    return live.JobNews(id="1:1", job=status, plan=plan, over=False)
+    return live.put("1:1", "job", status.job, live.LiveJob(job=status, plan=plan, over=False))
 
 
 def gone(leader: Leader) -> None:
-    leader.say(live.JobGone(id="1:3", job="j"))
+    leader.say(live.Drop(id="1:3", kind="job", key="j"))
     leader.event(9, "forgotten", "j")
 
 
@@ -247,21 +252,18 @@ def planned(leader: Leader, number: int = 1) -> None:
     leader.made.setdefault("j", [])
     binding = dict.fromkeys(MEMBERS, "i")
     plan = PLAN.replace(number=number, binding=binding)
-    leader.say(job("j", plan=number), live.PlanNews(id="1:2", job="j", plan=plan, proposed=False))
+    leader.say(job("j", plan=number), live.put("1:2", "plan", "j", plan))
 
 
 def measured(leader: Leader, *slowdowns: float, number: int = 1, step: int = 3) -> None:
     """Of the first two devices; nothing is known of the third."""
     table = np.array([[slowdown, 0.5] for slowdown in (*slowdowns, np.nan)], dtype="<f4")
     leader.say(
-        live.MeasuredNews(
-            id="1:3",
-            job="j",
-            plan=number,
-            step=step,
-            numbers=table.tobytes(),
-            columns=live.JUDGED,
-            lengths={},
+        live.append(
+            "1:3",
+            "measured",
+            "j",
+            live.Measured(plan=number, step=step, numbers=table.tobytes(), columns=live.JUDGED, lengths={}),
         )
     )
 
@@ -297,7 +299,7 @@ def test_a_line_ends_where_nothing_is_measured_any_more_and_begins_anew(
     passing(1.0)
     measured(leader, 1.01, 2.01)
     passing(1.0)
-    leader.say(live.SlowdownNews(id="1:4", rates={"a/1": 2.0}, slowness={}))
+    leader.say(live.append("1:4", "slowdowns", "", live.Slowdowns(rates={"a/1": 2.0}, slowness={})))
     passing(1.0)
     if how == "over":
         leader.say(msgspec.structs.replace(job("j"), over=True))
@@ -305,7 +307,7 @@ def test_a_line_ends_where_nothing_is_measured_any_more_and_begins_anew(
         passing(100.0)
         leader.say(job("j"))  # it was started again
     elif how == "gone":
-        leader.say(live.JobGone(id="1:4", job="j"))
+        leader.say(live.Drop(id="1:4", kind="job", key="j"))
     passing(100.0)
     planned(leader)
     measured(leader, 1.0, 1.5)

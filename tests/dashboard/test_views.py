@@ -115,14 +115,14 @@ def board(*news: Any) -> Board:
 
 def known() -> Board:
     return board(
-        live.NodeNews(id="1:0", node=node("a", members=2)),
-        live.NodeNews(id="1:0", node=node("b", members=1)),
-        live.NodeNews(id="1:0", node=node("c", devices=1, members=1)),
-        live.NodeNews(id="1:0", node=node("d", draining=True)),
-        live.NodeNews(id="1:0", node=node("e", connected=False)),
-        live.NodeNews(id="1:0", node=node("f")),
-        live.JobNews(id="1:0", job=job(), plan=3, over=False),
-        live.PlanNews(id="1:0", job=JOB, plan=PLAN, proposed=False),
+        live.put("1:0", "node", "a", node("a", members=2)),
+        live.put("1:0", "node", "b", node("b", members=1)),
+        live.put("1:0", "node", "c", node("c", devices=1, members=1)),
+        live.put("1:0", "node", "d", node("d", draining=True)),
+        live.put("1:0", "node", "e", node("e", connected=False)),
+        live.put("1:0", "node", "f", node("f")),
+        live.put("1:0", "job", JOB, live.LiveJob(job=job(), plan=3, over=False)),
+        live.put("1:0", "plan", JOB, PLAN),
     )
 
 
@@ -133,11 +133,15 @@ def cells(found: Board) -> dict[str, views.DeviceCell]:
 def test_each_state_of_a_device_has_its_word() -> None:
     found = known()
     slow = {"a/0": Slowness(kind=SlownessKind.PERSISTENT, reason="slow for 300 steps now")}
-    found.hear(Told(at=NOW, news=live.SlowdownNews(id="1:1", rates={"a/0": 2.5}, slowness=slow)))
+    found.hear(
+        Told(
+            at=NOW, news=live.append("1:1", "slowdowns", "", live.Slowdowns(rates={"a/0": 2.5}, slowness=slow))
+        )
+    )
     halted = Halted(job=JOB, device="a/1", incarnation="i", place="loss.py:3", step=8, seconds=20.0, stack="s")
     waits = msgspec.structs.replace(halted, device="b/0", waits=True)
     halts = {"a/1": halted, "b/0": waits}
-    found.hear(Told(at=NOW, news=live.HaltNews(id="1:2", job=JOB, halts=halts)))
+    found.hear(Told(at=NOW, news=live.put("1:2", "halts", JOB, halts)))
     found.look(NOW)
     words = {name: cell.state for name, cell in cells(found).items()}
     assert words == {
@@ -167,13 +171,13 @@ def test_a_page_that_begins_between_two_looks_has_devices_as_they_are_now() -> N
     """A worker went on, a node is gone and one is there, and browsers have not been told yet."""
     found = known()
     halted = Halted(job=JOB, device="a/1", incarnation="i", place="loss.py:3", step=8, seconds=20.0, stack="s")
-    found.hear(Told(at=NOW, news=live.HaltNews(id="1:1", job=JOB, halts={"a/1": halted})))
+    found.hear(Told(at=NOW, news=live.put("1:1", "halts", JOB, {"a/1": halted})))
     assert cells(found)["a/1"].state == "hung"
     found.look(NOW)
-    found.hear(Told(at=NOW, news=live.HaltNews(id="1:2", job=JOB, halts={})))
+    found.hear(Told(at=NOW, news=live.put("1:2", "halts", JOB, {})))
     assert cells(found)["a/1"].state == "healthy"
-    found.hear(Told(at=NOW, news=live.NodeGone(id="1:3", node="f")))
-    found.hear(Told(at=NOW, news=live.NodeNews(id="1:4", node=node("g", devices=1))))
+    found.hear(Told(at=NOW, news=live.Drop(id="1:3", kind="node", key="f")))
+    found.hear(Told(at=NOW, news=live.put("1:4", "node", "g", node("g", devices=1))))
     between = found.hello(VIEWER)
     assert [row.node for row in between.nodes] == ["a", "b", "c", "d", "e", "g"]
     assert [row.name for row in between.abnormal] == ["e", "d"]
@@ -190,8 +194,8 @@ def test_a_page_that_begins_between_two_looks_has_devices_as_they_are_now() -> N
 def test_a_node_that_comes_back_before_the_next_look_stays_on_the_page() -> None:
     found = known()
     found.look(NOW)
-    found.hear(Told(at=NOW, news=live.NodeGone(id="1:1", node="f")))
-    found.hear(Told(at=NOW, news=live.NodeNews(id="1:2", node=node("f"))))
+    found.hear(Told(at=NOW, news=live.Drop(id="1:1", kind="node", key="f")))
+    found.hear(Told(at=NOW, news=live.put("1:2", "node", "f", node("f"))))
     assert "f/0" in cells(found)
     found.look(NOW + 1)
     assert "f/0" in cells(found)
@@ -199,7 +203,7 @@ def test_a_node_that_comes_back_before_the_next_look_stays_on_the_page() -> None
 
 def test_a_node_that_drains_is_draining_while_plans_use_it() -> None:
     found = known()
-    found.hear(Told(at=NOW, news=live.NodeNews(id="1:1", node=node("a", members=2, draining=True))))
+    found.hear(Told(at=NOW, news=live.put("1:1", "node", "a", node("a", members=2, draining=True))))
     found.look(NOW)
     assert cells(found)["a/0"].state == "draining"
     (row,) = [row for row in found.hello(VIEWER).abnormal if row.name == "a"]
@@ -209,16 +213,16 @@ def test_a_node_that_drains_is_draining_while_plans_use_it() -> None:
 def test_a_device_that_is_hot_is_suspect_before_it_is_slow() -> None:
     found = known()
     health = Health(devices=(DeviceHealth(name="a/0", temperature=95.0, xids=(79,)),))
-    found.hear(Told(at=NOW, news=live.HealthNews(id="1:1", node="a", health=health)))
+    found.hear(Told(at=NOW, news=live.put("1:1", "health", "a", health)))
     (row,) = [row for row in found.hello(VIEWER).abnormal if row.name == "a/0"]
     assert row.state == "suspect"
     assert "it is at 95 °C" in row.why
     assert "XID 79" in row.why
 
 
-def event(kind: str, text: str = "", job: str = JOB, at: float = NOW, **data: Any) -> live.EventNews:
+def event(kind: str, text: str = "", job: str = JOB, at: float = NOW, **data: Any) -> live.Append:
     told = EventRecord(id=round(at), time=at, kind=kind, job=job, text=text, data=data)
-    return live.EventNews(id="1:1", event=told)
+    return live.append("1:1", "event", told.job, told)
 
 
 def jobs_not_normal(found: Board, at: float) -> list[tuple[str, str]]:
@@ -239,7 +243,9 @@ def jobs_not_normal(found: Board, at: float) -> list[tuple[str, str]]:
 def test_a_job_that_waits_is_not_normal_and_names_are_text() -> None:
     found = known()
     waits = job(phase="assembling", reason="it waits for beta")
-    found.hear(Told(at=NOW, news=live.JobNews(id="1:1", job=waits, plan=3, over=False)))
+    found.hear(
+        Told(at=NOW, news=live.put("1:1", "job", waits.job, live.LiveJob(job=waits, plan=3, over=False)))
+    )
     found.look(NOW)
     assert [(row.name, row.state, row.why) for row in found.hello(VIEWER).abnormal if row.what == "job"] == [
         (JOB, "waits", "it waits for beta")
@@ -249,7 +255,9 @@ def test_a_job_that_waits_is_not_normal_and_names_are_text() -> None:
 def test_a_failure_is_news_for_some_minutes_and_then_a_job_that_is_over() -> None:
     found = known()
     failed = job(phase="stopped", reason="nothing is left of layer 3")
-    found.hear(Told(at=NOW, news=live.JobNews(id="1:1", job=failed, plan=3, over=True)))
+    found.hear(
+        Told(at=NOW, news=live.put("1:1", "job", failed.job, live.LiveJob(job=failed, plan=3, over=True)))
+    )
     found.hear(Told(at=NOW, news=event("stopped", orderly=False)))
     found.look(NOW)
     view = found.hello(VIEWER)
@@ -264,7 +272,11 @@ def test_a_failure_is_news_for_some_minutes_and_then_a_job_that_is_over() -> Non
 
 def test_a_job_whose_failure_was_before_all_that_is_remembered_is_no_news() -> None:
     found = known()
-    found.hear(Told(at=NOW, news=live.JobNews(id="1:1", job=job(phase="stopped"), plan=3, over=True)))
+    found.hear(
+        Told(
+            at=NOW, news=live.put("1:1", "job", JOB, live.LiveJob(job=job(phase="stopped"), plan=3, over=True))
+        )
+    )
     assert jobs_not_normal(found, NOW) == []
 
 
@@ -272,9 +284,9 @@ def test_a_job_that_somebody_stopped_or_that_is_done_is_normal() -> None:
     found = known()
     stopped = job(phase="stopped", reason="stopped by alice", orderly=True)
     for news in (
-        live.JobNews(id="1:1", job=stopped, plan=3, over=True),
+        live.put("1:1", "job", stopped.job, live.LiveJob(job=stopped, plan=3, over=True)),
         event("stopped", orderly=True),
-        live.JobNews(id="1:1", job=job(job="other", phase="done"), plan=3, over=True),
+        live.put("1:1", "job", "other", live.LiveJob(job=job(job="other", phase="done"), plan=3, over=True)),
     ):
         found.hear(Told(at=NOW, news=news))
     assert jobs_not_normal(found, NOW) == []
@@ -285,7 +297,7 @@ def test_a_job_that_somebody_stopped_or_that_is_done_is_normal() -> None:
 def test_a_job_in_restart_mode_is_news_only_where_it_failed(phase: str, state: list[str]) -> None:
     found = known()
     over = msgspec.structs.replace(restarting(5, NOW), phase=phase)
-    found.hear(Told(at=NOW, news=live.RestartNews(id="1:1", restarts=(over,))))
+    found.hear(Told(at=NOW, news=live.put("1:1", "restarts", "", (over,))))
     found.hear(Told(at=NOW, news=event("stopped", job="ddp", orderly=phase != "failed")))
     assert [state for _, state in jobs_not_normal(found, NOW)] == state
     assert jobs_not_normal(found, NOW + FAILED_SECONDS + 1) == []
@@ -296,7 +308,12 @@ def test_a_device_that_is_slow_again_is_slow_since_then() -> None:
     found = known()
     found.hear(Told(at=NOW, news=event("slow", device="a/0", at=NOW)))
     for at, rate in ((NOW, 2.0), (NOW + 10, 1.0), (NOW + 500, 2.0)):
-        found.hear(Told(at=at, news=live.SlowdownNews(id="1:1", rates={"a/0": rate}, slowness={})))
+        found.hear(
+            Told(
+                at=at,
+                news=live.append("1:1", "slowdowns", "", live.Slowdowns(rates={"a/0": rate}, slowness={})),
+            )
+        )
         if at > NOW + 100:
             found.hear(Told(at=at, news=event("slow", device="a/0", at=at)))
     found.look(NOW + 500)
@@ -314,14 +331,12 @@ def measured_step(found: Board, number: int, seconds: float, computed: float, **
     at = NOW + number
     status = job(step=number + 1, step_seconds=seconds, wall_seconds=2 * seconds, **fields)
     step = StepRecord(step=number, plan=3, loss=1.0, tokens=100 + number % 2, seconds=seconds, time=at)
+    table = live.Measured(plan=3, step=number, numbers=numbers.tobytes(), columns=columns, lengths={})
     for news in (
-        live.JobNews(id="1:1", job=status, plan=3, over=False),
-        live.StepNews(id="1:1", job=JOB, step=step),
-        live.MeasuredNews(
-            id="1:1", job=JOB, plan=3, step=number, numbers=numbers.tobytes(), columns=columns, lengths={},
-            sequence_tokens=0, shortest=0, longest=0,
-        ),
-    ):  # fmt: skip
+        live.put("1:1", "job", status.job, live.LiveJob(job=status, plan=3, over=False)),
+        live.append("1:1", "step", JOB, step),
+        live.append("1:1", "measured", JOB, table),
+    ):
         found.hear(Told(at=at, news=news))
     found.look(at)
     return [value for event, value in told if event == "step"]
@@ -379,15 +394,15 @@ def test_jobs_in_restart_mode_and_slow_links_are_told_as_they_change() -> None:
     told: list[tuple[str, Any]] = []
     found.streams.tell = lambda event, value: told.append((event, value))  # type: ignore[method-assign]
     for number in range(4):
-        found.hear(Told(at=NOW, news=live.RestartNews(id="1:1", restarts=(restarting(number // 2, NOW),))))
+        found.hear(Told(at=NOW, news=live.put("1:1", "restarts", "", (restarting(number // 2, NOW),))))
         found.look(NOW + 1 + number)
     rows = [value.row for event, value in told if event == "plan"]
     assert [(row.job, row.step) for row in rows] == [("ddp", None), ("ddp", 1)]
     found.look(NOW + 60)
     assert "silent for 60 s" in told[-2][1].row.sentence
     slow = LinkStatus(link="a - c", bandwidth=1e8, latency=1e-4, rate=4.0)
-    found.hear(Told(at=NOW, news=live.LinksNews(id="1:2", links=(slow,))))
-    found.hear(Told(at=NOW, news=live.RestartNews(id="1:3", restarts=())))
+    found.hear(Told(at=NOW, news=live.put("1:2", "links", "", (slow,))))
+    found.hear(Told(at=NOW, news=live.put("1:3", "restarts", "", ())))
     found.look(NOW + 61)
     by_event = dict(told)
     assert [link.link for link in by_event["leader"].links] == ["a - c"]
@@ -397,7 +412,7 @@ def test_jobs_in_restart_mode_and_slow_links_are_told_as_they_change() -> None:
 
 def test_a_job_in_restart_mode_has_a_row_and_a_page() -> None:
     found = known()
-    found.hear(Told(at=NOW, news=live.RestartNews(id="1:1", restarts=(restarting(5, time.time() - 60.0),))))
+    found.hear(Told(at=NOW, news=live.put("1:1", "restarts", "", (restarting(5, time.time() - 60.0),))))
     row = found.hello(VIEWER).jobs[-1]
     assert (row.job, row.phase) == ("ddp", "restart mode")
     assert "silent for 60 s" in row.sentence
@@ -419,7 +434,7 @@ def test_a_page_of_a_job_that_says_nothing_of_steps_has_devices_and_no_steps() -
         ran_on=("f/0", "f/1"),
         failure="KeyError: 1",
     )
-    found.hear(Told(at=NOW, news=live.RestartNews(id="1:1", restarts=(job,))))
+    found.hear(Told(at=NOW, news=live.put("1:1", "restarts", "", (job,))))
     page = job_view(found.known, "ddp", (), NOW)
     assert page.head.step is None
     assert page.restart is not None
@@ -447,9 +462,11 @@ def test_a_job_that_goes_on_in_restart_mode_has_one_row_whatever_is_told_first(f
     """A launch begins in live mode, which ends once its script is known to make no Job."""
     found = known()
     pages = Pages(found)
-    begun = live.JobNews(id="1:1", job=job(job="ddp", phase="assembling"), plan=0, over=False)
-    gone = live.JobGone(id="1:1", job="ddp")
-    runs = live.RestartNews(id="1:1", restarts=(msgspec.structs.replace(restarting(0, NOW), phase="running"),))
+    begun = live.put(
+        "1:1", "job", "ddp", live.LiveJob(job=job(job="ddp", phase="assembling"), plan=0, over=False)
+    )
+    gone = live.Drop(id="1:1", kind="job", key="ddp")
+    runs = live.put("1:1", "restarts", "", (msgspec.structs.replace(restarting(0, NOW), phase="running"),))
     for number, news in enumerate([begun, gone, runs] if first == "job" else [begun, runs, gone]):
         found.hear(Told(at=NOW, news=news))
         found.look(NOW + 2 * number)
@@ -457,8 +474,8 @@ def test_a_job_that_goes_on_in_restart_mode_has_one_row_whatever_is_told_first(f
     assert {name: row.phase for name, row in pages.rows.items()} == {JOB: "running", "ddp": "restart mode"}
     found._hello = None
     assert {row.job: row.phase for row in found.hello(VIEWER).jobs} == {JOB: "running", "ddp": "restart mode"}
-    ended = msgspec.structs.replace(runs.restarts[0], phase="failed")
-    found.hear(Told(at=NOW, news=live.RestartNews(id="1:1", restarts=(ended,))))
+    ended = msgspec.structs.replace(runs.value[0], phase="failed")
+    found.hear(Told(at=NOW, news=live.put("1:1", "restarts", "", (ended,))))
     found.hear(Told(at=NOW, news=begun))  # and it is started again
     found.look(NOW + 10)
     found.look(NOW + 11)
@@ -471,7 +488,7 @@ def test_slow_links_are_listed_and_others_are_not() -> None:
         LinkStatus(link="a - b", bandwidth=1e9, latency=1e-4, rate=1.0),
         LinkStatus(link="a - c", bandwidth=1e8, latency=1e-4, rate=4.0),
     )
-    found.hear(Told(at=NOW, news=live.LinksNews(id="1:1", links=links)))
+    found.hear(Told(at=NOW, news=live.put("1:1", "links", "", links)))
     view = found.hello(VIEWER)
     assert [link.link for link in view.links] == ["a - c"]
     assert ("link", "a - c") in [(row.what, row.name) for row in view.abnormal]
@@ -491,7 +508,7 @@ def test_half_a_hello_is_never_shown_and_a_lost_leader_leaves_what_was_known() -
         detect=DetectSettings(),
     )
     found.hear(Told(at=NOW, news=hello))
-    found.hear(Told(at=NOW, news=live.NodeNews(id="2:0", node=node("z"))))
+    found.hear(Told(at=NOW, news=live.put("2:0", "node", "z", node("z"))))
     assert found.hello(VIEWER).nodes == before.nodes
     found.hear(Told(at=NOW + 5, lost="it is gone"))
     shown = found.hello(VIEWER)
@@ -511,7 +528,7 @@ def test_times_are_by_the_leaders_clock_whatever_this_machines_says(ahead: float
     spent = JobTime(began=NOW - 100.0, last=NOW - 0.5, productive=98.0, steps=98, repeated=0, healthy=1.0)
     for each in (
         HELLO,
-        live.JobNews(id="1:0", job=job(), plan=3, over=False, time=spent),
+        live.put("1:0", "job", JOB, live.LiveJob(job=job(), plan=3, over=False, time=spent)),
         live.LeaderPulse(id="1:0", at=theirs, store_away=False, paused=False),
         live.Whole(id="1:0"),
     ):
@@ -534,7 +551,9 @@ def test_only_cells_that_changed_are_told() -> None:
     found.streams.tell = lambda event, value: told.append((event, value))  # type: ignore[method-assign]
     found.look(NOW + 1)
     assert [event for event, _ in told] == ["leader"]
-    found.hear(Told(at=NOW, news=live.SlowdownNews(id="1:1", rates={"a/0": 2.5}, slowness={})))
+    found.hear(
+        Told(at=NOW, news=live.append("1:1", "slowdowns", "", live.Slowdowns(rates={"a/0": 2.5}, slowness={})))
+    )
     found.look(NOW + 2)
     (devices,) = [value for event, value in told if event == "devices"]
     assert [cell.name for cell in devices.devices] == ["a/0"]

@@ -38,14 +38,12 @@ def page(folder: Path) -> str:
         splits=tuple(() if block == 2 else each.splits for block, each in enumerate(found)),
     )
     told = board(
-        live.NodeNews(id="1:0", node=node("a")),
-        live.NodeNews(id="1:0", node=node("b")),
-        live.JobNews(id="1:0", job=job(job="j"), plan=3, over=False),
-        live.PlanNews(
-            id="1:0", job="j", plan=plan_with(Pipeline(stages=(stage,), micro_batches=4)), proposed=False
-        ),
-        live.SlowdownNews(id="1:0", rates={"b/1": 2.0}, slowness={}),
-        live.ExpertsNews(id="1:0", job="j", rows=rows),
+        live.put("1:0", "node", "a", node("a")),
+        live.put("1:0", "node", "b", node("b")),
+        live.put("1:0", "job", "j", live.LiveJob(job=job(job="j"), plan=3, over=False)),
+        live.put("1:0", "plan", "j", plan_with(Pipeline(stages=(stage,), micro_batches=4))),
+        live.append("1:0", "slowdowns", "", live.Slowdowns(rates={"b/1": 2.0}, slowness={})),
+        live.put("1:0", "experts", "j", rows),
     )
     values: dict[str, Any] = {
         "start": "/jobs/j",
