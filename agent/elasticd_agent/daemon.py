@@ -42,6 +42,7 @@ from elasticd.machines.agent.state import (
     SetMember,
     SetNode,
     Stood,
+    Stop,
 )
 from elasticd.records import Keys, NodeRecord, encode, schema_refusal
 from elasticd.store.protocol import Store, StoreError, StoreReplaced
@@ -133,6 +134,17 @@ class Agent:
         self._stopped = False
         self._injector: FaultInjector | None = None
         self._terminated: set[str] = set()
+        self._effects: dict[type, Callable[[Any], None]] = {
+            AgentSend: self._send_client,
+            AgentTell: self._send_leader,
+            Dismiss: self._dismiss,
+            SetNode: self._set_node,
+            SetMember: self._set_member,
+            ClearMember: self._clear_member,
+            AgentNote: self._note,
+            HangUp: self._hang_up,
+            Stop: self._stop_agent,
+        }
 
     @property
     def record(self) -> NodeRecord:
@@ -346,25 +358,35 @@ class Agent:
                 outlived("Dismiss", error)
 
     def _perform(self, effect: Effect) -> None:
-        if isinstance(effect, AgentSend):
-            self._workers.send(effect.client, effect.body)
-        elif isinstance(effect, AgentTell):
-            self._link.send(effect.message)
-        elif isinstance(effect, Dismiss):
-            _log.warning("client refused: %s", effect.reason)
-            self._workers.dismiss(effect.client, effect.reason)
-        elif isinstance(effect, SetNode):
-            self._registrar.set_node(effect.record)
-        elif isinstance(effect, SetMember):
-            self._registrar.hold(self._keys.member(effect.job, effect.record.device), encode(effect.record))
-        elif isinstance(effect, ClearMember):
-            self._registrar.release(self._keys.member(effect.job, effect.device))
-        elif isinstance(effect, AgentNote):
-            _log.warning("%s", effect.text)
-        elif isinstance(effect, HangUp):
-            self._link.hang_up()
-        else:
-            self._finish(effect.reason)
+        self._effects[type(effect)](effect)
+
+    def _send_client(self, effect: AgentSend) -> None:
+        self._workers.send(effect.client, effect.body)
+
+    def _send_leader(self, effect: AgentTell) -> None:
+        self._link.send(effect.message)
+
+    def _dismiss(self, effect: Dismiss) -> None:
+        _log.warning("client refused: %s", effect.reason)
+        self._workers.dismiss(effect.client, effect.reason)
+
+    def _set_node(self, effect: SetNode) -> None:
+        self._registrar.set_node(effect.record)
+
+    def _set_member(self, effect: SetMember) -> None:
+        self._registrar.hold(self._keys.member(effect.job, effect.record.device), encode(effect.record))
+
+    def _clear_member(self, effect: ClearMember) -> None:
+        self._registrar.release(self._keys.member(effect.job, effect.device))
+
+    def _note(self, effect: AgentNote) -> None:
+        _log.warning("%s", effect.text)
+
+    def _hang_up(self, effect: HangUp) -> None:
+        self._link.hang_up()
+
+    def _stop_agent(self, effect: Stop) -> None:
+        self._finish(effect.reason)
 
     async def _tick(self) -> None:
         while True:

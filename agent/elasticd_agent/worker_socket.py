@@ -26,6 +26,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any, get_args
 
 import msgspec
 
@@ -39,7 +40,7 @@ from elasticd.wire import unix_socket
 from elasticd.wire.launch import OfLaunch
 from elasticd.wire.main_thread import Whereabouts
 from elasticd.wire.rendezvous import Join, OfRounds
-from elasticd.wire.snapshots import Fetch, OfSnapshots, Snapped
+from elasticd.wire.snapshots import OfSnapshots
 from elasticd.wire.unix_socket import SocketTaken, peer
 from elasticd.wire.worker import (
     FromItsAgent,
@@ -429,40 +430,62 @@ class _Connection:
 
     def _on_message(self, body: FromWorker | ToAgentAlone | msgspec.Raw, fd: int | None) -> None:
         """One message, with the descriptor that came with it; a worker's report may be undecoded."""
-        if isinstance(body, Snapped | Fetch) and self._opening is not None:
+        HANDLERS.get(type(body), _Connection.of_machine)(self, body, fd)
+
+    def of_snapshots(self, body: OfSnapshots, fd: int | None) -> None:
+        """About a snapshot of its state."""
+        if self._opening is not None:
             self._handlers.snapshots(self._name, body, fd)
-            return
-        if isinstance(body, Whereabouts) and isinstance(self._opening, Hello):
+        else:
+            self._refuse_first(body, fd)
+
+    def of_main_thread(self, body: Whereabouts, fd: int | None) -> None:
+        """The memory in which it says where its main thread is."""
+        if isinstance(self._opening, Hello):
             self._handlers.whereabouts(self._name, body, fd)
-            return
-        if isinstance(body, OfLaunch):
-            if self._opening is None:
-                self._opening = body
-                self._note_release(body)
-            self._handlers.launches(self._name, body, fd)
-            return
+        else:
+            self._refuse_first(body, fd)
+
+    def of_launch(self, body: OfLaunch, fd: int | None) -> None:
+        """Of a launcher, about its workers' output and its job's events."""
+        if self._opening is None:
+            self._open_as(body)
+        self._handlers.launches(self._name, body, fd)
+
+    def report(self, body: msgspec.Raw, fd: int | None) -> None:
+        """A worker's report, undecoded."""
         _close(fd)
-        if isinstance(body, msgspec.Raw):
-            self._handlers.events(Said(client=self._name, body=body))
-        elif isinstance(body, Snapped | Fetch | Whereabouts):
-            self._refuse(f"the first message must be Hello or Join, not {type(body).__name__}")
-        elif isinstance(body, Pong):
-            self._handlers.pongs(self._name)
-        elif self._handlers.rounds(self._name, self.pid, body):
+        self._handlers.events(Said(client=self._name, body=body))
+
+    def pong(self, body: Pong, fd: int | None) -> None:
+        """The answer of its control thread."""
+        _close(fd)
+        self._handlers.pongs(self._name)
+
+    def of_machine(self, body: FromWorker | OfRounds, fd: int | None) -> None:
+        """For the agent's machine, or of a torchrun in restart mode."""
+        _close(fd)
+        if self._handlers.rounds(self._name, self.pid, body):
             if self._opening is None:
-                self._opening = body
-                self._note_release(body)
+                self._open_as(body)
         elif isinstance(body, OfRounds):
             self._refuse(f"this agent takes no {type(body).__name__}")
         elif self._opening is not None:
             self._handlers.events(Said(client=self._name, body=body))
         elif isinstance(body, Hello | Join):
-            self._opening = body
-            self._note_release(body)
+            self._open_as(body)
             incarnation = secrets.token_hex(4)
             self._handlers.events(Opened(client=self._name, body=body, pid=self.pid, incarnation=incarnation))
         else:
-            self._refuse(f"the first message must be Hello or Join, not {type(body).__name__}")
+            self._refuse_first(body, None)
+
+    def _open_as(self, body: FromWorker | ToAgentAlone) -> None:
+        self._opening = body
+        self._note_release(body)
+
+    def _refuse_first(self, body: object, fd: int | None) -> None:
+        _close(fd)
+        self._refuse(f"the first message must be Hello or Join, not {type(body).__name__}")
 
     def _note_release(self, hello: object) -> None:
         release = getattr(hello, "release", __version__)
@@ -537,6 +560,17 @@ class _Connection:
         for _, fd in self._waiting:
             _close(fd)
         self._waiting.clear()
+
+
+#: What a connection does with a message of each type, and with the descriptor that came with it; every other
+#: type is for the machine.
+HANDLERS: dict[type, Callable[[_Connection, Any, int | None], None]] = {
+    **dict.fromkeys(get_args(OfSnapshots), _Connection.of_snapshots),
+    **dict.fromkeys(get_args(OfLaunch), _Connection.of_launch),
+    Whereabouts: _Connection.of_main_thread,
+    msgspec.Raw: _Connection.report,
+    Pong: _Connection.pong,
+}
 
 
 def _has_data(sock: socket.socket) -> bool:

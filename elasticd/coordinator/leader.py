@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import get_args
+from typing import Any
 
 import msgspec
 
@@ -28,7 +28,14 @@ from elasticd.coordinator.pages_shown import PagesShown
 from elasticd.coordinator.planner_process import COMMAND, Planning
 from elasticd.coordinator.recorders import Recorders
 from elasticd.coordinator.restarting_jobs import RestartingJobs
-from elasticd.coordinator.store_transactions import Asked, LeadershipProbe, NodeDrain, Rank
+from elasticd.coordinator.store_transactions import (
+    Asked,
+    LeadershipProbe,
+    NodeDrain,
+    Rank,
+    RendezvousSweep,
+    Sweep,
+)
 from elasticd.coordinator.store_writer import Writer
 from elasticd.coordinator.worker_output import WorkerOutputs
 from elasticd.coordinator.write_shares import WriteShares
@@ -53,15 +60,22 @@ from elasticd.machines.job.state.job_state import OVER
 from elasticd.records import ConfigRecord, DoneRecord, RestartEndRecord, StopRecord
 from elasticd.wire.coordinator import (
     AgentHello,
+    Crossed,
     FromClient,
+    Frozen,
     OfJob,
     ToClient,
     ToLeader,
     ToMachine,
+    Unreached,
     Unread,
+    WorkerLost,
 )
 from elasticd.wire.launch import FOLLOWED, MOST_FOLLOWED, FollowJob, Happened, OutputPart
+from elasticd.wire.main_thread import Halted
+from elasticd.wire.node_health import Health
 from elasticd.wire.rendezvous import Join, StepTime, TorchrunState
+from elasticd.wire.snapshots import SnapshotInventory
 from elasticd.wire.worker import (
     Finished,
     Hello,
@@ -85,10 +99,6 @@ UNWRITTEN_SECONDS = 1.0
 LOOK_SECONDS = 60.0
 #: Kinds of messages, by node, of which the log tells that they are not heard.
 MOST_TOLD = 256
-#: What the machine hears. A tuple: a union would be made anew for each of thousands of reports a second.
-MACHINES = (*get_args(ToMachine), Unread)
-#: Of these a word about a job may lead to something that is written.
-CAUSES = (*get_args(OfJob), Unread)
 #: By which a rank tells how far it is in a switch.
 FAR = (Prepared, Switched, StayedOnPlan)
 _log = logging.getLogger(__name__)
@@ -331,47 +341,57 @@ class Leader:
     async def _on_message(self, connection: Connection, message: ToLeader | Unread) -> None:
         if isinstance(message, OutputPart):
             self.outputs.heard(connection.node, message)
-            return
-        if why := message_checks.refusal(connection.record, message, self.state.jobs):
+        elif why := message_checks.refusal(connection.record, message, self.state.jobs):
             self._turn_away(connection, message, why)
+        elif isinstance(message, FromClient) and isinstance(message.body, StoreCall):
+            await self._on_store_call(connection, message, message.body)
+        else:
+            HANDLERS[type(message)](self, connection, message)
+
+    async def _on_store_call(self, connection: Connection, up: FromClient, call: StoreCall) -> None:
+        if why := message_checks.call_refusal(connection.record, up, self.state.jobs):
+            self._turn_away(connection, up, why)
             return
-        if isinstance(message, FromClient) and isinstance(message.body, StoreCall):
-            call = message.body
-            if why := message_checks.call_refusal(connection.record, message, self.state.jobs):
-                self._turn_away(connection, message, why)
-                return
-            over = self.state.jobs[message.job].phase in OVER
-            answer = await self.stores.call(connection.node, message.job, call, over=over)
-            connection.send(ToClient(client=message.client, body=answer))
+        over = self.state.jobs[up.job].phase in OVER
+        answer = await self.stores.call(connection.node, up.job, call, over=over)
+        connection.send(ToClient(client=up.client, body=answer))
+
+    def of_client(self, connection: Connection, up: FromClient) -> None:
+        """A message of a worker or a torchrun."""
+        if isinstance(up.body, Join) and self._restarts_instead(up):
+            why = f"job {up.job} runs in restart mode: start this part of it without --mode live"
+            connection.send(ToClient(client=up.client, body=Rejected(reason=why, restart=True)))
             return
-        if (
-            isinstance(message, FromClient)
-            and isinstance(message.body, Join)
-            and self._restarts_instead(message)
-        ):
-            why = f"job {message.job} runs in restart mode: start this part of it without --mode live"
-            connection.send(ToClient(client=message.client, body=Rejected(reason=why, restart=True)))
-            return
+        if isinstance(up.body, Report):
+            self._reported(up, up.body)
+        elif isinstance(up.body, Finished):
+            self._finished(up, up.body)
+        elif up.job in self.state.jobs:
+            self.shares.caused(up.job, connection.node)
+        if self.feed and isinstance(up.body, FAR):
+            self.feed.said(up.job, up.device, up.body)
+        self.to_machine(connection, up)
+
+    def of_job(self, connection: Connection, message: OfJob | Unread) -> None:
+        """A message about a job, which may lead to something that is written."""
         if isinstance(message, Unread):
             self.metrics.refused("unreadable")
-        if isinstance(message, MACHINES):
-            if isinstance(message, FromClient) and isinstance(message.body, Report):
-                self._reported(message, message.body)
-            elif isinstance(message, FromClient) and isinstance(message.body, Finished):
-                self._finished(message, message.body)
-            elif isinstance(message, CAUSES) and message.job in self.state.jobs:
-                self.shares.caused(message.job, connection.node)
-            if self.feed and isinstance(message, FromClient) and isinstance(message.body, FAR):
-                self.feed.said(message.job, message.device, message.body)
-            self.apply(Received(node=connection.node, message=message))
-        elif isinstance(message, StepTime):
-            self._lap(connection.node, message)
-        elif isinstance(message, FollowJob) and len(connection.follows) < MOST_FOLLOWED:
+        if message.job in self.state.jobs:
+            self.shares.caused(message.job, connection.node)
+        self.to_machine(connection, message)
+
+    def to_machine(self, connection: Connection, message: ToMachine | Unread) -> None:
+        """A message that the machine alone deals with."""
+        self.apply(Received(node=connection.node, message=message))
+
+    def hello_again(self, connection: Connection, hello: AgentHello) -> None:
+        """The record of an agent has changed."""
+        self.apply(_up(hello))
+
+    def follow_job(self, connection: Connection, message: FollowJob) -> None:
+        """An agent's launcher is to get the events of a job."""
+        if len(connection.follows) < MOST_FOLLOWED:
             connection.follows.add(message.job)
-        elif isinstance(message, TorchrunState):
-            self._attended(connection.node, message)
-        elif isinstance(message, AgentHello):  # its record has changed
-            self.apply(_up(message))
 
     def _foreign(self, node: str, message: msgspec.Struct, why: str) -> None:
         """A message that this node may not say."""
@@ -396,26 +416,26 @@ class Leader:
         """Returns True if the job that a torchrun asks for in live mode runs in restart mode."""
         return up.job not in self.state.jobs and self.restarting.lives(up.job)
 
-    def _attended(self, node: str, told: TorchrunState) -> None:
+    def attended(self, connection: Connection, told: TorchrunState) -> None:
         """A torchrun in restart mode: nothing is decided by it. A job that trains under a plan has none."""
         live = self.state.jobs.get(told.job)
         if live is not None and live.plan is not None and live.phase not in OVER:
             self.metrics.refused("foreign")
             return
-        if why := self.restarting.attended(node, told):
-            self._foreign(node, told, why)
+        if why := self.restarting.attended(connection.node, told):
+            self._foreign(connection.node, told, why)
 
-    def _lap(self, node: str, heard: StepTime) -> None:
+    def lap(self, connection: Connection, heard: StepTime) -> None:
         """Of a job in restart mode, whose rounds no leader makes."""
         settings = self.state.settings
         try:
-            why = self.restarting.lap(node, heard, settings.detect, settings.policy)
+            why = self.restarting.lap(connection.node, heard, settings.detect, settings.policy)
         except Exception:  # of this message alone
             _log.exception("the machine failed on %r", heard)
             self.metrics.refused("failed")
             return
         if why:
-            self._foreign(node, heard, why)
+            self._foreign(connection.node, heard, why)
 
     # -- what is shown ---------------------------------------------------------------------------------------
 
@@ -501,17 +521,36 @@ def _dated(write: Write, at: float, led: float) -> Write:
 
 def _named(asked: Asked) -> str:
     """The write's name, for the log."""
-    if isinstance(asked, Write):
-        return f"{', '.join(map(tag_of, asked.records))} of job {shown(asked.job)}"
-    if isinstance(asked, Rank):
-        return f"{shown(asked.key)} of job {shown(asked.job)}"
-    if isinstance(asked, Paged):
-        return "a page of the journal"
-    if isinstance(asked, NodeDrain):
-        return f"the drain of node {shown(asked.node)}"
-    if isinstance(asked, LeadershipProbe):
-        return "the schema's record, as it is"
-    return "a change of the configuration" if isinstance(asked, ConfigRecord) else f"job {shown(asked.job)}"
+    return NAMES[type(asked)](asked)
+
+
+#: The name of a write of each type, for the log.
+NAMES: dict[type, Callable[[Any], str]] = {
+    Write: lambda asked: f"{', '.join(map(tag_of, asked.records))} of job {shown(asked.job)}",
+    Rank: lambda asked: f"{shown(asked.key)} of job {shown(asked.job)}",
+    Paged: lambda asked: "a page of the journal",
+    NodeDrain: lambda asked: f"the drain of node {shown(asked.node)}",
+    LeadershipProbe: lambda asked: "the schema's record, as it is",
+    ConfigRecord: lambda asked: "a change of the configuration",
+    Sweep: lambda asked: f"job {shown(asked.job)}",
+    RendezvousSweep: lambda asked: f"job {shown(asked.job)}",
+}
+#: What the leader does with a message of each type.
+HANDLERS: dict[type, Callable[[Leader, Connection, Any], None]] = {
+    FromClient: Leader.of_client,
+    WorkerLost: Leader.of_job,
+    Frozen: Leader.of_job,
+    Unreached: Leader.of_job,
+    Halted: Leader.of_job,
+    Unread: Leader.of_job,
+    Health: Leader.to_machine,
+    Crossed: Leader.to_machine,
+    SnapshotInventory: Leader.to_machine,
+    AgentHello: Leader.hello_again,
+    StepTime: Leader.lap,
+    TorchrunState: Leader.attended,
+    FollowJob: Leader.follow_job,
+}
 
 
 def _up(hello: AgentHello) -> AgentUp:

@@ -10,7 +10,8 @@ The history of a job is bounded: by the number of its plans, and by the bytes of
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from elasticd_planner.value import StoredValue, Value
 
@@ -139,16 +140,30 @@ class StoreTransactions:
         there may be `others`. Raises StoreTooLarge for a record that the store is not to have at all."""
         if isinstance(asked, Rank):
             return self._of_ranks([each for each in (asked, *others) if isinstance(each, Rank)])
-        if isinstance(asked, ConfigRecord | NodeDrain):
-            return [operations(self._keys, asked)]
-        if isinstance(asked, LeadershipProbe):
-            return [(Put(self._keys.schema, encode(SchemaRecord(release=__version__))),)]
-        if isinstance(asked, RendezvousSweep):
-            return [(DeletePrefix(self._keys.rendezvous(asked.job)),)]
-        if isinstance(asked, Sweep):
-            return list(_together([Delete(key) for key in self._unneeded(asked.job)]))
-        if isinstance(asked, Paged):
-            return [(Put(asked.key, asked.value), *map(Delete, asked.gone))]
+        return HANDLERS[type(asked)](self, asked)
+
+    def keyed(self, asked: ConfigRecord | NodeDrain) -> list[Ops]:
+        """A record with a key of its own."""
+        return [operations(self._keys, asked)]
+
+    def probe(self, asked: LeadershipProbe) -> list[Ops]:
+        """The schema's record again: only a leader can write it."""
+        return [(Put(self._keys.schema, encode(SchemaRecord(release=__version__))),)]
+
+    def sweep_rendezvous(self, asked: RendezvousSweep) -> list[Ops]:
+        """Deletes all keys of a job's rendezvous."""
+        return [(DeletePrefix(self._keys.rendezvous(asked.job)),)]
+
+    def sweep(self, asked: Sweep) -> list[Ops]:
+        """Deletes the parts that no record of a job needs."""
+        return list(_together([Delete(key) for key in self._unneeded(asked.job)]))
+
+    def page(self, asked: Paged) -> list[Ops]:
+        """A page of the journal, in the place of the oldest ones."""
+        return [(Put(asked.key, asked.value), *map(Delete, asked.gone))]
+
+    def records(self, asked: Write) -> list[Ops]:
+        """Records of a job, in parts where they are too large for one transaction."""
         ops = operations(self._keys, asked)
         old = tuple(Delete(key) for key in self._too_old(asked))
         if self._parts.get(asked.job) or not self._fit((*ops, *old)):
@@ -317,3 +332,15 @@ def record_key(keys: Keys, job: str, record: Record) -> str:
     if isinstance(record, RestartEndRecord):
         return keys.rendezvous(job) + "end"
     return keys.job(job, _SINGLE[type(record)])
+
+
+#: The transactions of a write of each type; ranks are written together.
+HANDLERS: dict[type, Callable[[StoreTransactions, Any], list[Ops]]] = {
+    Write: StoreTransactions.records,
+    ConfigRecord: StoreTransactions.keyed,
+    NodeDrain: StoreTransactions.keyed,
+    LeadershipProbe: StoreTransactions.probe,
+    RendezvousSweep: StoreTransactions.sweep_rendezvous,
+    Sweep: StoreTransactions.sweep,
+    Paged: StoreTransactions.page,
+}

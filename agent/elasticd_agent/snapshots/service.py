@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from typing import Any
 
 import psutil
 
@@ -103,6 +104,15 @@ class SnapshotService:
         self._trouble = ""
         self.address = f"{section.listens}:{self._server.port}"
         self.certificate = self._identity.certificate
+        self._observers: dict[type, Callable[[Any], None]] = {
+            AgentTick: self._tick,
+            LinkUp: self._linked,
+            Opened: self._opened,
+            Ended: self._fenced,
+            FenceRead: self._fenced,
+            PlanRead: self._planned,
+            DoneRead: self._done,
+        }
 
     def ring(self) -> list[NodeRecord]:
         """The other nodes that take snapshots, from the one behind this on."""
@@ -121,23 +131,35 @@ class SnapshotService:
 
     def observe(self, event: Event) -> None:
         """An event that the agent's machine has taken in, before its effects."""
-        if isinstance(event, AgentTick):
-            self._release(self._snapshots.expire(time.monotonic(), self._drives))
-            if time.monotonic() >= self._again:
-                self._send_all()
-        elif isinstance(event, LinkUp):
-            self._mark(self._snapshots.jobs())
-        elif isinstance(event, Opened):  # a leader hears this node of a job only once it has a part in it
-            client = self._state().clients.get(event.client)
-            if client is not None and client.job in self._snapshots.jobs():
-                self._mark([client.job])
-        elif isinstance(event, Ended | FenceRead) and self._telling is not None:
-            self._telling.cancel()  # the leader is to know of the newest snapshots when it looks for state
-            self._publish_changed()
-        elif isinstance(event, PlanRead):
+        if (handler := self._observers.get(type(event))) is not None:
+            handler(event)
+
+    def _tick(self, event: AgentTick) -> None:
+        self._release(self._snapshots.expire(time.monotonic(), self._drives))
+        if time.monotonic() >= self._again:
             self._send_all()
-        elif isinstance(event, DoneRead) and (event.record is None or not event.record.reason):
-            # It finished; or it stopped, and now it is forgotten.
+
+    def _linked(self, event: LinkUp) -> None:
+        self._mark(self._snapshots.jobs())
+
+    def _opened(self, event: Opened) -> None:
+        """A leader hears this node of a job only once it has a part in it."""
+        client = self._state().clients.get(event.client)
+        if client is not None and client.job in self._snapshots.jobs():
+            self._mark([client.job])
+
+    def _fenced(self, event: Ended | FenceRead) -> None:
+        """The leader is to know of the newest snapshots when it looks for state."""
+        if self._telling is not None:
+            self._telling.cancel()
+            self._publish_changed()
+
+    def _planned(self, event: PlanRead) -> None:
+        self._send_all()
+
+    def _done(self, event: DoneRead) -> None:
+        """The job finished; or it stopped, and now it is forgotten."""
+        if event.record is None or not event.record.reason:
             self._release(self._snapshots.forget(event.job))
 
     def read(self, node: str, record: NodeRecord | None) -> None:

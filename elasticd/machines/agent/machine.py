@@ -155,18 +155,8 @@ def failed(state: AgentState, event: Event, error: Exception, now: float) -> Res
     where it is an order of the store, and the connection where it is a new link; a tick costs nothing.
     """
     what = f"elasticd failed on {type(event).__name__} ({type(error).__name__}: {shown(str(error))})"
-    if isinstance(event, Opened):
-        return state, (Dismiss(client=event.client, reason=f"{what}: please report it with the agent's log"),)
-    if isinstance(event, Ended):
-        return _drop(state, event.client, event.how)
-    if isinstance(event, Said):
-        if isinstance(event.body, StoreCall):
-            return state, (_failed((event.client, event.body.id), what),)
-        return state, ()
-    if isinstance(event, DevicesHeld | Pulse | Stood | Heard | AgentDrained | LeaderRead):
-        return state, ()
-    if isinstance(event, LinkDown):
-        return replace(state, phase=AgentPhase.AWAY), ()
+    if (handler := FAILED.get(type(event))) is not None:
+        return handler(state, event, what)
     gone = _culprits(state, event, now)
     state, effects = _let_go(state, gone, what)
     if gone:
@@ -183,8 +173,40 @@ def failed(state: AgentState, event: Event, error: Exception, now: float) -> Res
         return state, (*effects, *more)
     if isinstance(event, AgentTick):
         return state, effects
-    state, more = _let_go(state, [worker.id for worker in _workers(state, event.job)], what)
+    state, more = _let_go(state, [worker.id for worker in _workers(state, event.job)], what)  # type: ignore[union-attr]
     return state, (*effects, *more)
+
+
+def _opening_failed(state: AgentState, event: Opened, what: str) -> Result:
+    return state, (Dismiss(client=event.client, reason=f"{what}: please report it with the agent's log"),)
+
+
+def _end_failed(state: AgentState, event: Ended, what: str) -> Result:
+    return _drop(state, event.client, event.how)
+
+
+def _word_failed(state: AgentState, event: Said, what: str) -> Result:
+    if isinstance(event.body, StoreCall):
+        return state, (_failed((event.client, event.body.id), what),)
+    return state, ()
+
+
+def _link_end_failed(state: AgentState, event: LinkDown, what: str) -> Result:
+    return replace(state, phase=AgentPhase.AWAY), ()
+
+
+def _nothing_lost(state: AgentState, event: Event, what: str) -> Result:
+    return state, ()
+
+
+#: What follows where an event fails that costs itself alone.
+FAILED: dict[type, Callable[[AgentState, Any, str], Result]] = {
+    Opened: _opening_failed,
+    Ended: _end_failed,
+    Said: _word_failed,
+    LinkDown: _link_end_failed,
+    **dict.fromkeys((DevicesHeld, Pulse, Stood, Heard, AgentDrained, LeaderRead), _nothing_lost),
+}
 
 
 def _culprits(state: AgentState, event: Event, now: float) -> list[str]:
@@ -362,31 +384,65 @@ def _said(state: AgentState, event: Said, now: float) -> Result:
         return state, ()
     if isinstance(body, Hello) or (isinstance(body, Join) and client.device):
         return state, (AgentNote(text=f"{client.id} said hello twice; the second was not heard"),)
-    if isinstance(body, StoreCall):
-        key, mine = (client.id, body.id), sum(asker == client.id for asker, _ in state.calls)
-        if mine >= MOST_CALLS and key not in state.calls:
-            return state, (_failed(key, f"{mine} calls of this process wait for answers already"),)
-        call = Call(call=body, deadline=now + body.seconds + GRACE_SECONDS)
-        return replace(state, calls={**state.calls, key: call}), _up(state, client, body)
-    if isinstance(body, Report | msgspec.Raw):
-        if state.phase is AgentPhase.LINKED:
-            return state, _up(state, client, body)
-        return replace(state, reports=(*state.reports, _wrap(client, body))[-MOST_REPORTS:]), ()
-    if isinstance(body, Join):  # A torchrun asks again after a local restart.
-        if body.job != client.job:
-            why = f"this torchrun takes part in job {client.job}: start another for job {shown(body.job)}"
-            return state, (AgentSend(client=client.id, body=Rejected(reason=why)),)
-        client = replace(client, opening=body, goodbye=False)
-    elif isinstance(body, Goodbye | Leave):
-        farewell = body.reason if isinstance(body, Goodbye) else ""
-        client = replace(client, goodbye=True, farewell=farewell)
-    elif isinstance(body, Probed):
-        client = replace(client, probed=body)
-    elif isinstance(body, Rehearsed):  # a leader that did not ask has no use for it
-        return state, _up(state, client, body)
-    elif body not in client.said:
+    return OF_CLIENT.get(type(body), _kept_word)(state, client, body, now)
+
+
+def _call(state: AgentState, client: Client, call: StoreCall, now: float) -> Result:
+    key, calls = (client.id, call.id), sum(asker == client.id for asker, _ in state.calls)
+    if calls >= MOST_CALLS and key not in state.calls:
+        return state, (_failed(key, f"{calls} calls of this process wait for answers already"),)
+    pending = Call(call=call, deadline=now + call.seconds + GRACE_SECONDS)
+    return replace(state, calls={**state.calls, key: pending}), _up(state, client, call)
+
+
+def _report(state: AgentState, client: Client, report: Report | msgspec.Raw, now: float) -> Result:
+    if state.phase is AgentPhase.LINKED:
+        return state, _up(state, client, report)
+    return replace(state, reports=(*state.reports, _wrap(client, report))[-MOST_REPORTS:]), ()
+
+
+def _join_again(state: AgentState, client: Client, join: Join, now: float) -> Result:
+    """A torchrun asks again after a local restart."""
+    if join.job != client.job:
+        why = f"this torchrun takes part in job {client.job}: start another for job {shown(join.job)}"
+        return state, (AgentSend(client=client.id, body=Rejected(reason=why)),)
+    return _with_client(state, replace(client, opening=join, goodbye=False)), _up(state, client, join)
+
+
+def _goodbye(state: AgentState, client: Client, body: Goodbye | Leave, now: float) -> Result:
+    farewell = body.reason if isinstance(body, Goodbye) else ""
+    client = replace(client, goodbye=True, farewell=farewell)
+    return _with_client(state, client), _up(state, client, body)
+
+
+def _probed(state: AgentState, client: Client, body: Probed, now: float) -> Result:
+    client = replace(client, probed=body)
+    return _with_client(state, client), _up(state, client, body)
+
+
+def _passed_on(state: AgentState, client: Client, body: Rehearsed, now: float) -> Result:
+    """A leader that did not ask has no use for it: it is not kept for the next one."""
+    return state, _up(state, client, body)
+
+
+def _kept_word(state: AgentState, client: Client, body: FromWorker, now: float) -> Result:
+    """It is kept for a new leader."""
+    if body not in client.said:
         client = replace(client, said=(*client.said, body)[-MOST_SAID:])
     return _with_client(state, client), _up(state, client, body)
+
+
+#: What follows from a message of a client; from each other type `_kept_word`.
+OF_CLIENT: dict[type, Callable[[AgentState, Client, Any, float], Result]] = {
+    StoreCall: _call,
+    Report: _report,
+    msgspec.Raw: _report,
+    Join: _join_again,
+    Goodbye: _goodbye,
+    Leave: _goodbye,
+    Probed: _probed,
+    Rehearsed: _passed_on,
+}
 
 
 def _pulse(state: AgentState, event: Pulse, now: float) -> Result:

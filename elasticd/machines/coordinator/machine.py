@@ -8,13 +8,15 @@ writes carry the leader's key, so that a leader that was replaced changes nothin
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import msgspec
 from elasticd_planner.spec.cluster import node_of
 from elasticd_planner.value import Value
 
 from elasticd.machines.coordinator import absent_nodes, finished_jobs, message_checks, node_links
+from elasticd.machines.coordinator.message_checks import OF_THE_NODE
 from elasticd.machines.job import adoption, assembly, machine
 from elasticd.machines.job.lifecycle import stop_request
 from elasticd.machines.job.state.events import (
@@ -97,33 +99,33 @@ def takeover(
 
 def step(state: CoordinatorState, event: Event, now: float) -> Result:
     """The state after `event` at `now` (seconds of a clock that never runs back), and what is to be done."""
-    if isinstance(event, AgentUp):
-        return _agent_up(state, event, now)
-    if isinstance(event, AgentDown):
-        return _agent_down(state, event, now)
-    if isinstance(event, Received):
-        return _received(state, event, now)
-    if isinstance(event, Paced):
-        return _paced(state, event)
-    if isinstance(event, Harmed):
-        return _harmed(state, event)
-    if isinstance(event, NodeDrained):
-        return _drained(state, event)
-    if isinstance(event, Configured):
-        return _configured(state, event, now)
-    if isinstance(event, Planned | StopAsked | CheckpointAsked | AdoptAsked | Unwritten):
-        return _jobs(state, event, now, (event.job,))
-    if isinstance(event, ForgetAsked):
-        return _without(state, finished_jobs.asked(state.jobs, state.nodes, event))
-    if isinstance(event, ForgetNodeAsked):
-        away = event.node in state.nodes and not state.nodes[event.node].connected
-        if away and event.node in state.drains:
-            wishes = {name: on for name, on in state.drains.items() if name != event.node}
-            state = msgspec.structs.replace(state, drains=wishes)
-        return _without_nodes(state, {event.node: f"{event.by} had it forgotten"} if away else {})
+    return TABLE[type(event)](state, event, now)
+
+
+def _of_job(
+    state: CoordinatorState,
+    event: Planned | StopAsked | CheckpointAsked | AdoptAsked | Unwritten,
+    now: float,
+) -> Result:
+    return _jobs(state, event, now, (event.job,))
+
+
+def _forget_job(state: CoordinatorState, event: ForgetAsked, now: float) -> Result:
+    return _without(state, finished_jobs.asked(state.jobs, state.nodes, event))
+
+
+def _forget_node(state: CoordinatorState, event: ForgetNodeAsked, now: float) -> Result:
+    away = event.node in state.nodes and not state.nodes[event.node].connected
+    if away and event.node in state.drains:
+        wishes = {name: on for name, on in state.drains.items() if name != event.node}
+        state = msgspec.structs.replace(state, drains=wishes)
+    return _without_nodes(state, {event.node: f"{event.by} had it forgotten"} if away else {})
+
+
+def _tick(state: CoordinatorState, event: CoordinatorTick, now: float) -> Result:
     state, told = _links(state, now)
     live = tuple(name for name, job in state.jobs.items() if job.phase not in OVER)
-    state, effects = _jobs(state, event, now, live if isinstance(event, CoordinatorTick) else tuple(state.jobs))
+    state, effects = _jobs(state, event, now, live)
     state, gone = _without(state, finished_jobs.due(state.jobs, state.nodes, state.settings, now))
     state, left = _without_nodes(state, absent_nodes.gone(state.nodes, state.jobs, state.settings, now))
     return state, (*told, *effects, *gone, *left)
@@ -261,38 +263,43 @@ def _received(state: CoordinatorState, event: Received, now: float) -> Result:
         event = Received(node=event.node, message=message)
     if event.node not in state.nodes:
         return state, ()
-    if isinstance(message, Health):
-        node = msgspec.structs.replace(state.nodes[event.node], health=message)
-        return msgspec.structs.replace(state, nodes={**state.nodes, event.node: node}), ()
-    if isinstance(message, Crossed):
-        links = node_links.crossed(state.links, event.node, message, state.nodes, now)
-        return msgspec.structs.replace(state, links=links), ()
-    if isinstance(message, FromClient) and _is_first_report(state, message):
-        links = node_links.moved(state.links, message, state.nodes, now)
+    if isinstance(message, OF_THE_NODE):
+        return _of_node(state, event.node, message, now), ()
+    up = message if isinstance(message, FromClient) else None
+    if up is not None and _is_first_report(state, up):
+        links = node_links.moved(state.links, up, state.nodes, now)
         state = state if links is state.links else msgspec.structs.replace(state, links=links)
-    taken = _taken(state, event.node, message) if isinstance(message, FromClient) else ""
-    if message.job not in state.jobs:
-        if isinstance(message, Unread):
-            down = ToClient(client=message.client, body=Rejected(reason=assembly.cannot_read(message)))
-            return state, (CoordinatorSend(node=event.node, message=down),)
-        if not isinstance(message, FromClient) or not isinstance(message.body, Join | Hello):
-            return state, ()
-        known = fresh(message.job, JobPhase.GATHERING, now)
-        taken = _crowded(state, event.node) or taken
-        if isinstance(message.body, Hello) and not adoption.trains_unknown(known, message.body):
-            # Its torchrun would have joined before.
-            taken = taken or assembly.uninvited(known, event.node, message.device)
+    if message.job in state.jobs:
+        if up is not None and (begun := _begun_again(state, event.node, up, now)):
+            state, before = begun
+            if message.job in state.jobs and state.jobs[message.job].phase in OVER:
+                return state, before
+            state, effects = _received(state, event, now)
+            return state, (*before, *effects)
+        taken = _taken(state, event.node, up) if up is not None else ""
+    elif isinstance(message, Unread):
+        down = ToClient(client=message.client, body=Rejected(reason=assembly.cannot_read(message)))
+        return state, (CoordinatorSend(node=event.node, message=down),)
+    elif up is None or not isinstance(up.body, Join | Hello):
+        return state, ()
+    else:
+        known = fresh(up.job, JobPhase.GATHERING, now)
+        taken = _crowded(state, event.node) or _taken(state, event.node, up)
+        if not taken and isinstance(up.body, Hello) and not adoption.trains_unknown(known, up.body):
+            taken = assembly.uninvited(known, event.node, up.device)  # its torchrun would have joined before
         if not taken:
-            state = msgspec.structs.replace(state, jobs={**state.jobs, message.job: known})
-    elif isinstance(message, FromClient) and (begun := _begun_again(state, event.node, message, now)):
-        state, before = begun
-        if message.job in state.jobs and state.jobs[message.job].phase in OVER:
-            return state, before
-        state, effects = _received(state, event, now)
-        return state, (*before, *effects)
-    if taken and isinstance(message, FromClient):
-        return _turned_away(state, event, message, taken, now)
+            state = msgspec.structs.replace(state, jobs={**state.jobs, up.job: known})
+    if taken and up is not None:
+        return _turned_away(state, event, up, taken, now)
     return _jobs(state, event, now, (message.job,))
+
+
+def _of_node(state: CoordinatorState, name: str, message: Health | Crossed, now: float) -> CoordinatorState:
+    if isinstance(message, Crossed):
+        links = node_links.crossed(state.links, name, message, state.nodes, now)
+        return msgspec.structs.replace(state, links=links)
+    node = msgspec.structs.replace(state.nodes[name], health=message)
+    return msgspec.structs.replace(state, nodes={**state.nodes, name: node})
 
 
 def _begun_again(state: CoordinatorState, node: str, up: FromClient, now: float) -> Result | None:
@@ -375,7 +382,7 @@ def _turned_away(state: CoordinatorState, event: Received, up: FromClient, why: 
     return state, effects
 
 
-def _paced(state: CoordinatorState, event: Paced) -> Result:
+def _paced(state: CoordinatorState, event: Paced, now: float) -> Result:
     """Chaos: a hint to the device's agent, which keeps the table of paces."""
     name = node_of(event.device)
     node = state.nodes.get(name)
@@ -400,7 +407,7 @@ def _configured(state: CoordinatorState, event: Configured, now: float) -> Resul
     return state, (note, *effects)
 
 
-def _drained(state: CoordinatorState, event: NodeDrained) -> Result:
+def _drained(state: CoordinatorState, event: NodeDrained, now: float) -> Result:
     """The wish is kept in the store. The agent puts it into its node's record, and comes with that. Until then
     it is told again whenever it has a new connection; so is one that is started anew."""
     node = state.nodes.get(event.node)
@@ -423,7 +430,7 @@ def _bounded_drains(drains: dict[str, bool], state: CoordinatorState) -> dict[st
     return {name: on for name, on in drains.items() if name not in dropped} if dropped else drains
 
 
-def _harmed(state: CoordinatorState, event: Harmed) -> Result:
+def _harmed(state: CoordinatorState, event: Harmed, now: float) -> Result:
     """Chaos: what the agent is to do to its node; what follows comes as any fault does."""
     node = state.nodes.get(event.node)
     if node is None or not node.connected:
@@ -460,3 +467,23 @@ def _jobs(state: CoordinatorState, event: Event, now: float, names: tuple[str, .
     if changed:
         state = msgspec.structs.replace(state, jobs={**state.jobs, **changed})
     return state, tuple(effects)
+
+
+#: What each event leads to.
+TABLE: dict[type, Callable[[CoordinatorState, Any, float], Result]] = {
+    AgentUp: _agent_up,
+    AgentDown: _agent_down,
+    Received: _received,
+    Planned: _of_job,
+    Unwritten: _of_job,
+    Paced: _paced,
+    Harmed: _harmed,
+    Configured: _configured,
+    NodeDrained: _drained,
+    StopAsked: _of_job,
+    CheckpointAsked: _of_job,
+    AdoptAsked: _of_job,
+    ForgetAsked: _forget_job,
+    ForgetNodeAsked: _forget_node,
+    CoordinatorTick: _tick,
+}

@@ -324,6 +324,14 @@ class Job(RankInfo):
         self._all_reduce_probe = AllReduceProbe(
             device, make_groups, self._idle, pacer.product, self._control.send, recipe.accelerator
         )
+        self._handlers: dict[type, Callable[[Any], None]] = {  # of messages that are not for the switcher
+            Published: self._on_published,
+            SaveNow: self._on_save_now,
+            Freed: self._on_freed,
+            Probe: lambda message: self._prober.ask(),
+            Rehearse: self._all_reduce_probe.ask,
+            Welcome: self._on_welcome,
+        }
         self._control.start(self._hear)
         log.info("%s computes on %s, over gloo", self.device, recipe.accelerator.text)
         self._show()
@@ -379,26 +387,24 @@ class Job(RankInfo):
 
     def _hear(self, message: ToWorker) -> None:
         """Takes a message of the agent, on the control thread."""
-        match message:
-            case Published(name=name):
-                if self._saver is not None:
-                    self._saver.published(name)
-            case SaveNow():
-                if self._saver is not None and not self._idle():
-                    self._saver.ask()
-            case Freed(plan=plan, step=step):
-                if self._snapshotter is not None:
-                    self._snapshotter.freed(plan, step)
-            case Probe():
-                self._prober.ask()
-            case Rehearse():
-                self._all_reduce_probe.ask(message)
-            case Welcome():
-                self._show()
-                if self._snapshotter is not None:
-                    self._snapshotter.welcomed()
-            case _:
-                self._switcher.handle(message)
+        self._handlers.get(type(message), self._switcher.handle)(message)
+
+    def _on_published(self, message: Published) -> None:
+        if self._saver is not None:
+            self._saver.published(message.name)
+
+    def _on_save_now(self, message: SaveNow) -> None:
+        if self._saver is not None and not self._idle():
+            self._saver.ask()
+
+    def _on_freed(self, message: Freed) -> None:
+        if self._snapshotter is not None:
+            self._snapshotter.freed(message.plan, message.step)
+
+    def _on_welcome(self, message: Welcome) -> None:
+        self._show()
+        if self._snapshotter is not None:
+            self._snapshotter.welcomed()
 
     # -- the loop --------------------------------------------------------------------------------------------
 

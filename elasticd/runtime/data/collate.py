@@ -144,10 +144,8 @@ def described(part: Any) -> str:
 def fresh(part: Any) -> Any:
     """A copy of a sample, or of a part of it, that `collate` may change: of mappings, lists and tuples, and of
     tensors and arrays in them. Anything else is the same object."""
-    if isinstance(part, Tensor):
-        return part.clone()
-    if isinstance(part, np.ndarray):
-        return part.copy()
+    if isinstance(part, Tensor | np.ndarray):
+        return part.clone() if isinstance(part, Tensor) else part.copy()
     if isinstance(part, tuple):
         parts = map(fresh, part)
         return type(part)(*parts) if hasattr(part, "_fields") else tuple(parts)

@@ -208,17 +208,13 @@ def _row(parts: Sequence[Any], pieces: Sequence[SequencePiece], keys: tuple[str,
     if isinstance(first, Mapping):
         if keys[-1:] == (MODALITIES,) and all(isinstance(part, Mapping) for part in parts):
             return summed([part for part, piece in zip(parts, pieces, strict=True) if not piece.start])
-        for place, part in enumerate(parts):
-            if not isinstance(part, Mapping) or part.keys() != first.keys():
-                raise Unlike(place, f"{where(keys)}: {described(part)} beside {described(first)}")
+        _refuse_unlike(parts, lambda part: isinstance(part, Mapping) and part.keys() == first.keys(), keys)
         return {key: _row([part[key] for part in parts], pieces, (*keys, str(key))) for key in first}
     if isinstance(first, tuple):
-        for place, part in enumerate(parts):
-            if not isinstance(part, tuple) or len(part) != len(first):
-                raise Unlike(place, f"{where(keys)}: {described(part)} beside {described(first)}")
+        _refuse_unlike(parts, lambda part: isinstance(part, tuple) and len(part) == len(first), keys)
         columns = zip(*parts, strict=True)
-        made = [_row(part, pieces, (*keys, str(place))) for place, part in enumerate(columns)]
-        return type(first)(*made) if hasattr(first, "_fields") else tuple(made)
+        rows = [_row(part, pieces, (*keys, str(place))) for place, part in enumerate(columns)]
+        return type(first)(*rows) if hasattr(first, "_fields") else tuple(rows)
     tensors = [_tokens(part, place, pieces[place], keys) for place, part in enumerate(parts)]
     for place, tensor in enumerate(tensors):
         if tensor.shape[1:] != tensors[0].shape[1:]:
@@ -234,6 +230,12 @@ def _row(parts: Sequence[Any], pieces: Sequence[SequencePiece], keys: tuple[str,
         for start, stop in piece.spans
     ]
     return torch.cat(cut)[None]
+
+
+def _refuse_unlike(parts: Sequence[Any], alike: Callable[[Any], bool], keys: tuple[str, ...]) -> None:
+    for place, part in enumerate(parts):
+        if not alike(part):
+            raise Unlike(place, f"{where(keys)}: {described(part)} beside {described(parts[0])}")
 
 
 def _tokens(part: Any, place: int, piece: SequencePiece, keys: tuple[str, ...]) -> Tensor:

@@ -137,14 +137,7 @@ def converted(batch: Any, convert: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(batch, Tensor):
         return convert(batch)
     if isinstance(batch, Mapping):
-        made = {key: converted(value, convert) for key, value in batch.items()}
-        if all(made[key] is batch[key] for key in made):
-            return batch
-        if type(batch) is dict or not isinstance(batch, MutableMapping):
-            return made
-        mapping = copy.copy(batch)
-        mapping.update(made)
-        return mapping
+        return _converted_mapping(batch, convert)
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
         fields = {each.name: getattr(batch, each.name) for each in dataclasses.fields(batch)}
         changed = {name: converted(value, convert) for name, value in fields.items()}
@@ -160,6 +153,17 @@ def converted(batch: Any, convert: Callable[[Tensor], Tensor]) -> Any:
             return batch
         return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
     return batch
+
+
+def _converted_mapping(batch: Mapping[Any, Any], convert: Callable[[Tensor], Tensor]) -> Any:
+    values = {key: converted(value, convert) for key, value in batch.items()}
+    if all(values[key] is batch[key] for key in values):
+        return batch
+    if type(batch) is dict or not isinstance(batch, MutableMapping):
+        return values
+    mapping = copy.copy(batch)
+    mapping.update(values)
+    return mapping
 
 
 def precision_of(given: Name | Precision | None, targets: float) -> Precision | None:

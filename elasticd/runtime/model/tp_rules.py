@@ -147,14 +147,20 @@ def cut_at(rule: Rule | None, owner: nn.Module, leaf: str, dims: int) -> CutAt |
         if leaf == "bias":
             return CutAt(0, rule.parts) if isinstance(rule, Column) else None
         return CutAt(sides[0], rule.parts) if isinstance(rule, Column) else CutAt(sides[1])
-    if isinstance(owner, nn.MultiheadAttention) and isinstance(rule, Column):
-        return CutAt(0, _fused_projections(owner))
-    if isinstance(owner, nn.Embedding):
-        return CutAt(1, rule.parts) if isinstance(rule, Column) else CutAt(0)
+    if (place := _known_owner(rule, owner)) is not None:
+        return place
     raise RuleError(
         f"{type(rule).__name__} of a {type(owner).__name__} must say which dimension of the parameter it cuts: "
         f"{type(rule).__name__}({rule.units!r}, dim=...)"
     )
+
+
+def _known_owner(rule: Column | Row, owner: nn.Module) -> CutAt | None:
+    if isinstance(owner, nn.MultiheadAttention) and isinstance(rule, Column):
+        return CutAt(0, _fused_projections(owner))
+    if isinstance(owner, nn.Embedding):
+        return CutAt(1, rule.parts) if isinstance(rule, Column) else CutAt(0)
+    return None
 
 
 def takes_rows(owner: nn.Module) -> bool:

@@ -360,14 +360,8 @@ def refuse_model(model: Model) -> None:
         for path, rules in owners.items():
             where, inside = f"{section}.{path}", any(_within(region, path) for region in closed)
             for rule in rules.values():
-                if not inside and isinstance(rule, Column) and rule.gather:
-                    raise _refused(where, "gathers its output, so that what follows it is of all tokens")
-                if not inside and isinstance(rule, Row) and rule.split:
-                    raise _refused(where, "splits its input, so that what precedes it is of all tokens")
-                if isinstance(rule, Column | Row) and isinstance(module.get_submodule(path), nn.Embedding):
-                    raise _refused(where, "is an embedding in a block")
-                if isinstance(rule, Experts):
-                    raise _refused(where, "has experts, which take rows that a router chose")
+                if why := _rule_refusal(rule, module.get_submodule(path), inside=inside):
+                    raise _refused(where, why)
         for path, inner in module.named_modules():
             if isinstance(inner, _MIXING) and not any(_within(region, path) for region in around):
                 said = f"is a {type(inner).__name__}, which takes several tokens at once"
@@ -376,6 +370,18 @@ def refuse_model(model: Model) -> None:
         blocks = [name for name in names if name.startswith("blocks.")]
         if len(blocks) == 1 and model.parameter(blocks[0]).replicas == "same":
             raise _refused(blocks[0], f"is tied to {next(name for name in names if name not in blocks)}")
+
+
+def _rule_refusal(rule: Rule, owner: nn.Module, *, inside: bool) -> str:
+    """Returns why a block with this rule cannot be on slices of tokens; empty where it can. inside: the owner
+    is in a region whose rows come together again."""
+    if not inside and isinstance(rule, Column) and rule.gather:
+        return "gathers its output, so that what follows it is of all tokens"
+    if not inside and isinstance(rule, Row) and rule.split:
+        return "splits its input, so that what precedes it is of all tokens"
+    if isinstance(rule, Column | Row) and isinstance(owner, nn.Embedding):
+        return "is an embedding in a block"
+    return "has experts, which take rows that a router chose" if isinstance(rule, Experts) else ""
 
 
 def _refused(where: str, why: str) -> ModelError:

@@ -13,8 +13,9 @@ import logging
 import queue
 import threading
 import time
+from collections.abc import Callable
 from functools import partial
-from typing import Generic
+from typing import Any, Generic
 
 import torch
 
@@ -99,6 +100,23 @@ class Switcher(Generic[Held]):
         self._over: str | None = None  # why the job is over
         self._holds_moves = False  # a step waits for the outcome of its vote
         self._start_said = False  # the user has been told where the job begins
+        #: Effects that take no time, which run where they arise, and those that the main thread runs in turn.
+        self._at_once: dict[type, Callable[[Any], None]] = {
+            sw.Prepare: self._begin_to_prepare,
+            sw.Cancel: lambda effect: self._cancel(effect.number),
+            sw.SendToLeader: lambda effect: control.send(effect.message),
+            sw.ReportState: lambda effect: control.send(self._state_report(effect.fence)),
+        }
+        self._in_turn: dict[type, Callable[[Any], None]] = {
+            sw.MoveState: self._on_move,
+            sw.AllGatherOk: lambda effect: self._all_gather_ok(effect.number, effect.ok),
+            sw.Swap: lambda effect: self._swap(effect.number, effect.member),
+            sw.DropOld: lambda effect: self._copies.drop(),
+            sw.DropState: lambda effect: self._drop_state(),
+            sw.DropStateAndRejoin: lambda effect: self._drop_and_rejoin(),
+            sw.LeaveJob: self._leave_job,
+            sw.StopTraining: self._stop_training,
+        }
 
     # -- what the control thread does ---------------------------------------------------------------------
 
@@ -139,21 +157,17 @@ class Switcher(Generic[Held]):
 
     def _run(self, effect: sw.SwitchEffect) -> None:
         """Runs an effect that takes no time where it arises; the main thread's wait in its queue."""
-        match effect:
-            case sw.Prepare(number=number):
-                thread = threads.start(partial(self._prepare, number), f"elasticd-prepare-{number}")
-                self._groups_by_plan.remember(thread)
-            case sw.Cancel(number=number):
-                self._cancel(number)
-            case sw.SendToLeader(message=message):
-                self._control.send(message)
-            case sw.ReportState(fence=fence):
-                self._control.send(self._state_report(fence))
-            case sw.StopTraining() | sw.Interrupt():
-                self._groups_by_plan.shut()
-                self._todo.put(effect)  # wakes a main thread that waits here
-            case _:
-                self._todo.put(effect)
+        handler = self._at_once.get(type(effect))
+        if handler is not None:
+            handler(effect)
+            return
+        if isinstance(effect, sw.StopTraining | sw.Interrupt):
+            self._groups_by_plan.shut()
+        self._todo.put(effect)  # wakes a main thread that waits here
+
+    def _begin_to_prepare(self, effect: sw.Prepare) -> None:
+        thread = threads.start(partial(self._prepare, effect.number), f"elasticd-prepare-{effect.number}")
+        self._groups_by_plan.remember(thread)
 
     # -- what a preparer thread does -----------------------------------------------------------------------
 
@@ -399,30 +413,27 @@ class Switcher(Generic[Held]):
         return error
 
     def _do(self, effect: sw.SwitchEffect) -> None:
-        match effect:
-            case sw.MoveState(number=number):
-                if self._holds_moves and number in self._prepared:
-                    raise _MoveHeld(number)
-                self._move(number)
-            case sw.AllGatherOk(number=number, ok=ok):
-                self._all_gather_ok(number, ok)
-            case sw.Swap(number=number, member=member):
-                self._swap(number, member)
-            case sw.DropOld():
-                self._copies.drop()
-            case sw.DropState():
-                self._drop_state()
-            case sw.DropStateAndRejoin():
-                self._drop_state()
-                self._rejoin()
-            case sw.LeaveJob():
-                raise Drained
-            case sw.StopTraining(reason=reason, orderly=orderly, refused=is_refused):
-                if self._over is not None:
-                    raise JobOver(self._over)
-                if orderly:
-                    raise Drained(reason)
-                raise self._ended(refused(reason) if is_refused else stopped(reason))
+        if (handler := self._in_turn.get(type(effect))) is not None:
+            handler(effect)
+
+    def _on_move(self, effect: sw.MoveState) -> None:
+        if self._holds_moves and effect.number in self._prepared:
+            raise _MoveHeld(effect.number)
+        self._move(effect.number)
+
+    def _drop_and_rejoin(self) -> None:
+        self._drop_state()
+        self._rejoin()
+
+    def _leave_job(self, effect: sw.LeaveJob) -> None:
+        raise Drained
+
+    def _stop_training(self, effect: sw.StopTraining) -> None:
+        if self._over is not None:
+            raise JobOver(self._over)
+        if effect.orderly:
+            raise Drained(effect.reason)
+        raise self._ended(refused(effect.reason) if effect.refused else stopped(effect.reason))
 
     def _move(self, number: int) -> None:
         self._began = time.perf_counter()

@@ -42,7 +42,7 @@ from elasticd.store.memory import MemoryStore
 from elasticd.store.protocol import WatchEvent, WatchItem
 from elasticd.wire.coordinator import ToClient, ToLeader
 from elasticd.wire.rendezvous import Join, Joined
-from elasticd.wire.worker import Closed, FromWorker, Hello, Rejected, Shutdown
+from elasticd.wire.worker import FromWorker, Hello, Rejected, ToWorker
 
 
 class Node:
@@ -184,23 +184,24 @@ class Node:
             self.emit(Heard(message=message))
 
     def _perform(self, effect: Effect) -> None:
-        match effect:
-            case AgentTell(message=message):
-                self._tell(self.name, message)  # type: ignore[arg-type]  # nobody here encodes a report
-            case AgentSend(client=client, body=body) if client in self.workers:
-                self.workers[client].receive(body)
-            case AgentSend(body=Joined(nodes=nodes)):
-                if self.asks:  # a new leader answers again what a torchrun asked an old one
-                    self.asks = False
-                    self._start(nodes)
-            case AgentSend(body=Closed() | Shutdown()):
-                pass  # the torchrun ends; its workers were told themselves
-            case AgentSend(body=Rejected(reason=reason)):
-                self._refused(self.name, reason)
-            case Stop(reason=reason):
-                raise SimulationError(f"node {self.name} was turned away: {reason}")
-            case _:
-                pass  # member keys are for people; the leader hears of workers from the agents
+        if isinstance(effect, AgentTell):
+            self._tell(self.name, effect.message)  # type: ignore[arg-type]  # nobody here encodes a report
+        elif isinstance(effect, AgentSend):
+            self._deliver(effect.client, effect.body)
+        elif isinstance(effect, Stop):
+            raise SimulationError(f"node {self.name} was turned away: {effect.reason}")
+        # Member keys are for people; the leader hears of workers from the agents.
+
+    def _deliver(self, client: str, body: ToWorker) -> None:
+        """Gives a worker or the torchrun a message. A torchrun that is to end does so; its workers get messages
+        of their own."""
+        if client in self.workers:
+            self.workers[client].receive(body)
+        elif isinstance(body, Joined) and self.asks:  # a new leader answers again what it asked an old one
+            self.asks = False
+            self._start(body.nodes)
+        elif isinstance(body, Rejected):
+            self._refused(self.name, body.reason)
 
     def _start(self, nodes: int) -> None:
         self._size = nodes * len(self._shape.devices)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from elasticd_planner.cost.model_profile import ModelProfile
 from elasticd_planner.problem import ModuleProblem
@@ -85,6 +86,7 @@ class WorkerGroup:
         self._last = self.engine.now()
         self._waiting: list[Callable[[], None]] = []
         self._transitions = Transitions(self.engine, self.truth, self._times, self)
+        self._effects = self._handlers()
 
     def together(self, seconds: float, members: Sequence[SimulatedWorker], done: Callable[[], None]) -> None:
         """Calls `done` after `seconds`, as soon as all `members` can be reached: they do something together. It
@@ -114,34 +116,32 @@ class WorkerGroup:
         """Carries out one effect of this worker's switch machine. A worker belongs to the group from its first
         effect on. Raises SimulationError for a type of effect that the group does not know."""
         self.workers[worker.device] = worker
-        match effect:
-            case sw.Prepare(number=number):
-                self._transitions.prepare(worker, number)
-            case sw.Cancel(number=number):
-                self._transitions.leave(worker, number)
-            case sw.MoveState(number=number):
-                self._transitions.enter(worker, number)
-            case sw.AllGatherOk(number=number, ok=ok):
-                self._transitions.all_gather_ok(worker, number, ok)
-            case sw.Swap(number=number, member=member):
-                worker.swap(number, self._transitions.of(number).step, member)
-                worker.say(self._transitions.switched(worker, number))
-            case sw.SendToLeader(message=message):
-                worker.say(message)
-            case sw.ReportState(fence=fence):
-                worker.say(worker.state_report(fence))
-            case sw.DropOld():
-                worker.kept.clear()
-            case sw.Interrupt():
-                self._interrupt(worker)
-            case sw.DropState():
-                worker.drop_state()
-            case sw.DropStateAndRejoin():
-                worker.drop_state_and_rejoin()
-            case sw.StopTraining():
-                self.end()
-            case _:
-                raise SimulationError(f"nobody carries {type(effect).__name__} out")
+        handler = self._effects.get(type(effect))
+        if handler is None:
+            raise SimulationError(f"nobody carries {type(effect).__name__} out")
+        handler(worker, effect)
+
+    def _handlers(self) -> dict[type, Callable[[SimulatedWorker, Any], None]]:
+        """What each effect does to its worker."""
+        transitions = self._transitions
+        return {
+            sw.Prepare: lambda worker, effect: transitions.prepare(worker, effect.number),
+            sw.Cancel: lambda worker, effect: transitions.leave(worker, effect.number),
+            sw.MoveState: lambda worker, effect: transitions.enter(worker, effect.number),
+            sw.AllGatherOk: lambda worker, effect: transitions.all_gather_ok(worker, effect.number, effect.ok),
+            sw.Swap: self._swap,
+            sw.SendToLeader: lambda worker, effect: worker.say(effect.message),
+            sw.ReportState: lambda worker, effect: worker.say(worker.state_report(effect.fence)),
+            sw.DropOld: lambda worker, effect: worker.kept.clear(),
+            sw.Interrupt: lambda worker, effect: self._interrupt(worker),
+            sw.DropState: lambda worker, effect: worker.drop_state(),
+            sw.DropStateAndRejoin: lambda worker, effect: worker.drop_state_and_rejoin(),
+            sw.StopTraining: lambda worker, effect: self.end(),
+        }
+
+    def _swap(self, worker: SimulatedWorker, effect: sw.Swap) -> None:
+        worker.swap(effect.number, self._transitions.of(effect.number).step, effect.member)
+        worker.say(self._transitions.switched(worker, effect.number))
 
     def swapped(self, transition: Transition) -> None:
         """All said ok: the new plan is in force."""
