@@ -312,8 +312,8 @@ class Registrar:
                     calls.append((self._told.pop(key), ""))
                 elif refused is not None and refused.value == value:
                     calls.append((self._told.pop(key), refused.why))
-        for told, why in calls:
-            told(why)
+        for notify, why in calls:
+            notify(why)
 
     def _reclaim(self) -> None:
         """The lease ran out (this process was frozen, or cut off while etcd ran on): begin anew."""

@@ -450,7 +450,7 @@ def _record(item: KeyValue, kind: type[R]) -> R | None:
 
 def _on_watch(job: _Job, item: WatchItem) -> None:
     if not isinstance(item, WatchEvent):
-        job.items = {found.key: found for found in item.snapshot.items}
+        job.items = {stored.key: stored for stored in item.snapshot.items}
     elif item.kind == "put":
         job.take(item.item)
     elif (known := job.items.get(item.key)) is not None and known.mod_revision < item.mod_revision:

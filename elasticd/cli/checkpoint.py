@@ -75,12 +75,12 @@ def waited(api: ApiClient, job: str, last: int, step: int, seconds: float) -> st
     """
     deadline = time.monotonic() + seconds
     while True:
-        found = api.status().job(job)  # before events are read: one of its last steps may tell of it
-        if found is not None:
-            step = min(step, found.step)  # it may roll back
-        if (made := _made(api, job, last, step)) is not None:
-            return made
-        if found is None or found.over:
+        job_status = api.status().job(job)  # before events are read: one of its last steps may tell of it
+        if job_status is not None:
+            step = min(step, job_status.step)  # it may roll back
+        if (checkpoint := _made(api, job, last, step)) is not None:
+            return checkpoint
+        if job_status is None or job_status.over:
             raise CannotReach(f"job {job} has ended: 'elasticd checkpoint list FOLDER' says what it left")
         if time.monotonic() >= deadline:
             raise CannotReach(
@@ -111,29 +111,29 @@ def list_(folder: Path, as_json: bool) -> None:
 
     What their files hold is not read: `verify` does that.
     """
-    found = scan(folder)
+    checkpoints = scan(folder)
     if as_json:
-        write_json([_as_json(item) for item in found])
+        write_json([_as_json(item) for item in checkpoints])
         return
     console = command_console()
-    if not found:
+    if not checkpoints:
         console.print(f"no checkpoint in {folder}")
         return
     table = plain_table("checkpoint", ">step", ">plan", ">devices", ">size", "written", whole=1)
-    for item in found:
+    for item in checkpoints:
         table.add_row(*_row(item))
     console.print(table)
-    for item in found:
+    for item in checkpoints:
         if item.damage:
             click.echo(f"damaged: {item.damage}")
 
 
 def _as_json(item: Found) -> dict[str, object]:
     manifest = item.manifest
-    told: dict[str, object] = {"name": item.name, "step": item.step, "plan": item.plan, "damage": item.damage}
+    row: dict[str, object] = {"name": item.name, "step": item.step, "plan": item.plan, "damage": item.damage}
     if manifest is not None:
-        told |= {"bytes": manifest.bytes, "serial": manifest.serial, "origin": manifest.origin}
-    return told
+        row |= {"bytes": manifest.bytes, "serial": manifest.serial, "origin": manifest.origin}
+    return row
 
 
 def _row(item: Found) -> tuple[str | Text, ...]:
@@ -167,19 +167,19 @@ def verify(path: Path, as_json: bool) -> None:
     Exits with 1 where anything is damaged.
     """
     one = (path / MANIFEST).exists() or is_name(path.name)
-    found = (look(path),) if one else scan(path)
-    if not found:
+    checkpoints = (look(path),) if one else scan(path)
+    if not checkpoints:
         raise click.ClickException(f"no checkpoint in {path}")
-    told: dict[str, list[str]] = {}
-    for item in found:
-        wrong = told[item.name] = [*damages(item.path)]
+    damage: dict[str, list[str]] = {}
+    for item in checkpoints:
+        wrong = damage[item.name] = [*damages(item.path)]
         if not as_json:
             click.echo("\n  ".join((f"{item.name}: " + ("damaged" if wrong else "sound"), *wrong)))
     if as_json:
-        write_json(told)
-    damaged = sum(map(bool, told.values()))
+        write_json(damage)
+    damaged = sum(map(bool, damage.values()))
     if damaged:
-        raise click.ClickException(f"{damaged} of {len(found)} damaged")
+        raise click.ClickException(f"{damaged} of {len(checkpoints)} damaged")
 
 
 @checkpoint.command()
@@ -217,26 +217,26 @@ def export(
     PATH is a checkpoint, or a folder of checkpoints, whose newest is taken. Names of a model of several modules
     begin with the module's, as in vision.blocks.0.weight; --module vision writes blocks.0.weight and so on.
     """
-    found = _newest(path)
-    if found.damage or found.manifest is None:
-        raise click.ClickException(found.damage)
+    newest = _newest(path)
+    if newest.damage or newest.manifest is None:
+        raise click.ClickException(newest.damage)
     if folder is not None:
         if out is not None or moments:
             raise click.UsageError("--hf DIR writes a folder in place of OUT, without moments: leave these out")
         if module:
             raise click.UsageError(f"--hf DIR writes the whole model: leave --module {module} out, or name OUT")
         need("transformers", "elasticd checkpoint export --hf")
-        command = [sys.executable, "-m", "elasticd.models.huggingface", str(found.path), str(folder)]
+        command = [sys.executable, "-m", "elasticd.models.huggingface", str(newest.path), str(folder)]
         command += ["--base", str(base)] if base is not None else []
         command += ["--merge"] if merge else []
         sys.exit(subprocess.run([*command, "--max-shard-size", max_shard_size], check=False).returncode)
     if out is None:
         raise click.UsageError("name the file, OUT, or with --hf DIR the folder to write")
     try:
-        size = write(found.path, found.manifest, out, moments=moments, module=module)
+        size = write(newest.path, newest.manifest, out, moments=moments, module=module)
     except (Damaged, CannotExport, OSError) as error:
         raise click.ClickException(str(error)) from None
-    click.echo(f"{out}: {_size(size)}, step {found.step}")
+    click.echo(f"{out}: {_size(size)}, step {newest.step}")
 
 
 def _newest(path: Path) -> Found:

@@ -11,6 +11,6 @@ from click.shell_completion import get_completion_class
 @click.pass_context
 def completion(context: click.Context, shell: str) -> None:
     """Print a script for SHELL; as in: eval "$(elasticd completion bash)"."""
-    made = get_completion_class(shell)
-    assert made is not None, "click knows these three"
-    click.echo(made(context.find_root().command, {}, "elasticd", "_ELASTICD_COMPLETE").source())
+    completion_class = get_completion_class(shell)
+    assert completion_class is not None, "click knows these three"
+    click.echo(completion_class(context.find_root().command, {}, "elasticd", "_ELASTICD_COMPLETE").source())

@@ -26,19 +26,19 @@ def config() -> None:
 @click.argument("key", required=False)
 def get(api: ApiClient, as_json: bool, key: str | None) -> None:
     """Show the value of KEY, or all."""
-    found = api.settings()
+    settings = api.settings()
     key = key and key_now(key)
-    if key is not None and key not in found.values:
-        raise CannotReach(f"there is no key {key!r}; there are: {', '.join(sorted(found.values))}")
+    if key is not None and key not in settings.values:
+        raise CannotReach(f"there is no key {key!r}; there are: {', '.join(sorted(settings.values))}")
     if as_json:
-        write_json(found.values if key is None else found.values[key])
+        write_json(settings.values if key is None else settings.values[key])
         return
     if key is not None:
-        click.echo(_text(found.values[key]))
+        click.echo(_text(settings.values[key]))
         return
     table = Table(box=None, show_header=False, pad_edge=False)
-    for name, value in sorted(found.values.items()):
-        table.add_row(name, _text(value), "changed while running" if name in found.changed else "")
+    for name, value in sorted(settings.values.items()):
+        table.add_row(name, _text(value), "changed while running" if name in settings.changed else "")
     command_console().print(table)
 
 
@@ -66,11 +66,11 @@ def unset(api: ApiClient, key: str) -> None:
 @json_option("All changes, the oldest first.")
 def history(api: ApiClient, as_json: bool) -> None:
     """Show every change: when, by whom, and what differed from the file from then on."""
-    found = api.settings()
+    settings = api.settings()
     if as_json:
-        write_json(found.history)
+        write_json(settings.history)
         return
-    for record in found.history:
+    for record in settings.history:
         clock = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.at))
         values = ", ".join(f"{key} = {_text(value)}" for key, value in sorted(record.values.items()))
         click.echo(f"{record.number:>4}  {clock}  {record.by}: {values or 'all as in the file'}")

@@ -34,5 +34,5 @@ class UnwrappedConsole(Console):
 def command_console(*, stderr: bool = False, markup: bool = False) -> Console:
     """The console for standard output, or for standard error; `markup`: "[red]word[/]" is a red word."""
     stream = sys.stderr if stderr else sys.stdout
-    made = Console if stream.isatty() else UnwrappedConsole
-    return made(stderr=stderr, highlight=False, markup=markup)
+    kind = Console if stream.isatty() else UnwrappedConsole
+    return kind(stderr=stderr, highlight=False, markup=markup)

@@ -133,8 +133,8 @@ def _named(path: str | None) -> str:
     """The configuration's source, for people."""
     if named := path or os.environ.get(CONFIG_VARIABLE):
         return named
-    if found := running():
-        return f"{found[0]}, of the 'elasticd up' that runs here"
+    if process := running():
+        return f"{process[0]}, of the 'elasticd up' that runs here"
     return f"none: the defaults hold (or set {CONFIG_VARIABLE})"
 
 
@@ -186,21 +186,21 @@ def _etcd(config: Config) -> str:
         store.close()
     releases = _releases(config)
     named = ", ".join(sorted(set(releases))) or "release not told"
-    found = f"{endpoints}, {named}, revision {identity.revision}"
+    text = f"{endpoints}, {named}, revision {identity.revision}"
     if known := next(filter(None, map(objection, releases)), ""):
-        raise Flaw("note", found, known)
-    return found
+        raise Flaw("note", text, known)
+    return text
 
 
 def _releases(config: Config) -> list[str]:
     """Of each member that answers: they may differ."""
-    options, found = etcd_options(config), []
+    options, findings = etcd_options(config), []
     for endpoint in options.endpoints:
         store = EtcdStore(msgspec.structs.replace(options, endpoints=(endpoint,)))
         with suppress(StoreError):
-            found.append(store.release())
+            findings.append(store.release())
         store.close()
-    return found
+    return findings
 
 
 def _coordinator(config: Config) -> str:
@@ -239,10 +239,10 @@ def _clock(config: Config) -> str:
     try:
         known = credentials(config.security)
         answer = httpx2.get(f"{leader_url(config)}/livez", trust_env=False, verify=known.verifying())
-        said = email.utils.parsedate_to_datetime(answer.headers["date"]).timestamp()
+        leader_time = email.utils.parsedate_to_datetime(answer.headers["date"]).timestamp()
     except (CannotReach, httpx2.HTTPError, KeyError, ValueError) as error:
         raise Flaw("note", f"the coordinator did not say its time: {error!r}") from error
-    skew = abs(time.time() - said - 0.5)  # the header has whole seconds
+    skew = abs(time.time() - leader_time - 0.5)  # the header has whole seconds
     if skew > CLOCK_SKEW_SECONDS:
         remedy = "nothing decides by them, but logs are hard to read: run an NTP client"
         raise Flaw("note", f"this machine's and the coordinator's differ by {skew:.0f} s", remedy)

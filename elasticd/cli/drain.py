@@ -56,7 +56,7 @@ def _unheard(api: ApiClient, node: str) -> bool:
 
 def _left(api: ApiClient, node: str) -> int:
     """The number of its devices that plans use; all of them, until its agent has taken note."""
-    for found in api.status().nodes:
-        if found.node == node:
-            return found.members if found.draining else max(1, found.members)
+    for node_status in api.status().nodes:
+        if node_status.node == node:
+            return node_status.members if node_status.draining else max(1, node_status.members)
     raise CannotReach(f"node {node} is gone: its agent ended")

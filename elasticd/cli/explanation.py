@@ -137,20 +137,25 @@ def explained(
     except Invalid as error:
         named = ", ".join(spec.name for spec in specs.values())
         refuse(f"the plan is none for the model {named}: {error}")
-    made = {device: len(channels_of_modules(layouts, device, cuts=True)) for device in plan.members}
-    found = Explained(
-        plan=plan, cluster=cluster, shapes=shapes, step=step, communicators=made, batch=batch is not None
+    communicators = {device: len(channels_of_modules(layouts, device, cuts=True)) for device in plan.members}
+    explanation = Explained(
+        plan=plan,
+        cluster=cluster,
+        shapes=shapes,
+        step=step,
+        communicators=communicators,
+        batch=batch is not None,
     )
     if current is None:
-        return found
+        return explanation
     alive = {device.name for device in cluster.devices if problem.rates.get(device.name, 1.0) is not None}
     try:
         gone = [name for name in current.members if name not in alive]
         before = SurvivingLayouts(Layouts(layouts.specs, current), gone=gone)
         switch = explain_switch(before, layouts, sizes_of(shapes, layouts), cluster)
     except Lost as error:
-        return msgspec.structs.replace(found, lost=str(error))
-    return msgspec.structs.replace(found, switch=switch)
+        return msgspec.structs.replace(explanation, lost=str(error))
+    return msgspec.structs.replace(explanation, switch=switch)
 
 
 def _step(
@@ -333,7 +338,7 @@ def _table(found: Communications, cluster: Cluster) -> Table:
 
 def _alike(operations: Sequence[PlanOperation]) -> list[list[PlanOperation]]:
     """Operations of one kind that differ in their devices alone; those with the most bytes first."""
-    found: dict[object, list[PlanOperation]] = defaultdict(list)
+    groups: dict[object, list[PlanOperation]] = defaultdict(list)
     for each in operations:
         key = (
             each.operation,
@@ -343,8 +348,8 @@ def _alike(operations: Sequence[PlanOperation]) -> list[list[PlanOperation]]:
             *sorted(each.bytes.items()),
             each.seconds,
         )
-        found[key].append(each)
-    return sorted(found.values(), key=lambda alike: -sum(_summed(alike).values()))
+        groups[key].append(each)
+    return sorted(groups.values(), key=lambda alike: -sum(_summed(alike).values()))
 
 
 def _row(alike: Sequence[PlanOperation], levels: Sequence[Level]) -> list[RenderableType]:

@@ -31,12 +31,12 @@ def history(api: ApiClient, as_json: bool, last: int, job: str | None) -> None:
     model's shapes: no step had been measured.
     """
     name = job_with_plans(api.status(), job, quiet=as_json)
-    found = api.history(name)[-last:]
-    told = [event for event in api.events() if event.job == name]
+    records = api.history(name)[-last:]
+    events = [event for event in api.events() if event.job == name]
     if as_json:
-        write_json([told_of(record, told) for record in found])
+        write_json([told_of(record, events) for record in records])
         return
-    command_console().print(listed(found, told))
+    command_console().print(listed(records, events))
 
 
 def told_of(record: AnyHistoryRecord, told: Sequence[EventRecord]) -> dict[str, Any]:

@@ -25,14 +25,14 @@ _POLL_SECONDS = 0.5
 @json_option("The status of each job.")
 def jobs(api: ApiClient, as_json: bool) -> None:
     """Show each job in a line: its phase, step, loss, speed and plan; those that are over last."""
-    found = api.status()
+    cluster = api.status()
     if as_json:
-        write_json({"jobs": found.jobs, "restarts": found.restarts})
+        write_json({"jobs": cluster.jobs, "restarts": cluster.restarts})
         return
-    if not found.jobs and not found.restarts:
+    if not cluster.jobs and not cluster.restarts:
         click.echo("no job: start one with elasticd run SCRIPT")
         return
-    command_console().print(listed(found))
+    command_console().print(listed(cluster))
 
 
 def listed(found: ClusterStatus) -> Table:
@@ -86,11 +86,11 @@ def stop(api: ApiClient, now: bool, wait: float, job: str) -> None:
     """
     if unheard := api.stop(job, 0.0 if now else wait, by=asker()):
         click.echo(_unheard(unheard, job, wait), err=True)
-    found = _ended(api, job, 0.0 if now else wait)
-    how = found.reason or f"after {counted(found.step, 'step')}"
-    line = f"job {job} is {found.phase}: {how}"
-    told = found.stopping is not None  # by a leader that also says whether something failed
-    if told and not now and found.phase == "stopped" and not found.orderly:
+    ended = _ended(api, job, 0.0 if now else wait)
+    how = ended.reason or f"after {counted(ended.step, 'step')}"
+    line = f"job {job} is {ended.phase}: {how}"
+    says_outcome = ended.stopping is not None  # by a leader that also says whether something failed
+    if says_outcome and not now and ended.phase == "stopped" and not ended.orderly:
         raise click.ClickException(line)
     click.echo(line)
 
@@ -144,23 +144,23 @@ def _ended(api: ApiClient, job: str, seconds: float) -> JobStatus | RestartStatu
     """The job once it is over, `seconds` from now and a margin at most. Says what it waits for; a leader that
     has not heard of the wish, since it just came, is asked as well. Raises `CannotReach` where it takes too
     long."""
-    ends_at, said = time.monotonic() + seconds, ""
+    ends_at, shown = time.monotonic() + seconds, ""
     while True:
         status = api.status()
-        found = status.job(job) or next((one for one in status.restarts if one.job == job), None)
-        if found is None:
+        job_status = status.job(job) or next((one for one in status.restarts if one.job == job), None)
+        if job_status is None:
             raise CannotReach(f"job {job} is gone: another coordinator leads, which does not know it")
-        if found.over:
-            return found
+        if job_status.over:
+            return job_status
         left = ends_at - time.monotonic()
         if left <= -_MARGIN_SECONDS:
             raise CannotReach(
-                f"job {job} is {found.phase} still: 'elasticd status' says what it waits for, and "
+                f"job {job} is {job_status.phase} still: 'elasticd status' says what it waits for, and "
                 f"'elasticd stop --now {job}' ends it without a checkpoint"
             )
-        if found.stopping is False and left > 0:
+        if job_status.stopping is False and left > 0:
             api.stop(job, left, by=asker())
-        elif found.reason and found.reason != said:
-            said = found.reason
-            click.echo(f"job {job}: {in_one_line(said)}", err=True)
+        elif job_status.reason and job_status.reason != shown:
+            shown = job_status.reason
+            click.echo(f"job {job}: {in_one_line(shown)}", err=True)
         time.sleep(_POLL_SECONDS)

@@ -69,15 +69,15 @@ def logs(
     if everything and job is not None:
         raise click.UsageError("--all is of every job: leave JOB out")
     with reach(config, coordinator) as api:
-        told = api.events()
+        events = api.events()
         status = api.status()
         jobs = _jobs_meant(status, job, as_json=as_json) if not everything else None
-        if job is not None and not follow and not any(event.job == job for event in told):
+        if job is not None and not follow and not any(event.job == job for event in events):
             named_job(status, job)
-        for event in _wanted(told, kinds, jobs)[-last:] if last else ():
+        for event in _wanted(events, kinds, jobs)[-last:] if last else ():
             _write(event, as_json)
     if follow:
-        for event in following(lambda: reach(config, coordinator), told[-1].id if told else 0):
+        for event in following(lambda: reach(config, coordinator), events[-1].id if events else 0):
             if _wanted((event,), kinds, jobs):
                 _write(event, as_json)
 

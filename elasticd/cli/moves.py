@@ -225,12 +225,12 @@ def _difference(old: Answered, new: Answered, module: str) -> Difference:
     weighs = new.weighs(module) or old.weighs(module)
     units = weighs.units if weighs is not None else PARTS
     before, after = holders(was, units), holders(now, units)
-    found = Difference(module=module, view=now, before=before, after=after, units=units)
+    difference = Difference(module=module, view=now, before=before, after=after, units=units)
     if weighs is None:
-        return found
+        return difference
     profile = weighs.profile(layers)
     lacks, whole = bytes_by_member(profile, was, now), bytes_by_member(profile, None, now)
-    return replace(found, holds=weighs.holds, lacks=lacks, whole=whole)
+    return replace(difference, holds=weighs.holds, lacks=lacks, whole=whole)
 
 
 def shown(old: Answered, new: Answered) -> Group:

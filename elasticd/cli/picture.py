@@ -118,13 +118,13 @@ def module_picture(
 
 def _by_device(plan: Plan, busy: Mapping[str, Sequence[Sequence[float]]] | None) -> dict[str, float]:
     """Seconds of each device, over all modules."""
-    found: dict[str, float] = defaultdict(float)
+    totals: dict[str, float] = defaultdict(float)
     for module in plan.modules if busy is not None else ():
         for lane, row in zip(module.by_lane, (busy or {})[module.module], strict=True):
             for stage, seconds in zip(lane.stages, row, strict=True):
                 for device in stage.devices:
-                    found[device] += seconds
-    return found
+                    totals[device] += seconds
+    return totals
 
 
 def _places(plan: Plan, device: str) -> Iterator[str]:
@@ -141,9 +141,9 @@ def _places(plan: Plan, device: str) -> Iterator[str]:
 def _loads(plan: Plan, times: StageTimes | None) -> Loads:
     if times is None:
         return [[None] * len(lane.stages) for lane in plan.by_lane]
-    found = busy(plan, times)
-    most = max(seconds for row in found for seconds in row)
-    return [[seconds / most if most else None for seconds in row] for row in found]
+    load = busy(plan, times)
+    most = max(seconds for row in load for seconds in row)
+    return [[seconds / most if most else None for seconds in row] for row in load]
 
 
 def busy(plan: Plan, times: StageTimes) -> list[list[float]]:
@@ -227,15 +227,15 @@ def members(stage: Stage, rates: Mapping[str, float]) -> list[Text]:
     has, where these differ."""
     uneven = len(set(stage.shares)) > 1
     places = list(enumerate(stage.devices))
-    found = []
+    rows = []
     for (rate, share), run in groupby(places, key=lambda p: (rates.get(p[1], 1.0), stage.shares[p[0]])):
         text = Text(", ".join(_spans([device for _, device in run])))
         if rate != 1.0:
             text.append(f" {rate:g}x", style="red")
         if uneven:
             text.append(f" {share / sum(stage.shares):.1%}", style="cyan")
-        found.append(text)
-    return found
+        rows.append(text)
+    return rows
 
 
 def bar(load: float) -> Text:

@@ -172,19 +172,19 @@ def _solve(
         dealt_items = step.items if step is not None else None
         explained = explanation.explained(given, planned.plan, running, spec, rows, dealt_items)
     if as_json:
-        found = file_format.answer(planned, seconds)
-        found["state_bytes"] = msgspec.to_builtins(convert.state_bytes(given))
+        answer = file_format.answer(planned, seconds)
+        answer["state_bytes"] = msgspec.to_builtins(convert.state_bytes(given))
         if given.modules:
-            found["item_state_bytes"] = msgspec.to_builtins(convert.item_state_bytes(given))
+            answer["item_state_bytes"] = msgspec.to_builtins(convert.item_state_bytes(given))
         if near is not None:
-            found["current"] = {"value": near.current, "moved_bytes": near.moved}
+            answer["current"] = {"value": near.current, "moved_bytes": near.moved}
         if explained is not None:
-            found["explanation"] = explanation.explanation_of(explained)
+            answer["explanation"] = explanation.explanation_of(explained)
         if rows is not None and lengths is not None:
-            found["batch"] = batch_of(planned.plan, rows, lengths.linear)
+            answer["batch"] = batch_of(planned.plan, rows, lengths.linear)
         if step is not None and items is not None:
-            found["batch"] = step.as_json()
-        write_json(found)
+            answer["batch"] = step.as_json()
+        write_json(answer)
         return
     limited = _picture(given, planned, step, objective, console)
     for line in _figures(planned.figures, objective, planned.unit, seconds):
@@ -295,8 +295,8 @@ def _limit(plan: Plan, times: StageTimes, rates: Any) -> str:
 
 def _running(config: str | None, coordinator: str | None, as_json: bool, console: Console) -> None:
     with reach(config, coordinator) as api:
-        found = api.status()
-    planned = [job for job in found.jobs if job.plan is not None and not job.over]
+        cluster = api.status()
+    planned = [job for job in cluster.jobs if job.plan is not None and not job.over]
     if as_json:
         write_json({job.job: job.plan for job in planned})
         return
@@ -305,4 +305,4 @@ def _running(config: str | None, coordinator: str | None, as_json: bool, console
     for job in planned:
         assert job.plan is not None
         console.print(Text.assemble(("job ", "dim"), (job.job, "bold"), f"   plan {job.plan.number}"))
-        console.print(picture(job.plan, rates_of(found)))
+        console.print(picture(job.plan, rates_of(cluster)))

@@ -183,16 +183,16 @@ def _write(out: str, text: str, mode: str = "w") -> None:
 
 
 def _threads() -> int:
-    said = os.environ.get("OMP_NUM_THREADS", "")
-    return int(said) if said.isdigit() and int(said) else 1
+    threads = os.environ.get("OMP_NUM_THREADS", "")
+    return int(threads) if threads.isdigit() and int(threads) else 1
 
 
 def measure(request: Request, progress: Callable[[float], None]) -> Done:
     """Asks a process that carries torch. Raises ClickException where it cannot measure."""
     need("torch", "elasticd profile")
-    found = _asked(request, progress)
-    assert isinstance(found, Done)
-    return found
+    measurement = _asked(request, progress)
+    assert isinstance(measurement, Done)
+    return measurement
 
 
 def described(target: str, command: str) -> dict[str, ModelSpec]:
@@ -206,9 +206,9 @@ def described(target: str, command: str) -> dict[str, ModelSpec]:
         ClickException: there is none.
     """
     need("torch", command)
-    found = _asked(Describe(target=target), lambda part: None)
-    assert isinstance(found, Described)
-    return found.modules
+    description = _asked(Describe(target=target), lambda part: None)
+    assert isinstance(description, Described)
+    return description.modules
 
 
 def _asked(request: Request | Describe, progress: Callable[[float], None]) -> Done | Described:
@@ -326,16 +326,16 @@ def _table(fits: tuple[SectionFit, ...]) -> Table:
     times = (">TP", ">fixed ms", ">µs/token", ">slowdown")
     table = plain_table("section", *times, ">error", ">worst", ">held out", ">worst", ">noise")
     for fit in fits:
-        found = fit.coefficients
+        coefficients = fit.coefficients
         for i, (width, errors) in enumerate(fit.errors.items()):
             first = i == 0
             held = fit.held_out if first else None
             table.add_row(
                 fit.section if first else "",
                 str(width),
-                f"{1e3 * found.fixed:.3f}" if first else "",
-                f"{1e6 * found.per_token:.3f}" if first else "",
-                f"{found.slowdown[width]:.2f}",
+                f"{1e3 * coefficients.fixed:.3f}" if first else "",
+                f"{1e6 * coefficients.per_token:.3f}" if first else "",
+                f"{coefficients.slowdown[width]:.2f}",
                 _error(errors.median),
                 _error(errors.worst),
                 _error(held.median) if held else "",
@@ -364,21 +364,21 @@ def _notes(samples: Samples, measured: MeasuredProfile) -> list[Text]:
         Text.assemble(("AdamW: ", "dim"), f"{1e9 * profile.optimizer_seconds:.3f} ns a byte of its state"),
     ]
     if (experts := profile.experts) is not None:
-        said = f"{experts.part:.0%} of a mean block, each row in {experts.chosen} of {experts.count}"
-        lines.append(Text.assemble(("experts: ", "dim"), said))
+        text = f"{experts.part:.0%} of a mean block, each row in {experts.chosen} of {experts.count}"
+        lines.append(Text.assemble(("experts: ", "dim"), text))
     for width, fixed in profile.collective_seconds.items():
         each = profile.collective_token_seconds[width]
-        said = f"{1e3 * fixed:.3f} ms + {1e6 * each:.3f} µs/token on this machine"
-        lines.append(Text.assemble((f"all-reduce of {width}: ", "dim"), said))
+        text = f"{1e3 * fixed:.3f} ms + {1e6 * each:.3f} µs/token on this machine"
+        lines.append(Text.assemble((f"all-reduce of {width}: ", "dim"), text))
     widths, units = sorted({timing.width for timing in samples.timings}), profile.share_units
     if units < WIDTHS[-1]:
         cut = f"its rules cut it in {units} parts" if units > 1 else "it has no rules for TP groups"
-        said = f"{', '.join(map(str, widths))} measured; {samples.model.name} can have {units} at most: {cut}"
-        lines.append(Text.assemble(("widths: ", "dim"), said))
+        text = f"{', '.join(map(str, widths))} measured; {samples.model.name} can have {units} at most: {cut}"
+        lines.append(Text.assemble(("widths: ", "dim"), text))
     noise = max(fit.noise for fit in measured.fits)
     if noise >= _NOISY:
-        said = f"times vary by {noise:.0%} between repeats: measure on a quieter machine"
-        lines.append(Text(said, style="yellow"))
+        text = f"times vary by {noise:.0%} between repeats: measure on a quieter machine"
+        lines.append(Text(text, style="yellow"))
     if not samples.loss and not samples.items:
         lines.append(Text("the head is without its loss: name it with --loss", style="dim"))
     whole = samples.whole

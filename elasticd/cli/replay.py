@@ -34,7 +34,7 @@ def again(recorded: str, config: str | None, as_json: bool) -> None:
     lines = lines_of(recorded)
     settings = load(config) if config is not None else None
     try:
-        found = replay(
+        replayed = replay(
             lines,
             Planner(Times()),
             detect=settings.detect if settings is not None else None,
@@ -43,10 +43,10 @@ def again(recorded: str, config: str | None, as_json: bool) -> None:
     except msgspec.DecodeError as error:
         raise click.ClickException(f"{recorded} was made by another release of elasticd: {error}") from None
     if as_json:
-        click.echo(msgspec.json.format(msgspec.json.encode(found), indent=1))
+        click.echo(msgspec.json.format(msgspec.json.encode(replayed), indent=1))
     else:
-        show(found, command_console())
-    if config is None and found.differs is not None:
+        show(replayed, command_console())
+    if config is None and replayed.differs is not None:
         raise click.ClickException(
             "by the same settings something else was decided: the recording is of another release, or has a gap"
         )
@@ -67,10 +67,14 @@ def lines_of(recorded: str) -> list[Line]:
 def show(found: Replayed, console: Console) -> None:
     """The decisions, and where they part from those of the recording."""
     table = plain_table(">seconds", "what", "")
-    for index, made in enumerate(found.decisions):
+    for index, decision in enumerate(found.decisions):
         style = "yellow" if found.differs is not None and index >= found.differs else ""
-        text = f"{made.job}: {made.text}" if made.job else made.text
-        row = (f"{made.seconds:,.1f}", made.kind, Text(shorten(text, _MOST_TEXT, placeholder=" ..."), style))
+        text = f"{decision.job}: {decision.text}" if decision.job else decision.text
+        row = (
+            f"{decision.seconds:,.1f}",
+            decision.kind,
+            Text(shorten(text, _MOST_TEXT, placeholder=" ..."), style),
+        )
         table.add_row(*row)
     console.print(table)
     console.print(f"{found.events} events, up to step {found.step}")

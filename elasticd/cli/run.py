@@ -253,12 +253,12 @@ def _agent(socket: str | None) -> str | None:
 def _nodes(text: str) -> tuple[int, int]:
     least, _, most = text.partition(":")
     try:
-        found = int(least), int(most or least)
+        bounds = int(least), int(most or least)
     except ValueError:
         raise click.BadParameter(f"--nnodes {text} must be a number or MIN:MAX, as 2:8") from None
-    if not 1 <= found[0] <= found[1]:
+    if not 1 <= bounds[0] <= bounds[1]:
         raise click.BadParameter(f"--nnodes {text}: the least must be between 1 and the most")
-    return found
+    return bounds
 
 
 def _gpus(devices: int | None) -> tuple[str, ...]:
@@ -274,18 +274,18 @@ def _gpus(devices: int | None) -> tuple[str, ...]:
     if devices is not None and (asked == "cpu" or ":" in asked):
         return ()
     named = visible(os.environ)
-    found = _seen_gpus()
-    if devices is None and not found:
+    gpus = _seen_gpus()
+    if devices is None and not gpus:
         raise click.ClickException("torch sees no GPU on this node: say how many workers by --devices N")
-    if devices is None or devices <= len(found) or not found:
-        return found[:devices]
+    if devices is None or devices <= len(gpus) or not gpus:
+        return gpus[:devices]
     if named is not None:
         raise click.ClickException(
             f"--devices {devices} needs as many GPUs, and {GPUS_VARIABLE}={os.environ[GPUS_VARIABLE]} names "
-            f"{len(found)}: ask for {len(found)} at most, or set it to nothing to train on the CPU"
+            f"{len(gpus)}: ask for {len(gpus)} at most, or set it to nothing to train on the CPU"
         )
     raise click.ClickException(
-        f"--devices {devices} needs as many GPUs, and this node has {len(found)}: ask for {len(found)} at "
+        f"--devices {devices} needs as many GPUs, and this node has {len(gpus)}: ask for {len(gpus)} at "
         f"most, or set {DEVICE_VARIABLE}=cpu to train on the CPU"
     )
 

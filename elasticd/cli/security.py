@@ -84,18 +84,18 @@ def init(folder: Path, installed: str | None, hosts: tuple[str, ...]) -> None:
 
     names, folder = _hosts(hosts), folder.absolute()
     place = Path(installed) if installed is not None else folder
-    with _new_folder(folder) as made:
+    with _new_folder(folder) as scratch:
         authority = new_authority(f"elasticd {secrets.token_hex(4)}")
-        _write(made / _AUTHORITY, authority.certificate)
-        _write(made / _AUTHORITY_KEY, authority.key)
-        _certificates(made, names)
+        _write(scratch / _AUTHORITY, authority.certificate)
+        _write(scratch / _AUTHORITY_KEY, authority.key)
+        _certificates(scratch, names)
         for role in Role:
             token = secrets.token_hex(32)
             named = "" if role is Role.AGENT else f"{role.value} "  # an agent's name would bind it to that node
-            _write(made / f"{role.value}s", f"{named}{token}\n".encode())
-            _write(made / f"{role.value}.token", f"{token}\n".encode())
+            _write(scratch / f"{role.value}s", f"{named}{token}\n".encode())
+            _write(scratch / f"{role.value}.token", f"{token}\n".encode())
         for name in _SECTIONS:
-            _write(made / f"{name}.toml", _section(name, place).encode())
+            _write(scratch / f"{name}.toml", _section(name, place).encode())
     for name, (where, keys) in _SECTIONS.items():
         click.echo(f"{folder / name}.toml: for {where}, with {', '.join(sorted(keys.values()))}")
     click.echo(f"certificates for {', '.join(names)}; 'elasticd security renew {folder}' makes new ones")
@@ -116,9 +116,9 @@ def renew(folder: Path, hosts: tuple[str, ...]) -> None:
         names = _hosts(hosts or hosts_of((folder / f"{_SERVERS[0]}.pem").read_bytes()))
         _certificates(folder, names)
     except (OSError, TypeError, ValueError) as error:  # TypeError: the key has a password
-        said = error.strerror or str(error) if isinstance(error, OSError) else str(error)
+        why = error.strerror or str(error) if isinstance(error, OSError) else str(error)
         raise click.ClickException(
-            f"{folder} has no authority to sign with ({said}): name the folder of 'elasticd security init', "
+            f"{folder} has no authority to sign with ({why}): name the folder of 'elasticd security init', "
             f"with {_AUTHORITY}, {_AUTHORITY_KEY} and {_SERVERS[0]}.pem in it"
         ) from None
     click.echo(
@@ -138,10 +138,10 @@ def _hosts(named: Sequence[str]) -> tuple[str, ...]:
 def _own_addresses() -> Iterator[str]:
     """The addresses of this machine's name."""
     try:
-        found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
+        addresses = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
     except OSError:
         return
-    yield from (str(address[0]).partition("%")[0] for *_, address in found)
+    yield from (str(address[0]).partition("%")[0] for *_, address in addresses)
 
 
 def _certificates(folder: Path, hosts: Sequence[str]) -> None:
@@ -177,20 +177,20 @@ def _new_folder(folder: Path) -> Iterator[Path]:
         )
     try:
         if folder.exists():  # perhaps somebody works in it: it is filled, and not replaced
-            made = folder
+            scratch = folder
             folder.chmod(0o700)
         else:
             folder.parent.mkdir(parents=True, exist_ok=True)
-            made = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))  # 0700
+            scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))  # 0700
         try:
-            yield made
-            if made != folder:
-                made.rename(folder)
+            yield scratch
+            if scratch != folder:
+                scratch.rename(folder)
         except BaseException:
-            for file in made.iterdir():
+            for file in scratch.iterdir():
                 file.unlink()
-            if made != folder:
-                made.rmdir()
+            if scratch != folder:
+                scratch.rmdir()
             raise
     except OSError as error:
         raise click.ClickException(f"{folder} cannot be written: {error.strerror or error}") from None

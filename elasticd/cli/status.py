@@ -115,8 +115,8 @@ def why(api: ApiClient, job: JobStatus) -> str:
     """Why the job's plan was chosen, from its history; nothing where there is no plan."""
     if job.plan is None:
         return ""
-    found = api.history(job.job, job.plan.number - 1)
-    reasons = (record.reason for record in found if record.number == job.plan.number)
+    records = api.history(job.job, job.plan.number - 1)
+    reasons = (record.reason for record in records if record.number == job.plan.number)
     return next(reasons, "")
 
 
@@ -247,14 +247,16 @@ def _glyphs(node: NodeStatus) -> Text:
 
 def _notes(node: NodeStatus) -> str:
     slow = sorted((device for device in node.devices if device.rate > 1), key=lambda device: -device.rate)
-    told = [f"{device.name} takes {device.rate:.2f}x" for device in slow[:3]]
-    told += [f"{len(slow) - 3} more are slow"] if len(slow) > 3 else []
-    told += [] if node.connected else ["node unreachable"]
-    told += [f"draining, {node.members} devices in use"] if node.draining else []
-    told += [f"{'drain' if node.drain_asked else 'its use'} asked for, not heard"] if node.drain_pending else []
+    notes = [f"{device.name} takes {device.rate:.2f}x" for device in slow[:3]]
+    notes += [f"{len(slow) - 3} more are slow"] if len(slow) > 3 else []
+    notes += [] if node.connected else ["node unreachable"]
+    notes += [f"draining, {node.members} devices in use"] if node.draining else []
+    notes += (
+        [f"{'drain' if node.drain_asked else 'its use'} asked for, not heard"] if node.drain_pending else []
+    )
     paced = [device for device in node.devices if device.pace != 1]
-    told += [f"chaos: {device.name} {device.pace:g}x slower" for device in paced[:1]]
-    return ", ".join(told)
+    notes += [f"chaos: {device.name} {device.pace:g}x slower" for device in paced[:1]]
+    return ", ".join(notes)
 
 
 def rates_of(found: ClusterStatus) -> dict[str, float]:
@@ -345,10 +347,10 @@ def _readings(device: DeviceStatus, node: NodeStatus) -> tuple[str, str, str]:
 
 def slowness(device: DeviceStatus) -> str:
     """The kind of slowness that a device shows; empty for one that is well, and was slow at most once."""
-    found = device.slowness
-    if found is None or (device.rate <= 1 and found.kind is SlownessKind.TRANSIENT):
+    kind = device.slowness
+    if kind is None or (device.rate <= 1 and kind.kind is SlownessKind.TRANSIENT):
         return ""
-    return f"{found.kind.word}: {found.reason}"
+    return f"{kind.kind.word}: {kind.reason}"
 
 
 def _job(
@@ -455,14 +457,16 @@ def predicted(job: JobStatus) -> str:
     seconds = own.step_seconds if job.predicted_seconds is None else job.predicted_seconds
     if job.prediction_guessed:
         return f", {readable_seconds(seconds)} a step, a guess before steps were measured"
-    made = f" ({readable_seconds(own.step_seconds)} when it was made)"
-    return f", {readable_seconds(seconds)} a step predicted{made if differs(own.step_seconds, seconds) else ''}"
+    first = f" ({readable_seconds(own.step_seconds)} when it was made)"
+    return (
+        f", {readable_seconds(seconds)} a step predicted{first if differs(own.step_seconds, seconds) else ''}"
+    )
 
 
 def worker(member: MemberStatus) -> str:
     """One process: what it drives, and what that is."""
-    found = member.computes_on
-    on = f" on {found.text} over {found.transport}" if found is not None else ""
+    computes_on = member.computes_on
+    on = f" on {computes_on.text} over {computes_on.transport}" if computes_on is not None else ""
     return f"{member.device} pid {member.pid}{on}"
 
 

@@ -51,7 +51,7 @@ def step_items(text: bytes, name: str, problem: Problem) -> ItemRows:
         ) from None
     if odd := sorted({*given} - {*kinds}):
         raise click.ClickException(f"{name}: no module takes {odd[0]!r}; there are: {', '.join(kinds)}")
-    found = {}
+    items = {}
     for kind, samples in given.items():
         if len(samples) != problem.global_batch:
             raise click.ClickException(
@@ -64,8 +64,8 @@ def step_items(text: bytes, name: str, problem: Problem) -> ItemRows:
             row < 1 for each in rows for row in each
         ):
             raise click.ClickException(f"{name}: {kind} are counted from 0, and have at least one row each")
-        found[kind] = rows
-    return found
+        items[kind] = rows
+    return items
 
 
 class StepPicture:
@@ -100,13 +100,13 @@ class StepPicture:
     @cached_property
     def by_device(self) -> dict[str, dict[str, float]]:
         """Seconds that each device computes for each of its modules."""
-        found: dict[str, dict[str, float]] = defaultdict(dict)
+        parts: dict[str, dict[str, float]] = defaultdict(dict)
         for module in self.plan.modules:
             for lane, row in zip(module.by_lane, self.busy[module.module], strict=True):
                 for stage, seconds in zip(lane.stages, row, strict=True):
                     for device in stage.devices:
-                        found[device][module.module] = found[device].get(module.module, 0.0) + seconds
-        return dict(found)
+                        parts[device][module.module] = parts[device].get(module.module, 0.0) + seconds
+        return dict(parts)
 
     @cached_property
     def seconds(self) -> float | None:
@@ -191,13 +191,13 @@ class StepPicture:
 
 def _letters(modules: Sequence[str]) -> dict[str, tuple[str, str]]:
     """A letter and a colour for each module: of its name the first that none before it has."""
-    found: dict[str, tuple[str, str]] = {}
+    letters: dict[str, tuple[str, str]] = {}
     for at, name in enumerate(modules):
-        used = {letter for letter, _ in found.values()}
+        used = {letter for letter, _ in letters.values()}
         free = [letter for letter in name.lower() + string.ascii_lowercase if letter.isalpha()]
         letter = next((letter for letter in free if letter not in used), "x")
-        found[name] = letter, _COLOURS[at % len(_COLOURS)]
-    return found
+        letters[name] = letter, _COLOURS[at % len(_COLOURS)]
+    return letters
 
 
 def _row(spans: Sequence[tuple[int, int, str, str]], end: int) -> Text:

@@ -151,8 +151,8 @@ def _served(processes: Processes, pages: Child | None) -> str:
         return "no dashboard"
 
     def said() -> str | None:
-        found = re.search(r"^dashboard of \S+ at (\S+)$", pages.said(), re.MULTILINE)
-        return found[1] if found is not None else None
+        address = re.search(r"^dashboard of \S+ at (\S+)$", pages.said(), re.MULTILINE)
+        return address[1] if address is not None else None
 
     try:
         url = processes.until(said, "the start of the dashboard", START_SECONDS, needs=[pages])

@@ -74,18 +74,18 @@ class Authorizer:
     @classmethod
     def read(cls, section: SecuritySection) -> Authorizer:
         """From the files as they are now. Raises ConfigError."""
-        found: dict[bytes, Caller] = {}
+        callers: dict[bytes, Caller] = {}
         for role in Role:
             path = section.tokens(role)
             if path is None:
                 continue
             for token, caller in _entries(path, role):
-                if found.setdefault(_digest(token), caller) != caller:
+                if callers.setdefault(_digest(token), caller) != caller:
                     raise ConfigError(
                         f"[security] {role}s {path} has a token that is listed elsewhere too, for another role "
                         "or name: give each its own"
                     )
-        return cls(found, asks=section.asks, revoked=_revoked(section))
+        return cls(callers, asks=section.asks, revoked=_revoked(section))
 
     def caller(self, proof: CallerProof) -> Caller | None:
         """Returns the caller that showed these credentials; None: a stranger. A token that is wrong is not made

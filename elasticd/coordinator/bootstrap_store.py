@@ -185,5 +185,5 @@ class BootstrapStore:
 
 def _plan(key: str) -> int | None:
     """The number of the plan that a key belongs to; None for a key of no plan, which stays."""
-    found = _PLAN.match(key)
-    return int(found[1]) if found is not None else None
+    match = _PLAN.match(key)
+    return int(match[1]) if match is not None else None

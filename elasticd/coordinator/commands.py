@@ -66,12 +66,12 @@ class Commands:
         mark = writer.marked
         writer.put(LeadershipProbe())
         await self._durable(mark, UNCHANGED)
-        mark, made = writer.marked, decision()
+        mark, decided = writer.marked, decision()
         audit()
         await self._durable(
             mark, "it is decided here, and kept only once etcd has taken it: look at the status"
         )
-        return made
+        return decided
 
     async def _durable(self, mark: int, otherwise: str) -> None:
         writer = self.leader.writer

@@ -307,8 +307,8 @@ class Coordinator:
 
     def _mark(self, memory: StateFile, jobs: Iterable[str]) -> None:
         """Remembers the plans and fences of these jobs as the store has them."""
-        found = [self._store.get(self.keys.job(job, part)) for job in jobs for part in LASTING]
-        memory.check(item for item in found if item is not None)
+        items = [self._store.get(self.keys.job(job, part)) for job in jobs for part in LASTING]
+        memory.check(item for item in items if item is not None)
 
     async def _serve(self, listener: socket.socket) -> None:
         security = self.config.security
@@ -444,7 +444,7 @@ async def run(
     supervisor = SdNotifier()
     watch = asyncio.create_task(supervisor.watch())
     garbage = asyncio.create_task(collecting())
-    told = _teller(config, supervisor)
+    notifier = _teller(config, supervisor)
     running: list[Coordinator] = []
 
     def reload() -> None:
@@ -458,7 +458,7 @@ async def run(
     loop.add_signal_handler(signal.SIGHUP, reload)
     try:
         while not ending.is_set():
-            coordinator = Coordinator(config, opened, memory=memory, standing_by=told)
+            coordinator = Coordinator(config, opened, memory=memory, standing_by=notifier)
             running[:] = [coordinator]
             try:
                 await _term(coordinator, ending, supervisor)

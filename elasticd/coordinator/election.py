@@ -163,10 +163,10 @@ def _win(store: Store, keys: Keys, name: str, url: str) -> Term:
 def check_schema(store: Store, keys: Keys) -> KeyValue | None:
     """The store's schema record; None where no leader wrote one yet. Raises `CannotLead` where this release
     cannot read what the store holds."""
-    found = store.get(keys.schema)
-    if found is not None and (refusal := schema_refusal(found.value)):
+    item = store.get(keys.schema)
+    if item is not None and (refusal := schema_refusal(item.value)):
         raise CannotLead(f"the key {keys.schema}: {refusal}")
-    return found
+    return item
 
 
 def write_schema(store: Store, keys: Keys, leadership: Leadership) -> None:
@@ -174,10 +174,10 @@ def write_schema(store: Store, keys: Keys, leadership: Leadership) -> None:
     this leader writes later have that version. Raises StoreError and, as `check_schema`, `CannotLead`."""
     record = encode(SchemaRecord(release=__version__))
     while True:
-        found = check_schema(store, keys)
-        if found is not None and found.value == record:
+        item = check_schema(store, keys)
+        if item is not None and item.value == record:
             return
-        seen = Compare.modified(keys.schema, found.mod_revision if found is not None else 0)
+        seen = Compare.modified(keys.schema, item.mod_revision if item is not None else 0)
         leadership.transact(store, (seen,), (Put(keys.schema, record),))
 
 

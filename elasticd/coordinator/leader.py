@@ -334,9 +334,9 @@ class Leader:
         """One message of an agent; returns when it is dealt with, which may be long for a waiting `get`."""
         began = time.monotonic()
         await self._on_message(connection, message)
-        said = message.body if isinstance(message, FromClient) else message
-        if not isinstance(said, StoreCall):  # which waits for others
-            self.metrics.message(tag_of(said), time.monotonic() - began)
+        body = message.body if isinstance(message, FromClient) else message
+        if not isinstance(body, StoreCall):  # which waits for others
+            self.metrics.message(tag_of(body), time.monotonic() - began)
 
     async def _on_message(self, connection: Connection, message: ToLeader | Unread) -> None:
         if isinstance(message, OutputPart):
@@ -403,12 +403,12 @@ class Leader:
 
     def _turn_away(self, connection: Connection, message: ToLeader | Unread, why: str) -> None:
         """A message that this agent may not say. A client that waits for an answer gets one."""
-        said = message.body if isinstance(message, FromClient) else message
-        self._foreign(connection.node, said, why)
-        if isinstance(message, FromClient) and isinstance(said, StoreCall):
-            connection.send(ToClient(client=message.client, body=StoreAnswer(id=said.id, error=why)))
+        body = message.body if isinstance(message, FromClient) else message
+        self._foreign(connection.node, body, why)
+        if isinstance(message, FromClient) and isinstance(body, StoreCall):
+            connection.send(ToClient(client=message.client, body=StoreAnswer(id=body.id, error=why)))
         elif isinstance(message, Unread) or (
-            isinstance(message, FromClient) and isinstance(said, Hello | Join)
+            isinstance(message, FromClient) and isinstance(body, Hello | Join)
         ):
             connection.send(ToClient(client=message.client, body=Rejected(reason=why)))
 
@@ -471,7 +471,7 @@ class Leader:
             store=store,
             leader=leader,
             settings=self._shown(),
-            times={name: found for name, clock in self.journal.clocks.items() if (found := clock.time)},
+            times={name: job_time for name, clock in self.journal.clocks.items() if (job_time := clock.time)},
             speeds=self.journal.speeds,
             restarts=self.restarting.listed(),
             clock=time.monotonic(),

@@ -87,8 +87,8 @@ class ConfigChanges(Value, frozen=True, kw_only=True):
         detect, policy = self.effective()
         values = {
             f"{name}.{key}": value
-            for name, found in zip(SECTIONS, (detect, policy), strict=True)
-            for key, value in msgspec.structs.asdict(found).items()
+            for name, in_force in zip(SECTIONS, (detect, policy), strict=True)
+            for key, value in msgspec.structs.asdict(in_force).items()
         }
         history = (msgspec.structs.replace(r, values=_renamed(r.values, _KEYS)) for r in self.history)
         return Settings(values=values, changed=self.values, history=tuple(history))
@@ -98,12 +98,12 @@ def of(config: Config, keys: Keys, items: Iterable[KeyValue]) -> ConfigChanges:
     """Returns the changes by the file and the store. Raises ConfigError for a record that this program cannot
     read."""
     folder = f"{keys.config}-history/"
-    found = sorted(
+    entries = sorted(
         (item for item in items if not keys.note_unknown(item.key) and item.key.startswith(folder)),
         key=lambda item: item.key,
     )
     try:
-        history = tuple(decode_at(item.key, item.value, ConfigRecord) for item in found)
+        history = tuple(decode_at(item.key, item.value, ConfigRecord) for item in entries)
         changes = ConfigChanges(detect=config.detect, policy=config.policy, history=history)
         changes.effective()
     except (msgspec.DecodeError, ConfigError) as error:

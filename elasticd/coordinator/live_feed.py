@@ -168,10 +168,10 @@ class LiveFeed:
 
     def measured(self, job: str, measurement: Measurement) -> None:
         """A device reported a step."""
-        found = self._noted.measured.get(job)
-        if found is None:
-            found = self._noted.measured[job] = {}
-        found[measurement.device] = measurement
+        by_device = self._noted.measured.get(job)
+        if by_device is None:
+            by_device = self._noted.measured[job] = {}
+        by_device[measurement.device] = measurement
 
     def stepped(self, job: str, step: StepRecord) -> None:
         """A job made a step."""
@@ -253,8 +253,8 @@ class LiveFeed:
             while True:
                 if listener.lags:
                     listener.lags = False  # what comes from here on waits behind the hello
-                    made = hello(known(), f"{self._epoch}:{self._sequence}")
-                    while lines := await beside(_some, made):
+                    greeting = hello(known(), f"{self._epoch}:{self._sequence}")
+                    while lines := await beside(_some, greeting):
                         yield lines
                     continue  # it may have lagged meanwhile
                 if listener.closed and not listener.lines:
@@ -304,11 +304,11 @@ class LiveFeed:
         if pulse:
             self._pulse_at = now + PULSE
         assert self._told is not None, "somebody listens"
-        told, sequence = self._told, self._sequence
-        lines, spent = await beside(_made, known, noted, measured, told, self._epoch, sequence, pulse)
+        published, sequence = self._told, self._sequence
+        lines, spent = await beside(_made, known, noted, measured, published, self._epoch, sequence, pulse)
         if measured:
             self._devices_at = now + max(DEVICES, spent / SHARE)
-        if told is not self._told:
+        if published is not self._told:
             return  # nobody listens any more, or others do
         self._sequence += len(lines)
         self._keep(lines)
@@ -360,13 +360,13 @@ _SAID: dict[type, str] = {Prepared: "prepared", Switched: "swapped", StayedOnPla
 
 def _some(lines: Iterator[bytes]) -> bytes:
     """Some of the lines of a hello, so that the loop gets its turn between them."""
-    found, size = [], 0
+    batch, size = [], 0
     for line in lines:
-        found.append(line)
+        batch.append(line)
         size += len(line)
         if size >= 64 << 10:
             break
-    return b"".join(found)
+    return b"".join(batch)
 
 
 def hello(known: FeedSource, last: str) -> Iterator[bytes]:
@@ -423,10 +423,10 @@ def _made(
         progress = live.Progress(number=number, ranks=tuple(ranks))
         lines.append(_line(live.append(next_id(), "progress", name, progress)))
     began = time.thread_time()
-    for name, found in measured.items():
+    for name, by_device in measured.items():
         job = known.state.jobs.get(name)
         if job is not None and job.plan is not None:
-            value = measurements(job, job.plan, found)
+            value = measurements(job, job.plan, by_device)
             lines += [_line(live.append(next_id(), "measured", name, value))] if value is not None else []
     spent = time.thread_time() - began
     if pulse:
@@ -437,10 +437,10 @@ def _made(
 def _by_switch(
     progress: list[tuple[str, int, live.RankNews]],
 ) -> dict[tuple[str, int], list[live.RankNews]]:
-    found: dict[tuple[str, int], list[live.RankNews]] = {}
+    by_switch: dict[tuple[str, int], list[live.RankNews]] = {}
     for job, number, rank in progress:
-        found.setdefault((job, number), []).append(rank)
-    return found
+        by_switch.setdefault((job, number), []).append(rank)
+    return by_switch
 
 
 def _pulse(known: FeedSource, number: str) -> live.LeaderPulse:
@@ -639,11 +639,11 @@ def measurements(job: JobState, plan: JobPlan, found: Mapping[str, Measurement])
     else:
         first = {lane[0] for lane in plan.lanes}
     readers = [found.get(device) for device in first]
-    told = [each for each in readers if each is not None and (each.plan, each.step) == (number, step)]
-    if len(told) < len(readers):  # of a part of the step's sequences nothing is said
-        told = []
+    in_step = [each for each in readers if each is not None and (each.plan, each.step) == (number, step)]
+    if len(in_step) < len(readers):  # of a part of the step's sequences nothing is said
+        in_step = []
     lengths: Counter[int] = Counter()
-    for each in told:
+    for each in in_step:
         lengths.update(each.lengths)
     return live.Measured(
         plan=number,
@@ -651,34 +651,34 @@ def measurements(job: JobState, plan: JobPlan, found: Mapping[str, Measurement])
         numbers=np.concatenate(columns, axis=1).astype("<f4").tobytes(),
         columns=names,
         lengths=dict(sorted(lengths.items())),
-        sequence_tokens=sum(each.sequence_tokens for each in told),
-        shortest=min((each.shortest for each in told if each.shortest), default=0),
-        longest=max((each.longest for each in told), default=0),
+        sequence_tokens=sum(each.sequence_tokens for each in in_step),
+        shortest=min((each.shortest for each in in_step if each.shortest), default=0),
+        longest=max((each.longest for each in in_step), default=0),
     )
 
 
 def _of_items(module: str, taken: Sequence[Measurement | None]) -> np.ndarray[Any, np.dtype[np.float32]]:
     """Measurements of each member in a module of items [members, `OF_ITEMS`]; NaN: it has no place there."""
-    found = np.full((len(taken), len(live.OF_ITEMS)), np.nan, dtype=np.float32)
+    table = np.full((len(taken), len(live.OF_ITEMS)), np.nan, dtype=np.float32)
     for place, each in enumerate(taken):
         if each is not None and (own := each.modules.get(module)) is not None:
-            found[place] = _items_measured(own)
-    return found
+            table[place] = _items_measured(own)
+    return table
 
 
 def _judged(job: JobState, members: tuple[str, ...]) -> np.ndarray[Any, np.dtype[np.float32]]:
     """Detection's result for each member's last step [members, 2]: slowdown and evidence."""
     settings = job.rates
     devices = settings.devices
-    found = np.full((len(members), 2), np.nan, dtype=np.float32)
+    judged = np.full((len(members), 2), np.nan, dtype=np.float32)
     if isinstance(devices, Devices) and devices.names[: len(members)] == members:
         table = devices.table[:, : len(members)]
         if len(table) > RESIDUALS:
             known = table[COUNT] > 0
-            found[known, 0] = np.exp(table[-1, known])
-        found[:, 1] = table[UP][0]
-        return found
+            judged[known, 0] = np.exp(table[-1, known])
+        judged[:, 1] = table[UP][0]
+        return judged
     for place, device in enumerate(members):
         if (one := devices.get(device)) is not None and one.residuals:
-            found[place] = math.exp(one.residuals[-1]), one.cusum_up.total
-    return found
+            judged[place] = math.exp(one.residuals[-1]), one.cusum_up.total
+    return judged

@@ -105,8 +105,8 @@ class Planning:
             self._answer(Planned(job=job, token=token, error=str(failure)))
         except Exception as error:  # a defect: the job that asked is told, and does not wait for ever
             _log.exception("elasticd failed on planning job %s, which keeps its plan; please report it", job)
-            said = f"{type(error).__name__}: {shown(str(error))}"
-            self._answer(Planned(job=job, token=token, error=said))
+            why = f"{type(error).__name__}: {shown(str(error))}"
+            self._answer(Planned(job=job, token=token, error=why))
         finally:
             if self._spare is None:
                 if self._later is not None:
@@ -179,8 +179,8 @@ async def ask(problem: JobProblem, child: Process) -> JobAnswer:
             child.stdin.write(text + b"\n")
             await child.stdin.drain()
         if not (line := await child.stdout.readline()):
-            said = (await child.stderr.read()).decode(errors="replace").strip().splitlines()
-            raise PlannerFailed(f"the planner ended with {await child.wait()}: {(said or ['nothing'])[-1]}")
+            lines = (await child.stderr.read()).decode(errors="replace").strip().splitlines()
+            raise PlannerFailed(f"the planner ended with {await child.wait()}: {(lines or ['nothing'])[-1]}")
         if isinstance(problem, MeshProblem):
             return await asyncio.to_thread(decode_stored, line, MeshAnswer)
         return await asyncio.to_thread(decode_stored, line, Answer)

@@ -50,14 +50,16 @@ def status(
     """The whole cluster; `restarts` are the jobs in restart mode that report laps, `now` the seconds of their
     clock, `at` those of the machine's, which stands still while the store is away; `speeds` are those of jobs,
     with their newest steps; `unwritten_seconds` is for how long the oldest decision has waited for etcd."""
-    found, slow, used = state.slowdowns, slowness(state), members(state)
+    slowdowns, slow, used = state.slowdowns, slowness(state), members(state)
     restarting_jobs = restarting(restarts, now)
     used += Counter(node_of(device) for job in restarting_jobs for device in job.members)
     limit = state.settings.detect.outside_seconds
     return ClusterStatus(
         cluster=cluster,
         leader=leader,
-        nodes=tuple(node_status(node, found, slow, used[name]) for name, node in sorted(state.nodes.items())),
+        nodes=tuple(
+            node_status(node, slowdowns, slow, used[name]) for name, node in sorted(state.nodes.items())
+        ),
         jobs=tuple(job_status(job, at, limit, speeds.get(name)) for name, job in sorted(state.jobs.items())),
         restarts=restarting_jobs,
         paused=state.settings.policy.paused,
@@ -227,11 +229,11 @@ def _module(times: ModuleTimes, *, brief: bool) -> ModuleStatus:
 
 
 def _checkpoint(job: JobState, at: float) -> CheckpointStatus | None:
-    found, unmade = newest(job), job.unmade
-    if found is None and unmade is None:
+    published, unmade = newest(job), job.unmade
+    if published is None and unmade is None:
         return None
     return CheckpointStatus(
-        step=found.step if found is not None else job.read_step,
+        step=published.step if published is not None else job.read_step,
         age_seconds=max(0.0, at - job.checkpoint_at) if job.checkpoint_at is not None else None,
         failed_step=unmade.step if unmade is not None else None,
         failure=unmade.reason if unmade is not None else "",

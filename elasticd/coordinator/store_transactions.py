@@ -266,10 +266,10 @@ class StoreTransactions:
         tags = {record_key(self._keys, write.job, record): tag_of(record) for record in write.records}
         known, folder = self._parts.get(write.job, {}), self._keys.job(write.job, "parts/")
         parts: dict[str, bytes] = {}
-        made: list[Op] = []
+        puts: list[Op] = []
         for op in ops:
             if not isinstance(op, Put) or len(op.value) <= SMALL_BYTES:
-                made.append(op)
+                puts.append(op)
                 continue
             if len(op.value) > MOST_BYTES:
                 raise StoreTooLarge(
@@ -278,9 +278,9 @@ class StoreTransactions:
                 )
             index, added = cut(op.value, tags[op.key], {*known, *parts})
             parts |= added
-            made.append(Put(op.key, encode(index)))
+            puts.append(Put(op.key, encode(index)))
         stored = [Put(folder + name, value) for name, value in parts.items()]
-        return [*_together(stored, self._limits.request_bytes // 2), (*made, *old)]
+        return [*_together(stored, self._limits.request_bytes // 2), (*puts, *old)]
 
 
 def _together(ops: Iterable[Op], most_bytes: int = 1 << 20) -> Iterator[Ops]:

@@ -256,12 +256,12 @@ class Writer:
         """Deletes what agents write, too: not while a torchrun is there, nor where anything has changed since
         this looked."""
         prefix = self._keys.rendezvous(asked.job)
-        found = self._store.snapshot(prefix)
-        torchruns = (item for item in found.items if item.key.startswith(f"{prefix}torchruns/"))
-        if not found.items or any(_is_here(item) for item in torchruns):
+        snapshot = self._store.snapshot(prefix)
+        torchruns = (item for item in snapshot.items if item.key.startswith(f"{prefix}torchruns/"))
+        if not snapshot.items or any(_is_here(item) for item in torchruns):
             return
         (ops,) = self._ledger.transactions(asked)
-        compares = [Compare.untouched(prefix, found.revision)]
+        compares = [Compare.untouched(prefix, snapshot.revision)]
         if self._leadership.transact(self._store, compares, ops).succeeded:
             self._ledger.done(ops, {})
 
@@ -277,14 +277,14 @@ class Writer:
         revision each key was changed."""
         revisions: dict[str, int] = {}
         for op in ops:
-            found = left(self._store, op)
-            if found is None:
+            items = left(self._store, op)
+            if items is None:
                 key = op.prefix if isinstance(op, DeletePrefix) else op.key
                 raise WriteConflict(
                     f"{key} was changed by somebody else; only the leader may write it: "
                     "find who did, then start the coordinator again"
                 )
-            revisions |= {item.key: item.mod_revision for item in found}
+            revisions |= {item.key: item.mod_revision for item in items}
         return revisions
 
 

@@ -88,8 +88,8 @@ def _pause(on: bool) -> Callable[[ActFields, str], ActRequest]:
 
 def _config(wanted: ActFields, by: str) -> ActRequest:
     unset = wanted.value is None
-    said = str(wanted.value).lower() if isinstance(wanted.value, bool) else str(wanted.value)
-    words = ("unset", wanted.key) if unset else ("set", wanted.key, said)
+    text = str(wanted.value).lower() if isinstance(wanted.value, bool) else str(wanted.value)
+    words = ("unset", wanted.key) if unset else ("set", wanted.key, text)
     return ActRequest(
         path="/v1/config",
         body={"values": {wanted.key: wanted.value}, "by": by},
@@ -290,7 +290,7 @@ def act_list(known: KnownCluster, viewer: views.Viewer) -> views.ActList:
     choices = {"node": nodes, "other": nodes, "device": devices, "key": keys}
     acts = []
     for name, act in ACTS.items():
-        mine = {**choices, "job": over if name == "forget" else live}
+        own_choices = {**choices, "job": over if name == "forget" else live}
         why = refusal(known, viewer, name)
         acts.append(
             views.Act(
@@ -301,7 +301,7 @@ def act_list(known: KnownCluster, viewer: views.Viewer) -> views.ActList:
                 allowed=not why,
                 why_not=why,
                 confirm=act.confirm,
-                choices={each: mine[each] for each in act.fields if each in mine},
+                choices={each: own_choices[each] for each in act.fields if each in own_choices},
             )
         )
     return views.ActList(viewer=viewer, acts=tuple(acts))

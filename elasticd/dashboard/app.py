@@ -121,13 +121,13 @@ class Assets:
 
 
 def _within(folder: Traversable, before: str = "") -> list[tuple[str, bytes]]:
-    found: list[tuple[str, bytes]] = []
+    files: list[tuple[str, bytes]] = []
     for entry in folder.iterdir():
         if entry.is_dir():
-            found += _within(entry, f"{before}{entry.name}/")
+            files += _within(entry, f"{before}{entry.name}/")
         elif any(entry.name.endswith(end) for end in MEDIA):
-            found.append((before + entry.name, entry.read_bytes()))
-    return found
+            files.append((before + entry.name, entry.read_bytes()))
+    return files
 
 
 # -- the application -----------------------------------------------------------------------------------------
@@ -239,11 +239,11 @@ class DashboardRoutes:
         address = network_of(request.client.host) if request.client else ""
         caller = await self._requests.signed_in(token, address)
         served.sessions.end(word)
-        made = served.sessions.begin(token, caller.name, role(caller))
+        new_session = served.sessions.begin(token, caller.name, role(caller))
         answer = _response(views.Viewer(signed_in=True, asks=True, name=caller.name, role=role(caller)))
         answer.set_cookie(
             served.cookie,
-            made,
+            new_session,
             path="/",
             httponly=True,
             samesite="strict",
@@ -270,21 +270,21 @@ class DashboardRoutes:
         job, known = self._job(request, kept=True), self._served.board.known
         if job not in self._there():
             return await self._served.read(lambda history: self._forgotten(history, job))
-        told = await self._served.read(
+        events = await self._served.read(
             lambda history: _newest_events(history, job, kinds=("snapshot", "checkpoint"), limit=64)
         )
         if job not in self._there():  # it was forgotten while that was read
             return await self._served.read(lambda history: self._forgotten(history, job))
-        return job_view(known, job, told, known.time(time.time()))
+        return job_view(known, job, events, known.time(time.time()))
 
     def _forgotten(self, history: HistoryReader, job: str) -> views.JobView:
         """A job that no leader knows any more. Raises Failure where the history does not either."""
-        told = history.events(EventQuery(job=job, kinds=KEPT_KINDS, limit=64))
+        events = history.events(EventQuery(job=job, kinds=KEPT_KINDS, limit=64))
         steps, plans = history.newest_steps(job, SPEED_STEPS + 1), history.numbers(job)
-        if not told and not steps and not plans:
+        if not events and not steps and not plans:
             listed = ", ".join(sorted({*self._there(), *history.facets()[1]})[:20]) or "none"
             raise Failure(404, f"there is no job {job!r}, nor is one kept; there are: {listed}")
-        return forgotten_view(job, told, steps, plans)
+        return forgotten_view(job, events, steps, plans)
 
     async def steps(self, request: Request, session: Session) -> views.StepColumns:
         """A job's steps."""
@@ -407,9 +407,9 @@ class DashboardRoutes:
         use = known.uses.get(name)
 
         def read(history: HistoryReader) -> tuple[Any, ...]:
-            told = history.events(EventQuery(device=name, limit=200))
+            events = history.events(EventQuery(device=name, limit=200))
             plans = history.counted(use.job, name, MOST_COUNTED) if use is not None else []
-            return history.samples(name), history.health(node), told, plans
+            return history.samples(name), history.health(node), events, plans
 
         history_rows = await self._served.read(read)
         self._check_device(node, name)  # it may have gone while that was read
@@ -479,15 +479,15 @@ class DashboardRoutes:
         session = await self._session(request)
         if session is None:
             raise Failure(401, "sign in with a token of the coordinator's viewers or operators")
-        served, board, mine = self._served, self._served.board, session
-        if why := board.streams.refusal(mine):
+        served, board, own_session = self._served, self._served.board, session
+        if why := board.streams.refusal(own_session):
             raise Failure(503, why)
-        browser = board.streams.admit(mine)
+        browser = board.streams.admit(own_session)
         stream = board.streams.listen(
             browser,
             request.headers.get("last-event-id", ""),
-            lambda: board.hello(mine.viewer),
-            lambda: mine.ended or (mine.token is None and served.asks),
+            lambda: board.hello(own_session.viewer),
+            lambda: own_session.ended or (own_session.token is None and served.asks),
         )
         return _Stream(stream, lambda: board.streams.leave(browser))
 
@@ -553,8 +553,8 @@ def _newest_events(
 
 def _before(history: HistoryReader, job: str, earlier: list[int]) -> int:
     """The plan that was in force before: the last one of these that steps were made under, else the last."""
-    made = history.seconds_by_plan(job)
-    return next((number for number in reversed(earlier) if number in made), earlier[-1])
+    seconds = history.seconds_by_plan(job)
+    return next((number for number in reversed(earlier) if number in seconds), earlier[-1])
 
 
 async def _body(request: Request, kind: type[T], example: str) -> T:
@@ -583,12 +583,12 @@ def _number(request: Request, name: str, default: int) -> int:
 def _whole(name: str, text: str) -> int:
     """A number that the history can look for."""
     try:
-        found = msgspec.convert(text, int, strict=False)
+        number = msgspec.convert(text, int, strict=False)
     except msgspec.ValidationError:
         raise Failure(400, f"{name}={text} must be a whole number") from None
-    if not -(1 << 62) < found < 1 << 62:
+    if not -(1 << 62) < number < 1 << 62:
         raise Failure(400, f"{name}={text} is too large a number")
-    return found
+    return number
 
 
 def _float(request: Request, name: str) -> float | None:
@@ -596,12 +596,12 @@ def _float(request: Request, name: str) -> float | None:
     if text is None or text == "":
         return None
     try:
-        found = float(text)
+        number = float(text)
     except ValueError:
-        found = float("nan")
-    if not abs(found) < 1e12:
+        number = float("nan")
+    if not abs(number) < 1e12:
         raise Failure(400, f"{name}={text} must be unix seconds, as {time.time():.0f}")
-    return found
+    return number
 
 
 def _response(value: Any) -> Response:
@@ -687,10 +687,10 @@ def application(served: ServedDashboard, assets: Assets | None = None) -> Starle
         Exception: broken,
     }
     pages = DashboardRoutes(served, assets or Assets())
-    made = Starlette(
+    app = Starlette(
         routes=pages.routes(),
         exception_handlers=handlers,
         middleware=[Middleware(PageMiddleware, served=served)],
     )
-    made.router.redirect_slashes = False
-    return made
+    app.router.redirect_slashes = False
+    return app

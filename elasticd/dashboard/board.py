@@ -149,12 +149,12 @@ class Board:
         self._moving.add((job, progress.number))
 
     def _switch(self, job: str, number: int) -> _Switch:
-        found = self._switches.setdefault(job, {})
-        if number not in found:
-            found[number] = _Switch()
-            for old in sorted(found)[:-MOST_SWITCHES]:
-                del found[old]
-        return found.get(number) or _Switch()
+        switches = self._switches.setdefault(job, {})
+        if number not in switches:
+            switches[number] = _Switch()
+            for old in sorted(switches)[:-MOST_SWITCHES]:
+                del switches[old]
+        return switches.get(number) or _Switch()
 
     # -- what goes out -------------------------------------------------------------------------------------
 
@@ -293,13 +293,13 @@ class Board:
 
     def switch(self, job: str, number: int) -> views.SwitchView:
         """A switch of late."""
-        found = self._switch(job, number)
-        return switch_view(job, number, found.plan, found.before, found.said, found.told)
+        progress = self._switch(job, number)
+        return switch_view(job, number, progress.plan, progress.before, progress.said, progress.told)
 
     def plans_of_switch(self, job: str, number: int) -> tuple[JobPlan | None, JobPlan | None]:
         """The plan that a switch leads to, and the one before, as far as they are remembered."""
-        found = self._switches.get(job, {}).get(number)
-        return (found.plan, found.before) if found is not None else (None, None)
+        progress = self._switches.get(job, {}).get(number)
+        return (progress.plan, progress.before) if progress is not None else (None, None)
 
     def remember(self, events: Iterable[EventRecord], steps: Mapping[str, StepRow]) -> None:
         """Takes over the history of before: events, oldest first, and the newest step of each job."""

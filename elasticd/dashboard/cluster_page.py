@@ -144,19 +144,19 @@ def node_row(known: KnownCluster, node: NodeStatus) -> views.NodeRow:
 
 def counted(rows: Iterable[views.NodeRow]) -> dict[str, int]:
     """Devices by state."""
-    found = Counter(device.state for row in rows for device in row.devices)
-    return {state: found[state] for state in views.DEVICE_STATES if found[state]}
+    counts = Counter(device.state for row in rows for device in row.devices)
+    return {state: counts[state] for state in views.DEVICE_STATES if counts[state]}
 
 
 def abnormal(known: KnownCluster, rows: Iterable[views.NodeRow]) -> tuple[views.Abnormal, ...]:
     """All that is not normal, the worst first."""
-    found = [*_failures(known), *_jobs(known), *_nodes(known, rows), *_links(known)]
+    rows_shown = [*_failures(known), *_jobs(known), *_nodes(known, rows), *_links(known)]
 
     def key(row: views.Abnormal) -> tuple[int, float, str]:
         place = _WORST.index(row.state) if row.state in _WORST else len(_WORST)
         return place, -(row.slowdown or 0.0), row.name
 
-    return tuple(sorted(found, key=key))
+    return tuple(sorted(rows_shown, key=key))
 
 
 def _nodes(known: KnownCluster, rows: Iterable[views.NodeRow]) -> Iterator[views.Abnormal]:
@@ -175,14 +175,14 @@ def _nodes(known: KnownCluster, rows: Iterable[views.NodeRow]) -> Iterator[views
         health = known.cluster.health.get(row.node)
         for device in row.devices:
             slow = device.slowdown > 1.0
-            said = causes(health, device.name) if health is not None else ()
+            reasons = causes(health, device.name) if health is not None else ()
             sensors = health.device(device.name) if health is not None else None
             if device.state == "hung":
                 halted = known.cluster.halts[device.job][device.name]
                 since = known.heard - halted.seconds
                 yield _row("device", device.name, "hung", halted.place, since, device)
-            elif slow or (said and sensors is not None and sensors.pid is None):
-                why = "; ".join((*_kind(known.cluster, device.name), *said))
+            elif slow or (reasons and sensors is not None and sensors.pid is None):
+                why = "; ".join((*_kind(known.cluster, device.name), *reasons))
                 if device.pace != 1.0:
                     why = "; ".join(filter(None, (f"chaos slows it {device.pace:g}x on purpose", why)))
                 began = known.began.get(("slow", device.name)) if slow else None
@@ -190,8 +190,8 @@ def _nodes(known: KnownCluster, rows: Iterable[views.NodeRow]) -> Iterator[views
 
 
 def _kind(cluster: ClusterNow, device: str) -> tuple[str, ...]:
-    found = cluster.slowness.get(device)
-    return (f"{found.kind.word}: {found.reason}",) if found is not None and found.kind.word else ()
+    slowness = cluster.slowness.get(device)
+    return (f"{slowness.kind.word}: {slowness.reason}",) if slowness is not None and slowness.kind.word else ()
 
 
 def _row(
@@ -357,11 +357,11 @@ def job_rows(known: KnownCluster, now: float) -> tuple[views.JobRow, ...]:
 def restarting(cluster: ClusterNow, name: str) -> RestartingJob | None:
     """The job of a name, where it is one in restart mode. One of the same name in live mode may be there too:
     it is over, or is about to go on in restart mode, or the name is used again."""
-    found = next((job for job in cluster.restarts if job.job == name), None)
+    restart = next((job for job in cluster.restarts if job.job == name), None)
     news = cluster.jobs.get(name)
-    if found is None or news is None or news.over:
-        return found
-    return None if news.plan > 0 or found.phase not in ("running", "gathering") else found
+    if restart is None or news is None or news.over:
+        return restart
+    return None if news.plan > 0 or restart.phase not in ("running", "gathering") else restart
 
 
 def cluster_view(

@@ -326,13 +326,13 @@ class Dashboard:
         if not self._url:
             return None
         try:
-            found = await asyncio.to_thread(self._spec, job)
+            job_spec = await asyncio.to_thread(self._spec, job)
         except (CannotReach, ConfigError):
             return None
         while len(specs) >= MOST_SPECS:
             del specs[next(iter(specs))]
-        specs[job] = found
-        return found
+        specs[job] = job_spec
+        return job_spec
 
     def _spec(self, job: str) -> JobSpec:
         with self._connect() as api:

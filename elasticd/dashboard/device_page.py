@@ -124,25 +124,25 @@ def _slowdown(told: Sequence[Sample]) -> views.SlowdownColumns:
 def _episodes(told: Sequence[EventRecord], *, now: bool) -> tuple[views.SlowTime, ...]:
     """The times in which it was slow, by its events, which come newest first. now: it is slow still. A run of a
     job that ends leaves no slowdown behind, and no event says so: the next run's are of another episode."""
-    found: list[views.SlowTime] = []
+    episodes: list[views.SlowTime] = []
     for event in reversed(told):
         step, after = event.data.get("step"), event.data.get("after")
         if event.kind not in SLOWDOWN_KINDS or not isinstance(step, int):
             continue
         moment = views.JobMoment(job=event.job, step=step if step >= 0 else None, time=event.time)
         rate = float(after) if isinstance(after, int | float) else float(event.data.get("rate", 1.0))
-        going = found[-1] if found and found[-1].stop is None else None
+        going = episodes[-1] if episodes and episodes[-1].stop is None else None
         begins = rate > 1.0 and event.data.get("before") == 1.0
         if going is not None and (begins or going.start.job != event.job):
             going = None  # that run is over
         if going is not None:
             newer: dict[str, Any] = {"slowdown": rate} if rate > 1.0 else {"stop": moment}
-            found[-1] = msgspec.structs.replace(going, **newer)
+            episodes[-1] = msgspec.structs.replace(going, **newer)
         elif rate > 1.0:
-            found.append(views.SlowTime(start=moment, stop=None, now=False, slowdown=rate))
-    if found and found[-1].stop is None and now:
-        found[-1] = msgspec.structs.replace(found[-1], now=True)
-    return tuple(found)
+            episodes.append(views.SlowTime(start=moment, stop=None, now=False, slowdown=rate))
+    if episodes and episodes[-1].stop is None and now:
+        episodes[-1] = msgspec.structs.replace(episodes[-1], now=True)
+    return tuple(episodes)
 
 
 def _parts(known: KnownCluster, job: str, name: str) -> dict[str, float]:

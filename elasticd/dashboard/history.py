@@ -177,12 +177,12 @@ class EventQuery(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _connected(path: str) -> sqlite3.Connection:
-    found = sqlite3.connect(path, timeout=10.0, isolation_level=None, check_same_thread=False)
-    found.execute("PRAGMA journal_mode = WAL")
-    found.execute("PRAGMA synchronous = NORMAL")
-    found.execute("PRAGMA busy_timeout = 10000")
-    found.execute(f"PRAGMA journal_size_limit = {16 << 20}")
-    return found
+    connection = sqlite3.connect(path, timeout=10.0, isolation_level=None, check_same_thread=False)
+    connection.execute("PRAGMA journal_mode = WAL")
+    connection.execute("PRAGMA synchronous = NORMAL")
+    connection.execute("PRAGMA busy_timeout = 10000")
+    connection.execute(f"PRAGMA journal_size_limit = {16 << 20}")
+    return connection
 
 
 def opened(path: Path) -> HistoryWriter:
@@ -256,9 +256,9 @@ class HistoryWriter:
     def _look_through(self) -> None:
         """Raises DatabaseError where a page is damaged, so that none is found in the midst of work."""
         try:
-            (found,) = self._db.execute("PRAGMA quick_check(1)").fetchone()
-            if found != "ok":
-                raise sqlite3.DatabaseError(f"it is damaged: {found}")
+            (verdict,) = self._db.execute("PRAGMA quick_check(1)").fetchone()
+            if verdict != "ok":
+                raise sqlite3.DatabaseError(f"it is damaged: {verdict}")
         except sqlite3.DatabaseError:
             self._db.close()
             raise
@@ -301,11 +301,11 @@ class HistoryWriter:
         """Returns True if it is new: an event that comes twice is kept once."""
         node, device = about(event)
         body = msgspec.json.encode((event.text, event.data))
-        found = self._db.execute(
+        cursor = self._db.execute(
             "INSERT OR IGNORE INTO events VALUES (?, ?, ?, ?, ?, ?, ?)",
             (event.id, event.time, event.kind, event.job, node, device, body),
         )
-        new = found.rowcount == 1
+        new = cursor.rowcount == 1
         if new and event.kind == "forgotten" and event.job:
             self.end_run(event.job)
         return new
@@ -320,9 +320,9 @@ class HistoryWriter:
         (after,) = self._db.execute(
             "SELECT coalesce(max(id), 0) FROM events WHERE kind = 'forgotten' AND +job = ?", (job,)
         ).fetchone()
-        found = self._db.execute("INSERT INTO runs (job, after, open) VALUES (?, ?, 1)", (job, after))
-        assert found.lastrowid is not None
-        return found.lastrowid
+        cursor = self._db.execute("INSERT INTO runs (job, after, open) VALUES (?, ?, 1)", (job, after))
+        assert cursor.lastrowid is not None
+        return cursor.lastrowid
 
     def end_run(self, job: str) -> None:
         """The job is forgotten: what comes under its name from here on is another run. One of which nothing was
@@ -421,21 +421,21 @@ class HistoryWriter:
 
     def newest_step(self, job: str) -> int:
         """The largest index of the run that goes on; -1 where there is none."""
-        found = self._db.execute(
+        cursor = self._db.execute(
             "SELECT coalesce(max(step), -1) FROM steps WHERE run = (SELECT max(run) FROM runs "
             "WHERE job = ? AND open)",
             (job,),
         )
-        return int(found.fetchone()[0])
+        return int(cursor.fetchone()[0])
 
     def newest_plan(self, job: str) -> int:
         """The largest number of a plan of the run that goes on; -1 where there is none."""
-        found = self._db.execute(
+        cursor = self._db.execute(
             "SELECT coalesce(max(number), -1) FROM plans WHERE run = (SELECT max(run) FROM runs "
             "WHERE job = ? AND open)",
             (job,),
         )
-        return int(found.fetchone()[0])
+        return int(cursor.fetchone()[0])
 
     def trained_plan(self, job: str) -> int:
         """The number of the plan of the newest step of the run that goes on; 0 where there is none."""
@@ -504,18 +504,18 @@ class HistoryWriter:
 
     def _too_many(self, most_bytes: int) -> dict[str, int]:
         """By table: the rows that it has beyond its share."""
-        found: dict[str, tuple[int, float]] = {}
+        excess: dict[str, tuple[int, float]] = {}
         for table, share in _BOUNDED.items():
             (count,) = self._db.execute(f"SELECT count(*) FROM {table}").fetchone()
             (each,) = self._db.execute(
                 f"SELECT avg({share.row}) FROM (SELECT * FROM {table} ORDER BY time DESC LIMIT {_SAMPLED})"
             ).fetchone()
-            found[table] = count, each or 0.0
-        estimated = sum(count * each for count, each in found.values())
+            excess[table] = count, each or 0.0
+        estimated = sum(count * each for count, each in excess.values())
         scale = self.size / estimated if estimated else 0.0
         beyond = {
             table: count - int(most_bytes * _BOUNDED[table].part / (each * scale))
-            for table, (count, each) in found.items()
+            for table, (count, each) in excess.items()
             if count
         }
         return {table: rows for table, rows in beyond.items() if rows > 0}
@@ -525,17 +525,17 @@ class HistoryWriter:
         most = BATCH_PLANS if table == "plans" else BATCH
         left = rows if rows is not None else 1 << 62
         while left > 0:
-            found = self._db.execute(
+            cursor = self._db.execute(
                 f"SELECT time FROM {table} WHERE time < ? ORDER BY time LIMIT 1 OFFSET ?",
                 (before if before is not None else math.inf, min(most, left) - 1),
             ).fetchone()
-            where, last = ("time <= ?", found[0]) if found is not None else ("time < ?", before)
+            where, last = ("time <= ?", cursor[0]) if cursor is not None else ("time < ?", before)
             if last is None:
                 return
             with self.together():
                 gone = self._db.execute(f"DELETE FROM {table} WHERE {where}", (last,)).rowcount
             left -= gone
-            if found is None or not gone:
+            if cursor is None or not gone:
                 return
             yield
 
@@ -598,21 +598,21 @@ class HistoryReader:
 
     def _values(self, column: str) -> tuple[str, ...]:
         # Skips from value to value by the index: there are few of them, and many rows.
-        found: list[str] = []
+        values: list[str] = []
         last = ""
         where = f"{column} > ? AND {column} != ''"
         while True:
             row = self._db.execute(
                 f"SELECT {column} FROM events WHERE {where} ORDER BY {column} LIMIT 1", (last,)
             ).fetchone()
-            if row is None or len(found) >= 2000:
-                return tuple(found)
-            found.append(last := row[0])
+            if row is None or len(values) >= 2000:
+                return tuple(values)
+            values.append(last := row[0])
 
     def _run(self, job: str) -> int:
         """The newest run of a job; -1: none is known."""
-        found = self._db.execute("SELECT coalesce(max(run), -1) FROM runs WHERE job = ?", (job,))
-        return int(found.fetchone()[0])
+        cursor = self._db.execute("SELECT coalesce(max(run), -1) FROM runs WHERE job = ?", (job,))
+        return int(cursor.fetchone()[0])
 
     def after(self, job: str) -> int:
         """The id of the last event that is of an earlier run of the job."""
@@ -668,7 +668,7 @@ class HistoryReader:
 
     def seconds_by_plan(self, job: str) -> dict[int, tuple[int, float]]:
         """By plan: how many steps there are, and the seconds of the median one."""
-        run, found = self._run(job), {}
+        run, seconds = self._run(job), {}
         counts = self._db.execute(
             "SELECT plan, count(*) FROM steps WHERE run = ? AND seconds > 0 GROUP BY plan", (run,)
         )
@@ -678,8 +678,8 @@ class HistoryReader:
                 "ORDER BY seconds LIMIT 1 OFFSET ?",
                 (run, plan, count // 2),
             ).fetchone()
-            found[plan] = (count, middle)
-        return found
+            seconds[plan] = (count, middle)
+        return seconds
 
     def plan(self, job: str, number: int) -> tuple[AnyHistoryRecord, float] | None:
         """A plan, and when it was heard of."""
@@ -707,14 +707,14 @@ class HistoryReader:
     def counted(self, job: str, device: str, most: int) -> list[tuple[AnyHistoryRecord, float]]:
         """The last plans of a job that count with another slowdown of a device than the one before, oldest
         first, with that slowdown."""
-        found: list[tuple[int, float]] = []
+        counts: list[tuple[int, float]] = []
         before = None
         for head, _ in self.heads(job):
             rate = head.rates.get(device, 1.0)
             if rate != before:
-                found.append((head.number, rate))
+                counts.append((head.number, rate))
             before = rate
-        plans = ((self.plan(job, number), rate) for number, rate in found[-most:])
+        plans = ((self.plan(job, number), rate) for number, rate in counts[-most:])
         return [(plan[0], rate) for plan, rate in plans if plan is not None]
 
     def numbers(self, job: str) -> tuple[int, ...]:
@@ -731,8 +731,8 @@ class HistoryReader:
 
     def newest_switch(self, job: str) -> int:
         """The number of the newest switch that a rank said something of; 0: there is none."""
-        found = self._db.execute("SELECT coalesce(max(number), 0) FROM ranks WHERE run = ?", (self._run(job),))
-        return int(found.fetchone()[0])
+        cursor = self._db.execute("SELECT coalesce(max(number), 0) FROM ranks WHERE run = ?", (self._run(job),))
+        return int(cursor.fetchone()[0])
 
     def samples(self, device: str, most: int = MOST_POINTS) -> list[Sample]:
         """A device's slowdowns, oldest first."""

@@ -60,15 +60,15 @@ def parts_of(table: Table, rank: int) -> dict[str, float]:
     total = table.of(rank, "step_seconds")
     if math.isnan(total):
         return {}
-    found: dict[str, float] = {}
+    by_part: dict[str, float] = {}
     for part, columns in _COLUMNS.items():
         seconds = sum(table.of(rank, column) for column in columns)
-        found[part] = 0.0 if math.isnan(seconds) else seconds
-    if not found["forward"] and not found["backward"]:  # the passes were not told apart
-        found["blocks"] = table.of(rank, "block_seconds")
+        by_part[part] = 0.0 if math.isnan(seconds) else seconds
+    if not by_part["forward"] and not by_part["backward"]:  # the passes were not told apart
+        by_part["blocks"] = table.of(rank, "block_seconds")
     other = sum(sum(of_items(table, rank, module).values()) for module in item_modules(table))
-    found["other"] = max(0.0, total - sum(found.values()) - other)
-    return {part: found[part] for part in views.PARTS if found.get(part)}
+    by_part["other"] = max(0.0, total - sum(by_part.values()) - other)
+    return {part: by_part[part] for part in views.PARTS if by_part.get(part)}
 
 
 def item_modules(table: Table) -> list[str]:
@@ -78,14 +78,14 @@ def item_modules(table: Table) -> list[str]:
 
 def of_items(table: Table, rank: int, module: str) -> dict[str, float]:
     """The parts of a member's step in a module of items; none where it has no place there."""
-    found: dict[str, float] = {}
+    by_part: dict[str, float] = {}
     for part in ("forward", "backward", "recompute", "embed and head", "tp", "reduction"):
         seconds = sum(table.of(rank, f"{module}/{column}") for column in _COLUMNS[part])
         if not math.isnan(seconds) and seconds:
-            found[part] = seconds
-    if found and "forward" not in found and "backward" not in found:
-        found["blocks"] = table.of(rank, f"{module}/block_seconds")
-    return found
+            by_part[part] = seconds
+    if by_part and "forward" not in by_part and "backward" not in by_part:
+        by_part["blocks"] = table.of(rank, f"{module}/block_seconds")
+    return by_part
 
 
 def stages(plan: JobPlan | None, table: Table | None) -> tuple[views.StageParts, ...]:
@@ -93,11 +93,11 @@ def stages(plan: JobPlan | None, table: Table | None) -> tuple[views.StageParts,
     if not isinstance(plan, Plan) or table is None or table.plan != plan.number:
         return ()
     ranks = {device: rank for rank, device in enumerate(plan.members)}
-    found = list(enumerate(_stages(plan, table, ranks)))
-    if len(found) > MOST_STAGES:  # those that compute longest, in the order of the plan
-        slowest = sorted(found, key=lambda item: -_computed(item[1]))[:MOST_STAGES]
-        found = sorted(slowest, key=lambda item: item[0])
-    return tuple(stage for _, stage in found)
+    numbered = list(enumerate(_stages(plan, table, ranks)))
+    if len(numbered) > MOST_STAGES:  # those that compute longest, in the order of the plan
+        slowest = sorted(numbered, key=lambda item: -_computed(item[1]))[:MOST_STAGES]
+        numbered = sorted(slowest, key=lambda item: item[0])
+    return tuple(stage for _, stage in numbered)
 
 
 def _computed(stage: views.StageParts) -> float:
@@ -136,7 +136,7 @@ def lost(news: LiveJob, now: float) -> tuple[views.LostTime, ...]:
     """The seconds lost by cause, the most first; since the newest step, as "stalled now"."""
     if news.time is None:
         return ()
-    found = [
+    rows = [
         views.LostTime(cause=cause, seconds=seconds, times=news.time.times.get(cause, 0))
         for cause, seconds in news.time.lost.items()
         if seconds > 0
@@ -144,8 +144,8 @@ def lost(news: LiveJob, now: float) -> tuple[views.LostTime, ...]:
     since = now - news.time.last
     usual = (news.time.healthy or 0.0) * 2 + 1.0
     if not news.over and since > usual:
-        found.append(views.LostTime(cause="stalled now", seconds=since, times=1))
-    return tuple(sorted(found, key=lambda each: -each.seconds))
+        rows.append(views.LostTime(cause="stalled now", seconds=since, times=1))
+    return tuple(sorted(rows, key=lambda each: -each.seconds))
 
 
 def experts(known: KnownCluster, job: str) -> views.ExpertsView | None:
@@ -270,10 +270,10 @@ def members(known: KnownCluster, job: str) -> tuple[views.MemberRow, ...]:
     ranks = {device: rank for rank, device in enumerate(plan.members)} if plan is not None else {}
     carriers = plan.carriers if plan is not None else ()
     halts = known.cluster.halts.get(job, {})
-    found = []
+    rows = []
     for member in known.cluster.members.get(job, ()):
         on, device = member.computes_on, member.device
-        found.append(
+        rows.append(
             views.MemberRow(
                 device=device,
                 node=device.rpartition("/")[0],
@@ -285,16 +285,16 @@ def members(known: KnownCluster, job: str) -> tuple[views.MemberRow, ...]:
                 hung=halts[device].place if hung(known.cluster, job, device) else "",
             )
         )
-    return tuple(sorted(found, key=lambda row: (row.rank is None, row.rank or 0, row.device)))
+    return tuple(sorted(rows, key=lambda row: (row.rank is None, row.rank or 0, row.device)))
 
 
 def kept(told: Sequence[EventRecord]) -> tuple[views.Kept, ...]:
     """Snapshots and checkpoints by their events, newest first: the last few."""
-    found = []
+    rows = []
     for event in told:
         if event.kind in ("snapshot", "checkpoint") and isinstance(step := event.data.get("step"), int):
             name = str(event.data.get("name", "")) if event.kind == "checkpoint" else ""
-            found.append(
+            rows.append(
                 views.Kept(
                     kind="snapshot" if event.kind == "snapshot" else "checkpoint",
                     step=step,
@@ -302,7 +302,7 @@ def kept(told: Sequence[EventRecord]) -> tuple[views.Kept, ...]:
                     name=name,
                 )
             )
-    return tuple(found[:32])
+    return tuple(rows[:32])
 
 
 def job_view(known: KnownCluster, name: str, told: Sequence[EventRecord], now: float) -> views.JobView:
@@ -396,14 +396,14 @@ def forgotten_view(
         plans: numbers of its plans, in order.
     """
     step, speed = (steps[-1] if steps else None), training_speed([record_of(row) for row in steps])
-    mine: list[EventRecord] = []
+    own_events: list[EventRecord] = []
     for event in told:
-        if event.kind == "forgotten" and mine:
+        if event.kind == "forgotten" and own_events:
             break
-        mine.append(event)
-    end = next((event for event in mine if event.kind in ("finished", "stopped")), None)
-    last = mine[0] if mine else None
-    heard = max([event.time for event in mine] + ([step.time] if step is not None else []), default=0.0)
+        own_events.append(event)
+    end = next((event for event in own_events if event.kind in ("finished", "stopped")), None)
+    last = own_events[0] if own_events else None
+    heard = max([event.time for event in own_events] + ([step.time] if step is not None else []), default=0.0)
     row = views.JobRow(
         job=name,
         phase=_phase_at(end) if end is not None else "forgotten",
@@ -422,7 +422,7 @@ def forgotten_view(
         goodput=None,
         last_event=event_row(last) if last is not None else None,
     )
-    return _without_measurements(row, heard, kept(mine), None)
+    return _without_measurements(row, heard, kept(own_events), None)
 
 
 def _phase_at(end: EventRecord) -> str:

@@ -546,10 +546,10 @@ def balanced_seconds(plan: JobPlan, table: Table, slowdowns: Mapping[str, float]
     """
     places = [table.columns[name] for name in COMPUTED if name in table.columns]
     computed = np.nansum(table.numbers[:, places], axis=1)
-    told = np.isfinite(table.numbers[:, places]).any(axis=1)
-    if not told.any():
+    measured = np.isfinite(table.numbers[:, places]).any(axis=1)
+    if not measured.any():
         return None
-    speeds = np.array([1 / slowdowns.get(device, 1.0) for device in plan.members])[told]
+    speeds = np.array([1 / slowdowns.get(device, 1.0) for device in plan.members])[measured]
     standby = sum(1 / slowdowns.get(device, 1.0) for device in plan.idle)
-    found = float((computed[told] * speeds).sum() / (speeds.sum() + standby))
-    return found if found > 0 else None
+    mean = float((computed[measured] * speeds).sum() / (speeds.sum() + standby))
+    return mean if mean > 0 else None

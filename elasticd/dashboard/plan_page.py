@@ -73,7 +73,7 @@ def _of_modules(record: HistoryRecord) -> tuple[views.PipelineBox, ...]:
     problem, plan = record.problem, record.plan
     busy = ModuleCosts(problem).busy_seconds(plan)
     most = max((seconds for rows in busy.values() for row in rows for seconds in row), default=0.0) or 1.0
-    found = []
+    parts = []
     for module in plan.modules:
         lanes = [
             (p, n, lane)
@@ -90,8 +90,8 @@ def _of_modules(record: HistoryRecord) -> tuple[views.PipelineBox, ...]:
                 items=module.items,
                 stages=_stage_boxes(lane, [seconds / most for seconds in row], problem.rates),
             )
-            found.append(box)
-    return tuple(found)
+            parts.append(box)
+    return tuple(parts)
 
 
 def _stage_boxes(
@@ -209,12 +209,12 @@ def timeline(record: HistoryRecord) -> tuple[views.TimelineLane, ...]:
         )
         alike[key].append(each)
     cost = cost_of(record.problem, record.plan)
-    found = []
+    rows = []
     for group in alike.values():
         module, p, number, lane, times = group[0]
         shown = min(lane.micro_batches, MOST_MICRO_BATCHES)
         passes = pass_times(times.forward, times.backward, times.boundary, shown, lane.chunks)
-        found.append(
+        rows.append(
             views.TimelineLane(
                 module=module,
                 pipeline=p,
@@ -225,7 +225,7 @@ def timeline(record: HistoryRecord) -> tuple[views.TimelineLane, ...]:
                 shortened=shown < lane.micro_batches,
             )
         )
-    return tuple(sorted(found, key=lambda lane: -lane.seconds)[:MOST_LANES])
+    return tuple(sorted(rows, key=lambda lane: -lane.seconds)[:MOST_LANES])
 
 
 # -- the plan before -----------------------------------------------------------------------------------------
@@ -294,13 +294,13 @@ _HeldOfModule = tuple[str, int, Plan, Mapping[str, Held]]
 
 def _of_device(parts: Sequence[_HeldOfModule], plan: Plan, device: str) -> str:
     """The parts of each module that a device holds under a plan."""
-    found = []
+    rows = []
     for name, units, view, held in parts:
         if not name:
             return _held(held.get(device), units, plan, device)
         if device in held:
-            found.append(f"{name} {_held(held[device], units, view, device)}")
-    return "; ".join(found) or why.use(plan, device)
+            rows.append(f"{name} {_held(held[device], units, view, device)}")
+    return "; ".join(rows) or why.use(plan, device)
 
 
 def _held(held: Held | None, units: int, plan: Plan, device: str) -> str:
@@ -324,10 +324,10 @@ _SAVED = re.compile(
 
 def policy(record: AnyHistoryRecord) -> views.Policy:
     """The policy's inequality, from the reason that it gave."""
-    found = _SAVED.search(record.reason)
+    saving = _SAVED.search(record.reason)
     predicted = record.plan.prediction
     new = predicted.step_seconds if predicted is not None else None
-    if found is None:
+    if saving is None:
         return views.Policy(
             current_seconds=None,
             new_seconds=new,
@@ -337,11 +337,11 @@ def policy(record: AnyHistoryRecord) -> views.Policy:
             text=record.reason,
         )
     return views.Policy(
-        current_seconds=float(found["now"]) / 1e3,
-        new_seconds=float(found["new"]) / 1e3,
-        price_seconds=float(found["price"]),
-        steps=int(found["steps"]),
-        saving_seconds=float(found["saving"]),
+        current_seconds=float(saving["now"]) / 1e3,
+        new_seconds=float(saving["new"]) / 1e3,
+        price_seconds=float(saving["price"]),
+        steps=int(saving["steps"]),
+        saving_seconds=float(saving["saving"]),
         text=record.reason,
     )
 
@@ -359,13 +359,13 @@ def communications(record: HistoryRecord, spec: JobSpec | None) -> tuple[tuple[v
             "with the problem in a file"
         )
     try:
-        found = _explained(record, spec)
+        explanation = _explained(record, spec)
     except (Invalid, ValueError) as error:
         return (), f"it cannot be listed: {error}"
-    several = len(found) > 1
+    several = len(explanation) > 1
     return tuple(
         msgspec.structs.replace(row, purpose=f"{name}: {row.purpose}") if several else row
-        for name, each in found.items()
+        for name, each in explanation.items()
         for row in _rows(each.operations)
     ), ""
 
@@ -427,13 +427,13 @@ def plan_row(
 ) -> views.PlanRow:
     """A plan in a list; `told` are the events of its job."""
     number = head.number
-    mine = [event for event in told if event.data.get("number") == number]
+    own_events = [event for event in told if event.data.get("number") == number]
     steps, median = measured.get(number, (0, 0.0))
-    swapped = [event for event in mine if event.kind == "swapped"]
+    swapped = [event for event in own_events if event.kind == "swapped"]
     pauses = [float(event.data["pause_seconds"]) for event in swapped if "pause_seconds" in event.data]
     sent = [int(event.data["bytes_sent"]) for event in swapped if "bytes_sent" in event.data]
-    kinds = {event.kind for event in mine}
-    at = next((event.time for event in mine if event.kind == "proposed"), heard)
+    kinds = {event.kind for event in own_events}
+    at = next((event.time for event in own_events if event.kind == "proposed"), heard)
     newest = why.newest_prediction(number, told)
     outcome = "unknown"
     if number == in_force:

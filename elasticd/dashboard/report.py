@@ -166,39 +166,39 @@ async def _answers(job: str, kept: _Kept) -> dict[str, Any]:
             return msgspec.json.decode(answer.content) if answer.is_success else None
 
         base = f"/api/jobs/{quote(job, safe='')}"
-        found: dict[str, Any] = {"/api/cluster": await asked("/api/cluster")}
-        found |= {
+        answers: dict[str, Any] = {"/api/cluster": await asked("/api/cluster")}
+        answers |= {
             path: await asked(path) for path in (base, f"{base}/steps", f"{base}/plans", f"{base}/switch")
         }
-        if found[base] is None:
-            known = ", ".join(row["job"] for row in found["/api/cluster"]["jobs"]) or "none"
+        if answers[base] is None:
+            known = ", ".join(row["job"] for row in answers["/api/cluster"]["jobs"]) or "none"
             raise NoReport(f"there is no job {job!r} in the history, nor at a leader; there are: {known}")
-        for row in (found[f"{base}/plans"] or {"plans": ()})["plans"][:MOST_PLANS]:
+        for row in (answers[f"{base}/plans"] or {"plans": ()})["plans"][:MOST_PLANS]:
             number = row["number"]
-            found[f"{base}/plans/{number}"] = await asked(f"{base}/plans/{number}")
-            found[f"{base}/switch?number={number}"] = await asked(f"{base}/switch?number={number}")
+            answers[f"{base}/plans/{number}"] = await asked(f"{base}/plans/{number}")
+            answers[f"{base}/switch?number={number}"] = await asked(f"{base}/switch?number={number}")
         for device in _devices(kept.board, job):
             node, _, rank = device.rpartition("/")
             path = f"/api/devices/{quote(node, safe='')}/{quote(rank, safe='')}"
-            found[path] = await asked(path)
-        found["/api/events"] = await asked(f"/api/events?limit={MOST_EVENTS}")
-    cluster = found["/api/cluster"]
+            answers[path] = await asked(path)
+        answers["/api/events"] = await asked(f"/api/events?limit={MOST_EVENTS}")
+    cluster = answers["/api/cluster"]
     if not cluster["leader"]["reachable"] and cluster["heard"]:
         cluster["now"] = cluster["heard"]  # the report is of then
     cluster["jobs"] = [row for row in cluster["jobs"] if row["job"] == job]
     cluster["abnormal"] = [row for row in cluster["abnormal"] if row["what"] != "job" or row["name"] == job]
     cluster["viewer"] = {"signed_in": True, "asks": False, "name": "", "role": ""}
     start = f"/jobs/{quote(job, safe='')}"
-    return {"start": start, **{path: value for path, value in found.items() if value is not None}}
+    return {"start": start, **{path: value for path, value in answers.items() if value is not None}}
 
 
 def _devices(board: Board, job: str) -> list[str]:
     """The devices of a job: a cluster may have many more, each with a page."""
     cluster = board.known.cluster
-    found = {member.device for member in cluster.members.get(job, ())}
+    devices = {member.device for member in cluster.members.get(job, ())}
     if (plan := cluster.plans.get(job)) is not None:
-        found.update(plan.members, plan.carriers, plan.idle)
-    found.update(
+        devices.update(plan.members, plan.carriers, plan.idle)
+    devices.update(
         device for each in cluster.restarts if each.job == job for device in (*each.members, *each.devices)
     )
-    return sorted(found)
+    return sorted(devices)

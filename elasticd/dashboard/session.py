@@ -60,10 +60,10 @@ class Sessions:
         """The session of a cookie, used now; None where it is over or never was."""
         now = time.monotonic()
         self._expire(now)
-        found = self._known.get(word)
-        if found is not None:
-            found.used = now
-        return found
+        session = self._known.get(word)
+        if session is not None:
+            session.used = now
+        return session
 
     def watched(self) -> list[tuple[str, Session]]:
         """Sessions with open streams, each with the word of its cookie; those that are over are ended."""
@@ -72,8 +72,8 @@ class Sessions:
 
     def end(self, word: str) -> None:
         """Ends a session, and the streams that are open under it."""
-        if (found := self._known.pop(word, None)) is not None:
-            found.ended = True
+        if (session := self._known.pop(word, None)) is not None:
+            session.ended = True
 
     def _expire(self, now: float) -> None:
         """Ends what is idle or old. An open stream is use."""

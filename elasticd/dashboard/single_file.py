@@ -66,13 +66,13 @@ def single_file(values: Mapping[str, Any], title: str) -> str:
 
 def _modules(folder: Traversable, path: str = "") -> dict[str, str]:
     """The text of each module, by its path below the folder."""
-    found: dict[str, str] = {}
+    modules: dict[str, str] = {}
     for item in folder.iterdir():
         if item.is_dir():
-            found |= _modules(item, f"{path}{item.name}/")
+            modules |= _modules(item, f"{path}{item.name}/")
         elif item.name.endswith(".js"):
-            found[path + item.name] = item.read_text("utf-8")
-    return found
+            modules[path + item.name] = item.read_text("utf-8")
+    return modules
 
 
 def _rewritten(path: str, text: str) -> str:

@@ -276,18 +276,18 @@ class Subscription:
 
     def _fetch_events(self, api: ApiClient, number: str) -> None:
         """Fetches the events since the last one that is written."""
-        found = api.events(self._events)
+        events = api.events(self._events)
 
         def write() -> None:
             with self._writer.together():
-                for event in found:
+                for event in events:
                     self._writer.put_event(event)
 
         if not self._lacks and self._written(write):
-            self._events = max((self._events, *(event.id for event in found)))
+            self._events = max((self._events, *(event.id for event in events)))
         else:
             self._lacks = True
-        for event in found:
+        for event in events:
             if event.id > self._told:
                 self._told = event.id
                 self._tell(Told(at=time.time(), news=live.append(number, "event", event.job, event)))
@@ -350,11 +350,11 @@ class Subscription:
         """Steps that were made since the last one that is known, and those that were made again; the newest of
         them is told."""
         newest = self._writer.newest_step(job)
-        found = api.steps(job, max(-1, newest - OVERLAP)).steps
+        steps = api.steps(job, max(-1, newest - OVERLAP)).steps
         with self._writer.together():
-            new = [self._put_step(job, step) for step in found]
+            new = [self._put_step(job, step) for step in steps]
         if new and new[-1]:
-            self._tell(Told(at=time.time(), news=live.append(number, "step", job, found[-1])))
+            self._tell(Told(at=time.time(), news=live.append(number, "step", job, steps[-1])))
 
     # -- plans, fetched beside -----------------------------------------------------------------------------
 
@@ -369,17 +369,17 @@ class Subscription:
         soon."""
         try:
             with self._connect() as api:
-                found = api.history(job, after)
+                records = api.history(job, after)
         except (CannotReach, ConfigError) as error:
             _log.debug("plans of job %s cannot be fetched now: %s", job, error)
-            found = ()
+            records = ()
 
         def write() -> None:
             with self._writer.together():
-                for record in found:
+                for record in records:
                     self._writer.put_plan(job, record, time.time() + self._ahead, run)
 
-        newest = max((record.number for record in found), default=after) if self._written(write) else after
+        newest = max((record.number for record in records), default=after) if self._written(write) else after
         if newest < self._plans.get(job, -1) and not self._stopped.wait(1.0):
             self._plans[job] = newest  # with the job's next message it is asked for again
 
@@ -488,11 +488,11 @@ class _Sampled:
         odd = (np.abs(measured - 1.0) > SLOWDOWN_CHANGE) & (quiet >= STILL_SECONDS)
         due = ((moved > SLOWDOWN_CHANGE) & (quiet >= SLOWDOWN_SECONDS)) | odd | (self._at == 0)
         due &= np.isfinite(measured)
-        found = np.flatnonzero(due)
-        if len(found) > MOST_SAMPLES:
-            found = found[np.argsort(-moved[found])[:MOST_SAMPLES]]
-        self._last[found], self._at[found] = measured[found], now
-        return [(int(rank), float(measured[rank]), _known(float(evidence[rank]))) for rank in found]
+        ranks = np.flatnonzero(due)
+        if len(ranks) > MOST_SAMPLES:
+            ranks = ranks[np.argsort(-moved[ranks])[:MOST_SAMPLES]]
+        self._last[ranks], self._at[ranks] = measured[ranks], now
+        return [(int(rank), float(measured[rank]), _known(float(evidence[rank]))) for rank in ranks]
 
 
 def _known(number: float) -> float | None:

@@ -48,13 +48,13 @@ def switch_view(
     """The switch to plan `number`. plan: that plan, and `before` the one that it takes the place of, as far as
     they
     are known. said: what ranks said of it. told: events with this number, oldest first."""
-    mine = [event for event in told if event.kind in KINDS and event.data.get("number") == number]
-    at = {event.kind: event.time for event in reversed(mine)}
+    own_events = [event for event in told if event.kind in KINDS and event.data.get("number") == number]
+    at = {event.kind: event.time for event in reversed(own_events)}
     proposed = at.get("proposed", min((rank.at for rank in said), default=None))
     ranks = _ranks(plan, before, said, proposed)
     new = [rank for rank in ranks if rank.rank >= 0] or ranks
     phase, sentence = _phase(number, new, at)
-    recorded = next((event for event in mine if event.kind == "recorded"), None)
+    recorded = next((event for event in own_events if event.kind == "recorded"), None)
     step = recorded.data.get("step") if recorded is not None else None
     pauses = [rank.pause for rank in ranks if rank.pause is not None]
     return views.SwitchView(
@@ -69,7 +69,7 @@ def switch_view(
         recovery=_recovers(told, number),
         ranks=tuple(ranks),
         links=_links(said),
-        events=tuple(event_row(event) for event in mine[-MOST_EVENTS:]),
+        events=tuple(event_row(event) for event in own_events[-MOST_EVENTS:]),
     )
 
 
@@ -97,11 +97,11 @@ def _ranks(
     for news in said:
         words.setdefault(news.device, {})[news.what] = news
     began = proposed or 0.0
-    found = []
+    rows = []
     for device in devices:
-        mine = words.get(device, {})
-        prepared, swapped = mine.get("prepared"), mine.get("swapped")
-        found.append(
+        own_words = words.get(device, {})
+        prepared, swapped = own_words.get("prepared"), own_words.get("swapped")
+        rows.append(
             views.RankProgress(
                 device=device,
                 rank=rank_of.get(device, -1),
@@ -110,10 +110,10 @@ def _ranks(
                 pause=swapped.pause if swapped is not None else None,
                 bytes_sent=swapped.bytes_sent if swapped is not None else None,
                 bytes_lacking=swapped.bytes_lacking if swapped is not None else None,
-                kept="kept" in mine,
+                kept="kept" in own_words,
             )
         )
-    return sorted(found, key=lambda row: (row.rank < 0, row.rank, row.device))
+    return sorted(rows, key=lambda row: (row.rank < 0, row.rank, row.device))
 
 
 def _phase(number: int, ranks: Sequence[views.RankProgress], at: dict[str, float]) -> tuple[str, str]:
@@ -141,11 +141,11 @@ def _some(devices: Sequence[str]) -> str:
 
 def _links(said: Sequence[RankNews]) -> tuple[views.Transfer, ...]:
     """Bytes from node to node."""
-    found: Counter[tuple[str, str]] = Counter()
+    counts: Counter[tuple[str, str]] = Counter()
     for rank in said:
         for source, size in rank.flows.items():
-            found[node_of(source), node_of(rank.device)] += size
+            counts[node_of(source), node_of(rank.device)] += size
     return tuple(
         views.Transfer(source=source, target=target, bytes=size)
-        for (source, target), size in found.most_common(MOST_LINKS)
+        for (source, target), size in counts.most_common(MOST_LINKS)
     )

@@ -174,12 +174,12 @@ class ViewerRequests:
         if status != 200:
             raise Failure(status, _refusal_text(content, status))
         try:
-            found = decoded_as(CallerStatus, content)
+            caller = decoded_as(CallerStatus, content)
         except msgspec.DecodeError as error:
             raise Failure(503, "the leader is of an older release, which knows no dashboard") from error
-        if self._served.asks and not found.asks:
+        if self._served.asks and not caller.asks:
             raise Failure(503, CANNOT_CHECK)
-        return found
+        return caller
 
     async def _ask(self, method: str, path: str, token: str | None, body: Any) -> tuple[int, bytes]:
         """The leader's answer to a request with a viewer's token. Raises Failure where there is none."""

@@ -33,8 +33,8 @@ def decided(record: AnyHistoryRecord, before: AnyHistoryRecord | None = None) ->
     """The cause of a plan, and which modules it changed of the plan `before`."""
     yield WhyLine("plan ", f"{record.number}  {record.reason}")
     slow = {device: rate for device, rate in record.problem.rates.items() if rate != 1.0}
-    told = ", ".join(f"{device} takes {rate:.2f}x" for device, rate in sorted(slow.items()))
-    yield WhyLine("measured  ", told or "every device at normal speed")
+    devices = ", ".join(f"{device} takes {rate:.2f}x" for device, rate in sorted(slow.items()))
+    yield WhyLine("measured  ", devices or "every device at normal speed")
     if isinstance(record.plan, MeshPlan):
         yield WhyLine("mesh      ", record.plan.words)
     if before is not None and (changes := module_changes(before, record)):
@@ -130,8 +130,8 @@ class SnapshotCost(Value, frozen=True, kw_only=True):
 
 def snapshot_cost(number: int, told: Sequence[EventRecord]) -> SnapshotCost | None:
     """The newest of a plan, from the events of its job; None: it has none that is known."""
-    found = [event for event in told if event.kind == "snapshot" and event.data.get("number") == number]
-    data = max(found, key=lambda event: event.id).data if found else {}
+    events = [event for event in told if event.kind == "snapshot" and event.data.get("number") == number]
+    data = max(events, key=lambda event: event.id).data if events else {}
     size, seconds, every = (data.get(key) for key in ("bytes", "seconds", "every"))
     if not (isinstance(size, int) and isinstance(seconds, int | float) and isinstance(every, int) and every):
         return None
@@ -153,30 +153,32 @@ class ShownPrediction(NamedTuple):
         text = f"{readable_seconds(self.seconds)} a step"
         if self.guessed:
             return f"{text}, a guess before steps were measured"
-        made = self.first_seconds
-        return text if made is None else f"{text}; {readable_seconds(made)} when it was made"
+        first = self.first_seconds
+        return text if first is None else f"{text}; {readable_seconds(first)} when it was made"
 
 
 def prediction_of(record: AnyHistoryRecord, told: Sequence[EventRecord]) -> ShownPrediction:
     """The seconds of a step under a plan: as its leader predicted them last, else as when it was made."""
-    made = record.plan.prediction.step_seconds if record.plan.prediction is not None else None
+    first = record.plan.prediction.step_seconds if record.plan.prediction is not None else None
     newest = newest_prediction(record.number, told)
     if newest is None:
         guessed = isinstance(record, HistoryRecord) and not record.problem.profile.fitted
-        return ShownPrediction(made, None, guessed)
-    return ShownPrediction(newest, made if made is not None and differs(made, newest) else None, guessed=False)
+        return ShownPrediction(first, None, guessed)
+    return ShownPrediction(
+        newest, first if first is not None and differs(first, newest) else None, guessed=False
+    )
 
 
 def newest_prediction(number: int, told: Sequence[EventRecord]) -> float | None:
     """Seconds of a step under a plan by the newest profile, from the events of its job; None where there was no
     newer profile than the plan's own."""
-    found = [
+    events = [
         (event.id, float(seconds))
         for event in told
         if event.data.get(PREDICTS.get(event.kind, "")) == number
         and isinstance(seconds := event.data.get("step_seconds"), float | int)
     ]
-    return max(found)[1] if found else None
+    return max(events)[1] if events else None
 
 
 #: By the kinds of events that predict the plan in force anew: where they have its number.
@@ -256,9 +258,9 @@ def use(made: JobPlan, name: str) -> str:
         return _use_on_mesh(made, name)
     if len(made.modules) > 1:
         views = ((module.module, made.view(module.module)) for module in made.modules)
-        found = [f"{module}: {use(view, name)}" for module, view in views if name in view.places]
-        if found:
-            return "; ".join(found)
+        parts = [f"{module}: {use(view, name)}" for module, view in views if name in view.places]
+        if parts:
+            return "; ".join(parts)
     elif place := made.places.get(name):
         stage, own = made.stage(place), made.pipeline(place)
         count = own.micro_batches

@@ -44,8 +44,8 @@ class Nvml:
         """Raises `pynvml.NVMLError` where there is no driver."""
         self._nvml = pynvml
         pynvml.nvmlInit()
-        found = min(len(names), pynvml.nvmlDeviceGetCount())
-        self._handles = {names[i]: pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(found)}
+        count = min(len(names), pynvml.nvmlDeviceGetCount())
+        self._handles = {names[i]: pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(count)}
         self._xids: dict[str, tuple[int, ...]] = {}
         self._events = self._ask(self._subscribed)
 

@@ -124,8 +124,8 @@ class SnapshotStore:
     def plans(self, job: str) -> tuple[JobPlan, ...]:
         """The plans of these, as far as they are known, each once."""
         with self._lock:
-            found = (e.snapshot.plan for key, e in self._entries.items() if key[0] == job)
-            plans = {plan.number: plan for plan in found if plan is not None}
+            plans_held = (e.snapshot.plan for key, e in self._entries.items() if key[0] == job)
+            plans = {plan.number: plan for plan in plans_held if plan is not None}
         return tuple(plans[number] for number in sorted(plans))
 
     def jobs(self) -> set[str]:

@@ -97,8 +97,8 @@ class SnapshotServer(SnapshotPort):
             return
         if held.node not in nodes or not held.device.startswith(f"{held.node}/"):
             theirs = " or ".join(sorted(nodes))
-            said = f"{shown(held.device)} of node {shown(held.node)} is none of node {theirs}'s"
-            _send_frame(stream, Answer(error=said))
+            objection = f"{shown(held.device)} of node {shown(held.node)} is none of node {theirs}'s"
+            _send_frame(stream, Answer(error=objection))
             return
         try:
             fd = self._snapshots.reserve(held.size)

@@ -109,7 +109,7 @@ class EventLog:
 
     def _recount(self, lines: Lines) -> None:
         """Has the clocks of jobs count what a page has, in the order of its times."""
-        steps = [(step.time, job, step) for job, found in lines.steps.items() for step in found]
+        steps = [(step.time, job, step) for job, records in lines.steps.items() for step in records]
         events = iter(sorted(lines.events, key=attrgetter("time")))
         event = next(events, None)
         for at, job, step in sorted(steps, key=itemgetter(0)):
@@ -253,12 +253,12 @@ class EventLog:
         none."""
         events = _taken(self._new_events, most_events)
         steps: dict[str, tuple[StepRecord, ...]] = {}
-        for job, told in self._new_steps.items():
+        for job, new_steps in self._new_steps.items():
             if most_steps <= 0:
                 break
-            steps[job] = _taken(told, most_steps)
+            steps[job] = _taken(new_steps, most_steps)
             most_steps -= len(steps[job])
-        self._new_steps = {job: told for job, told in self._new_steps.items() if told}
+        self._new_steps = {job: new_steps for job, new_steps in self._new_steps.items() if new_steps}
         if not events and not steps:
             return None
         return Lines(events=events, steps=steps)
@@ -305,8 +305,8 @@ class EventLog:
     @property
     def speeds(self) -> dict[str, TrainingSpeed]:
         """The newest step of each job, and how fast it trains."""
-        found = {job: self.speed(job) for job in self._steps}
-        return {job: speed for job, speed in found.items() if speed is not None}
+        speeds = {job: self.speed(job) for job in self._steps}
+        return {job: speed for job, speed in speeds.items() if speed is not None}
 
     def speed(self, job: str) -> TrainingSpeed | None:
         """The newest step of a job, and how fast it trains; None where no step is kept."""

@@ -131,8 +131,8 @@ def _joined(pages: Iterable[Lines]) -> Lines:
     for lines in pages:
         stamp, led = max(stamp, lines.stamp), max(led, lines.led)
         events += lines.events
-        for job, told in lines.steps.items():
-            steps[job] = (*steps.get(job, ()), *told)
+        for job, records in lines.steps.items():
+            steps[job] = (*steps.get(job, ()), *records)
     return Lines(events=tuple(events), steps=steps, stamp=stamp, led=led)  # type: ignore[arg-type]
 
 

@@ -42,14 +42,14 @@ class Gain(Value, frozen=True, kw_only=True):
     @property
     def words(self) -> str:
         """As people read it."""
-        told = (
+        text = (
             f"{readable_seconds(self.before)} a step before, {readable_seconds(self.after)} after "
             f"({self.before / self.after:.2f}x); the switch took {readable_seconds(self.pause)}, "
         )
         if self.before <= self.after:
-            return told + "not paid back by speed"
+            return text + "not paid back by speed"
         steps = max(1, math.ceil(self.pause / (self.before - self.after)))
-        return told + f"paid back in {steps} step{'s' * (steps > 1)}"
+        return text + f"paid back in {steps} step{'s' * (steps > 1)}"
 
 
 def gain_of(number: int, steps: Sequence[StepRecord], pause_seconds: float) -> Gain | None:

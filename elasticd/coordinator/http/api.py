@@ -131,14 +131,14 @@ class ApiRoutes:
     async def spec(self, job: str) -> JobSpec:
         """A job's spec: its model's tensors, its batch and its settings."""
         self._know(job)
-        found = self._served.leading.state.jobs.get(job)
-        if found is None or found.spec is None:
+        job_state = self._served.leading.state.jobs.get(job)
+        if job_state is None or job_state.spec is None:
             raise ApiError("unknown", f"job {job} has no worker that said what it trains yet")
-        if not isinstance(found.spec, JobSpec):
+        if not isinstance(job_state.spec, JobSpec):
             raise ApiError(
                 "unknown", f"job {job} trains a loop of its own on a mesh: elasticd cuts no model of it"
             )
-        return found.spec
+        return job_state.spec
 
     @get("/v1/nodes/{node}/devices/{index}/output", refuses=(503,))
     async def output(

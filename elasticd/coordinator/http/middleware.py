@@ -96,15 +96,15 @@ class RequestMiddleware:
             return None
         if caller is None:
             known = b"authorization" in headers or proof.certificate
-            said = (
+            why = (
                 "this token or certificate is not known here" if known else "this coordinator asks for a token"
             )
             files = " or ".join(f"{role}s" for role in roles)
-            said += f": set $ELASTICD_TOKEN, or [security] token_file, to one of its {files}"
-            raise _Refusal(401, "unauthenticated", said)
+            why += f": set $ELASTICD_TOKEN, or [security] token_file, to one of its {files}"
+            raise _Refusal(401, "unauthenticated", why)
         if caller.role not in roles:
-            said = f"role {caller.role} may not do this: it needs a token of {' or '.join(roles)}"
-            raise _Refusal(403, "forbidden", said)
+            why = f"role {caller.role} may not do this: it needs a token of {' or '.join(roles)}"
+            raise _Refusal(403, "forbidden", why)
         return replace(caller, said=_sender_name(headers, scope)) if changing else caller
 
     def _strange_name(self, headers: Mapping[bytes, bytes]) -> str | None:
@@ -132,12 +132,12 @@ class _Refusal(Exception):
 
     def headers(self) -> list[tuple[bytes, bytes]]:
         # Closed, so that nobody waits for the rest of a body that is not read.
-        found = [(b"content-type", b"application/json"), (b"connection", b"close")]
+        headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
         if self.status == 401:
-            found.append((b"www-authenticate", b"Bearer"))
+            headers.append((b"www-authenticate", b"Bearer"))
         if self.status in (429, 503):
-            found.append((b"retry-after", b"1"))
-        return found
+            headers.append((b"retry-after", b"1"))
+        return headers
 
 
 def _limited(receive: Receive, refused: Callable[[str], None]) -> Receive:
@@ -195,8 +195,8 @@ def _foreign(headers: dict[bytes, bytes]) -> bool:
 def _sender_name(headers: dict[bytes, bytes], scope: Scope) -> str:
     """The name that a sender gives itself, else its address."""
     text = headers.get(USER_HEADER.encode(), b"").decode("latin-1")
-    said = "".join(each for each in text if each.isprintable())[:MOST_SAID].strip()
-    return said or f"somebody at {(scope.get('client') or ('?',))[0]}"
+    name = "".join(each for each in text if each.isprintable())[:MOST_SAID].strip()
+    return name or f"somebody at {(scope.get('client') or ('?',))[0]}"
 
 
 def int_of(text: bytes | None) -> int:

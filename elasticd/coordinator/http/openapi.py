@@ -35,10 +35,10 @@ def document(declared: Sequence[ApiRoute], *, asks: bool) -> dict[str, Any]:
     kinds = [known.answer for known in declared if known.media == JSON]
     kinds += [known.body for known in declared if known.body is not None]
     kinds += [parameter.kind for known in declared for parameter in (*known.placed, *known.asked)]
-    found, components = msgspec.json.schema_components(
+    references, components = msgspec.json.schema_components(
         [*kinds, Refusal], ref_template="#/components/schemas/{name}"
     )
-    schemas = list(zip([*kinds, Refusal], found, strict=True))
+    schemas = list(zip([*kinds, Refusal], references, strict=True))
     paths: dict[str, Any] = {}
     for known in declared:
         paths.setdefault(known.path, {})[known.method.lower()] = _operation(known, schemas, asks=asks)
@@ -56,7 +56,7 @@ def document(declared: Sequence[ApiRoute], *, asks: bool) -> dict[str, Any]:
 
 def _operation(known: ApiRoute, schemas: list[tuple[Any, Any]], *, asks: bool) -> dict[str, Any]:
     def schema(kind: Any) -> Any:
-        return next(found for other, found in schemas if other is kind)
+        return next(document_schema for other, document_schema in schemas if other is kind)
 
     words = known.words
     if known.roles:
@@ -89,7 +89,7 @@ def _content(words: str, media: str, schema: Any) -> dict[str, Any]:
 
 
 def _parameter(known: Parameter, place: str, schema: Any) -> dict[str, Any]:
-    found: dict[str, Any] = {"name": known.name, "in": place, "required": place == "path", "schema": schema}
+    parameter: dict[str, Any] = {"name": known.name, "in": place, "required": place == "path", "schema": schema}
     if place == "query":
-        found["schema"] = {**schema, "default": known.default}
-    return found
+        parameter["schema"] = {**schema, "default": known.default}
+    return parameter

@@ -35,8 +35,8 @@ class Viewers:
 
     async def encoded(self, answer: msgspec.Struct) -> AsyncIterator[bytes]:
         """JSON of an answer, as many bytes at a time as its reader takes."""
-        made = pieces(answer)
-        while piece := await self.beside(next, made, b""):
+        parts = pieces(answer)
+        while piece := await self.beside(next, parts, b""):
             yield piece
 
     async def close(self) -> None:
@@ -47,19 +47,19 @@ class Viewers:
 def pieces(answer: msgspec.Struct, size: int = PIECE_BYTES) -> Iterator[bytes]:
     """JSON of an answer, as `msgspec.json.encode` has it. The items of its lists are encoded one by one, since
     no other thread runs while msgspec encodes one value."""
-    made = bytearray(b"{")
+    buffer = bytearray(b"{")
     for number, field in enumerate(msgspec.structs.fields(answer)):
-        made += (b"," if number else b"") + msgspec.json.encode(field.encode_name) + b":"
+        buffer += (b"," if number else b"") + msgspec.json.encode(field.encode_name) + b":"
         value = getattr(answer, field.name)
         if not isinstance(value, list | tuple):
-            made += msgspec.json.encode(value)
+            buffer += msgspec.json.encode(value)
             continue
-        made += b"["
+        buffer += b"["
         for at, item in enumerate(value):
-            made += (b"," if at else b"") + msgspec.json.encode(item)
-            if len(made) >= size:
-                yield bytes(made)
-                made.clear()
-        made += b"]"
-    made += b"}"
-    yield bytes(made)
+            buffer += (b"," if at else b"") + msgspec.json.encode(item)
+            if len(buffer) >= size:
+                yield bytes(buffer)
+                buffer.clear()
+        buffer += b"]"
+    buffer += b"}"
+    yield bytes(buffer)

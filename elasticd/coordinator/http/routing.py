@@ -72,12 +72,12 @@ class ApiRoute:
     @property
     def statuses(self) -> tuple[int, ...]:
         """All with which it may be refused, whether or not the coordinator asks for tokens."""
-        found = {429, *self.refuses}
-        found |= {400} if self.body is not None or self.asked else set()
-        found |= {404} if self.placed else set()
-        found |= {401, 403} if self.roles else set()
-        found |= {408, 413} if self.body is not None else set()
-        return tuple(sorted(found))
+        codes = {429, *self.refuses}
+        codes |= {400} if self.body is not None or self.asked else set()
+        codes |= {404} if self.placed else set()
+        codes |= {401, 403} if self.roles else set()
+        codes |= {408, 413} if self.body is not None else set()
+        return tuple(sorted(codes))
 
     async def respond(self, request: Request, viewers: Viewers) -> Response:
         """Raises `ApiError`."""
@@ -145,7 +145,7 @@ def endpoints(owner: object) -> tuple[ApiRoute, ...]:
 def _endpoint(call: Callable[..., Awaitable[Any]], told: dict[str, Any]) -> ApiRoute:
     hints = get_type_hints(call, include_extras=True)
     places = compile_path(told["path"])[2]
-    found = [
+    parameters = [
         Parameter(name=name, kind=hints[name], default=None if name in places else known.default)
         for name, known in inspect.signature(call).parameters.items()
         if name not in ("body", "caller")
@@ -155,8 +155,8 @@ def _endpoint(call: Callable[..., Awaitable[Any]], told: dict[str, Any]) -> ApiR
         name=call.__name__,
         words=inspect.getdoc(call) or "",
         answer=hints["return"],
-        placed=tuple(known for known in found if known.name in places),
-        asked=tuple(known for known in found if known.name not in places),
+        placed=tuple(known for known in parameters if known.name in places),
+        asked=tuple(known for known in parameters if known.name not in places),
         body=hints.get("body"),
         takes_caller="caller" in hints,
         call=call,
@@ -165,8 +165,10 @@ def _endpoint(call: Callable[..., Awaitable[Any]], told: dict[str, Any]) -> ApiR
 
 def routes(declared: tuple[ApiRoute, ...], viewers: Viewers) -> Iterator[Route]:
     """One for each path, so that a method that it does not have is answered with those that it has."""
-    for path, found in groupby(sorted(declared, key=lambda known: known.path), key=lambda known: known.path):
-        methods = {known.method: known for known in found}
+    for path, endpoints in groupby(
+        sorted(declared, key=lambda known: known.path), key=lambda known: known.path
+    ):
+        methods = {known.method: known for known in endpoints}
         yield Route(path, _dispatched(methods, viewers), methods=list(methods))
 
 

@@ -425,7 +425,7 @@ def _passed_on(state: AgentState, client: Client, body: Rehearsed, now: float) -
     return state, _up(state, client, body)
 
 
-def _kept_word(state: AgentState, client: Client, body: FromWorker, now: float) -> Result:
+def _kept_word(state: AgentState, client: Client, body: Statement, now: float) -> Result:
     """It is kept for a new leader."""
     if body not in client.said:
         client = replace(client, said=(*client.said, body)[-MOST_SAID:])
@@ -744,8 +744,8 @@ def checkpoints_read(state: AgentState, event: CheckpointsRead, now: float) -> R
         waited = [body for body in client.said if isinstance(body, Saved) and body.name in names]
         if waited:
             effects += [AgentSend(client=client.id, body=Published(name=body.name)) for body in waited]
-            said = tuple(body for body in client.said if body not in waited)
-            clients[client.id] = replace(client, said=said)
+            waiting = tuple(body for body in client.said if body not in waited)
+            clients[client.id] = replace(client, said=waiting)
     return replace(state, epoch=max(state.epoch, record.epoch), clients=clients), tuple(effects)
 
 

@@ -30,15 +30,15 @@ def users(jobs: Mapping[str, JobState], node: str) -> list[str]:
 def needed(jobs: Mapping[str, JobState], nodes: Collection[str]) -> set[str]:
     """Those of `nodes` that jobs which are not over need: workers are there, a plan names devices of them, or
     their agents keep snapshots."""
-    found: set[str] = set()
+    names: set[str] = set()
     for job in jobs.values():
         if job.phase in OVER:
             continue
-        found |= {worker.node for worker in job.workers.values() if not worker.left}
-        found |= {node_of(device) for device in job.unmet}
-        found |= {node_of(device) for plan in job.candidates for device in (*plan.members, *plan.idle)}
-        found |= {node for node, sets in job.snapshots.kept.items() if sets}
-    return found & {*nodes}
+        names |= {worker.node for worker in job.workers.values() if not worker.left}
+        names |= {node_of(device) for device in job.unmet}
+        names |= {node_of(device) for plan in job.candidates for device in (*plan.members, *plan.idle)}
+        names |= {node for node, sets in job.snapshots.kept.items() if sets}
+    return names & {*nodes}
 
 
 def gone(
@@ -48,8 +48,8 @@ def gone(
     or they have been away for too long and no job needs them, the longest first where too many are."""
     away = {name: node for name, node in nodes.items() if not node.connected}
     ended = "its agent ended in good order"
-    found = {name: ended for name, node in away.items() if node.left and not users(jobs, name)}
-    oldest = sorted((node.since, name) for name, node in away.items() if name not in found)
+    reasons = {name: ended for name, node in away.items() if node.left and not users(jobs, name)}
+    oldest = sorted((node.since, name) for name, node in away.items() if name not in reasons)
     many = len(oldest) - settings.keep_nodes
     late = {
         name: f"it was away for {readable_duration(now - since)}"
@@ -58,8 +58,8 @@ def gone(
     }
     if late:
         kept = needed(jobs, late)
-        found.update((name, why) for name, why in late.items() if name not in kept)
-    return found
+        reasons.update((name, why) for name, why in late.items() if name not in kept)
+    return reasons
 
 
 def note(node: str, why: str) -> CoordinatorNote:

@@ -92,21 +92,21 @@ def replaced(jobs: Mapping[str, JobState], name: str, text: str, kind: EventKind
     """Forgets a job whose name another life of it has from now on; `text` says why. The history of its plans
     stays where the job starts again: the numbers of the next plans go on from it."""
     write = Write(job=name, records=(), forget=True, keep_history=kind == "started_again")
-    told = CoordinatorNote(
+    note = CoordinatorNote(
         kind=kind, job=name, text=text, data=_reached(jobs[name])
     )  # before what follows of it
     left = {other: job for other, job in jobs.items() if other != name}
-    return Forgotten(jobs=left, effects=(write, told))
+    return Forgotten(jobs=left, effects=(write, note))
 
 
 def living(job: JobState, nodes: Mapping[str, NodeState]) -> list[str]:
     """The devices of a job that is over whose workers have not ended, as far as their agents can tell."""
-    found = []
+    devices = []
     for device, worker in sorted(job.workers.items()):
         node = nodes.get(worker.node)
         if node is not None and node.connected and not worker.left:
-            found.append(device)
-    return found
+            devices.append(device)
+    return devices
 
 
 def _without(jobs: Mapping[str, JobState], gone: Mapping[str, str]) -> Forgotten:

@@ -91,8 +91,10 @@ def takeover(
 ) -> CoordinatorState:
     """A new leader's state, from the store alone. drains: wishes to drain nodes, by node."""
     jobs = {
-        found.job: stop_request.restored(restored(found, now, settings), found.stop, found.stop_seconds, now)
-        for found in stored
+        records.job: stop_request.restored(
+            restored(records, now, settings), records.stop, records.stop_seconds, now
+        )
+        for records in stored
     }
     return CoordinatorState(epoch=epoch, settings=settings, jobs=jobs, drains=dict(drains or {}))
 
@@ -123,12 +125,12 @@ def _forget_node(state: CoordinatorState, event: ForgetNodeAsked, now: float) ->
 
 
 def _tick(state: CoordinatorState, event: CoordinatorTick, now: float) -> Result:
-    state, told = _links(state, now)
+    state, notes = _links(state, now)
     live = tuple(name for name, job in state.jobs.items() if job.phase not in OVER)
     state, effects = _jobs(state, event, now, live)
     state, gone = _without(state, finished_jobs.due(state.jobs, state.nodes, state.settings, now))
     state, left = _without_nodes(state, absent_nodes.gone(state.nodes, state.jobs, state.settings, now))
-    return state, (*told, *effects, *gone, *left)
+    return state, (*notes, *effects, *gone, *left)
 
 
 def _without(state: CoordinatorState, forgotten: finished_jobs.Forgotten | None) -> Result:
@@ -151,7 +153,7 @@ def _links(state: CoordinatorState, now: float) -> Result:
     """Which links became slow or recovered, by what was gathered: none is a device's slowness."""
     settings = state.settings
     try:
-        links, told = node_links.judge(state.links, settings.between, settings.detect, now)
+        links, changes = node_links.judge(state.links, settings.between, settings.detect, now)
     except Exception as error:  # what was gathered must not end the leader, nor come again with each tick
         what = f"elasticd failed on what was measured of links ({type(error).__name__}: {error})"
         links = msgspec.structs.replace(state.links, gathered=(), since=None)
@@ -164,7 +166,7 @@ def _links(state: CoordinatorState, now: float) -> Result:
             text=f"the link {change.reason} ({'probed' if kind == 'probe' else 'in moves of state'})",
             data={"link": change.device, "before": change.before, "after": change.after, "by": kind},
         )
-        for kind, change in told
+        for kind, change in changes
     )
     return msgspec.structs.replace(state, links=links), notes
 
@@ -356,12 +358,12 @@ def _crowded(state: CoordinatorState, node: str) -> str:
     if free <= 0:
         return f"the cluster has {MOST_JOBS} jobs already: end some, and forget them"
     record = state.nodes[node].record
-    mine = [job.phase for job in state.jobs.values() if job.joined_from(record)]
-    begun = sum(phase in (JobPhase.GATHERING, JobPhase.ASSEMBLING) for phase in mine)
-    if begun < len(record.devices) + MOST_BEGUN and len(mine) < free:
+    own = [job.phase for job in state.jobs.values() if job.joined_from(record)]
+    begun = sum(phase in (JobPhase.GATHERING, JobPhase.ASSEMBLING) for phase in own)
+    if begun < len(record.devices) + MOST_BEGUN and len(own) < free:
         return ""
     return (
-        f"node {node} has torchruns in {begun} jobs that have not begun and in {len(mine)} in all, and room is "
+        f"node {node} has torchruns in {begun} jobs that have not begun and in {len(own)} in all, and room is "
         f"left for {free} jobs of all nodes: end some of its torchruns, and forget jobs that are over"
     )
 

@@ -91,15 +91,15 @@ def moved(links: Links, up: FromClient, nodes: Collection[str], now: float) -> L
     """A worker tells of a switch: what came to it from others of these nodes."""
     if not isinstance(up.body, Switched) or not up.body.flows:
         return links
-    target, found = node_of(up.device), dict[str, tuple[int, float]]()
+    target, bytes_moved = node_of(up.device), dict[str, tuple[int, float]]()
     for device, (size, seconds) in up.body.flows.items():
         source = node_of(device)
         if source != target and source in nodes and _possible(size, seconds):
-            before = found.get(source, (0, 0.0))
-            found[source] = before[0] + size, max(before[1], seconds)  # a node's devices send at once
+            before = bytes_moved.get(source, (0, 0.0))
+            bytes_moved[source] = before[0] + size, max(before[1], seconds)  # a node's devices send at once
     transfers = [
         Transfer(source=source, target=target, size=size, seconds=seconds)
-        for source, (size, seconds) in found.items()
+        for source, (size, seconds) in bytes_moved.items()
         if size >= MEASURED_BYTES
     ]
     return _gather(links, "move", transfers, now)
@@ -121,10 +121,10 @@ def judge(
     """Once enough time has passed: which links became slow, or recovered. `between`: as configured."""
     if links.since is None or now - links.since < GATHER_SECONDS:
         return links, ()
-    judged, told = dict(links.judged), list[tuple[Kind, Change]]()
+    judged, changed = dict(links.judged), list[tuple[Kind, Change]]()
     for kind in dict.fromkeys(kind for kind, _ in links.gathered):
         transfers = [transfer for other, transfer in links.gathered if other == kind]
         state = judged.get(kind, LinkState())
         judged[kind], changes = observe_links(state, transfers, state.rates.step + 1, between, settings)
-        told += [(kind, change) for change in changes]
-    return msgspec.structs.replace(links, judged=judged, gathered=(), since=None), tuple(told)
+        changed += [(kind, change) for change in changes]
+    return msgspec.structs.replace(links, judged=judged, gathered=(), since=None), tuple(changed)

@@ -387,7 +387,7 @@ def verdict(job: RestartJob, policy: PolicySettings) -> Verdict | None:
     without = wall - max(0.0, max(own.values()) - max(others))
     share = len(others) / len(own)
     saved = policy.horizon_steps * (wall - without / share)
-    said = (
+    reason = (
         f"{worst} takes {slow[worst]:g} times as long as the others: without {torchrun} "
         f"{share:.0%} of the processes make steps of {without:.3g} s in place of {wall:.3g} s, which saves "
         f"{saved:.3g} s in {policy.horizon_steps} steps, and a restart costs {price:.3g} s"
@@ -395,20 +395,20 @@ def verdict(job: RestartJob, policy: PolicySettings) -> Verdict | None:
     least = job.laps[worst].by
     worth = saved > price and saved > policy.minimum_saving * policy.horizon_steps * wall
     if worth and least.nodes <= least.least:
-        worth, said = False, f"{said}; but there must be {least.least} nodes"
-    return Verdict(torchrun=torchrun, exclude=worth, reason=said, saving_seconds=saved, price_seconds=price)
+        worth, reason = False, f"{reason}; but there must be {least.least} nodes"
+    return Verdict(torchrun=torchrun, exclude=worth, reason=reason, saving_seconds=saved, price_seconds=price)
 
 
 def _judged(job: RestartJob, policy: PolicySettings, epoch: int) -> tuple[RestartJob, tuple[Write, ...]]:
-    found = verdict(job, policy)
-    if found is None or not found.exclude or found.torchrun in job.out:
+    judgment = verdict(job, policy)
+    if judgment is None or not judgment.exclude or judgment.torchrun in job.out:
         return job, ()
-    record = OutRecord(torchrun=found.torchrun, epoch=epoch, reason=found.reason)
-    data = {"torchrun": found.torchrun, "saving": found.saving_seconds, "price": found.price_seconds}
+    record = OutRecord(torchrun=judgment.torchrun, epoch=epoch, reason=judgment.reason)
+    data = {"torchrun": judgment.torchrun, "saving": judgment.saving_seconds, "price": judgment.price_seconds}
     note = CoordinatorNote(
-        kind="excluded", text=f"goes on without a node: {found.reason}", job=job.job, data=data
+        kind="excluded", text=f"goes on without a node: {judgment.reason}", job=job.job, data=data
     )
-    job = msgspec.structs.replace(job, out={**job.out, found.torchrun: found.reason})
+    job = msgspec.structs.replace(job, out={**job.out, judgment.torchrun: judgment.reason})
     return job, (Write(job=job.job, records=(record,), notes=(note,)),)
 
 

@@ -45,12 +45,12 @@ def meet(turn: Transaction, node: str, up: FromClient, body: Hello) -> None:
     if turn.job.phase is JobPhase.GATHERING:
         turn.enter(JobPhase.ASSEMBLING)
     turn.worker(assembly.new_worker(turn, node, up, body))
-    told, running = turn.job.unadopted is not None, _newer(turn.job.unadopted, body.running)
+    adopts, running = turn.job.unadopted is not None, _newer(turn.job.unadopted, body.running)
     assert running is not None
     spec = assembly.with_known_bytes(body.spec, turn.job.spec)
     turn.set(unadopted=running, spec=spec, world_size=body.world_size, arrived=turn.now)
     turn.set(reason=words(turn.job))
-    if not told:
+    if not adopts:
         turn.note("waiting", turn.job.reason, number=running.plan.number)
 
 

@@ -206,8 +206,8 @@ def leave(turn: Transaction, node: str, up: FromClient, body: Leave) -> None:
     """A torchrun ends. What that means for its workers, their own ends tell; before they are there it
     means that they never come."""
     job = turn.job
-    said = ((place, joiner) for place, joiner in job.joiners.items() if joiner.node == node)
-    place = next((place for place, joiner in said if joiner.client == up.client), node)
+    joiners = ((place, joiner) for place, joiner in job.joiners.items() if joiner.node == node)
+    place = next((place for place, joiner in joiners if joiner.client == up.client), node)
     if place in job.joined and failed_to_start(turn, place, body.failure, node, up):
         return
     if _gathering(turn):
@@ -536,7 +536,7 @@ def _measured_bytes(spec: AnyJobSpec) -> ModelBytes | None:
 def difference(ours: AnyJobSpec, theirs: AnyJobSpec) -> str:
     """The difference between the training of two specs, in words; an empty string if they train alike,
     whichever release wrote them."""
-    told = list[str]()
+    differences = list[str]()
     if type(ours) is not type(theirs):
         loops = "elasticd.live's loop of its own", "an elasticd.Job"
         mine, other = loops if isinstance(ours, MeshJobSpec) else loops[::-1]
@@ -544,26 +544,26 @@ def difference(ours: AnyJobSpec, theirs: AnyJobSpec) -> str:
     for name in ours.__struct_fields__:
         mine, other = getattr(ours, name), getattr(theirs, name)
         if name == "modules":
-            told += _module_differences(mine, other)
+            differences += _module_differences(mine, other)
         if mine == other or name in ("version", "peers", "measured_bytes", "modules"):
             continue
         if name == "profile":
-            told.append("the profile differs: give every node the same file")
+            differences.append("the profile differs: give every node the same file")
         elif name == "plan":
-            told.append("the plan that it gives differs: make the same one on every node")
+            differences.append("the plan that it gives differs: make the same one on every node")
         elif name == "first":
-            told.append(
+            differences.append(
                 "its model starts from other values: call torch.manual_seed with the same seed on every rank "
                 "before the model is made, or give init="
             )
         elif isinstance(ours, MeshJobSpec) and name == "model":
-            told.append(mesh.difference(mine, other))
+            differences.append(mesh.difference(mine, other))
         elif name == "model":
             parts = [part for part in mine.__struct_fields__ if getattr(mine, part) != getattr(other, part)]
-            told.append(f"the model differs in {', '.join(parts)}")
+            differences.append(f"the model differs in {', '.join(parts)}")
         else:
-            told.append(f"{name} is {other}, not {mine}")
-    return ", ".join(told)
+            differences.append(f"{name} is {other}, not {mine}")
+    return ", ".join(differences)
 
 
 def _module_differences(ours: Sequence[ModuleSpec], theirs: Sequence[ModuleSpec]) -> Iterator[str]:

@@ -274,16 +274,16 @@ def step(
 
 def _dispatch(turn: Transaction, event: Event) -> None:
     """Handles the event as the job's phase asks; where the table has no row, the log has a line of it."""
-    said: Any = event.message if isinstance(event, Received) else event
-    up = said if isinstance(said, FromClient) else None
-    body = up.body if up is not None else said
+    message: Any = event.message if isinstance(event, Received) else event
+    up = message if isinstance(message, FromClient) else None
+    body = up.body if up is not None else message
     kind = type(body)
     handler = TABLE.get((turn.job.phase, kind))
     if handler is ignored and turn.job.unadopted is None:
         return
-    heard: tuple[object, ...] = (said,)
+    heard: tuple[object, ...] = (message,)
     if isinstance(event, Received):
-        heard = (event.node, said)
+        heard = (event.node, message)
     if isinstance(event, Received) and up is not None:
         heard = (event.node, up, body)
     if turn.job.unadopted is not None:

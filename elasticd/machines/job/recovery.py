@@ -88,10 +88,10 @@ def suspect(turn: Transaction) -> None:
         if not _spared(turn, gone, why):
             fault(turn, gone, why)
         return
-    if since is None and halted and (found := culprits(turn)):
-        gone, why = incarnations(found), described(turn, found)
+    if since is None and halted and (halted_workers := culprits(turn)):
+        gone, why = incarnations(halted_workers), described(turn, halted_workers)
         if not _spared(turn, gone, why):
-            note(turn, found)
+            note(turn, halted_workers)
             turn.set(stuck_step=job.progress.step)
             fault(turn, gone, why)
         return
@@ -345,25 +345,27 @@ def survey(turn: Transaction, nodes: Collection[str] | None = None) -> Source | 
 
 def _vote(turn: Transaction, step: int) -> Vote | None:
     """The outcome of the vote that led to `step`, where one that lives heard it."""
-    heard = (said.vote for worker in turn.job.workers.values() if (said := _answer(turn, worker)) is not None)
+    heard = (
+        answer.vote for worker in turn.job.workers.values() if (answer := _answer(turn, worker)) is not None
+    )
     return next((vote for vote in heard if vote is not None and vote.step == step - 1), None)
 
 
 def _answer(turn: Transaction, worker: Worker) -> StateReport | None:
     """Its report after the last fence; the state of an earlier report may be gone."""
-    fence, said = turn.job.fence, worker.standing
-    return said if said is not None and fence is not None and said.fence == fence.number else None
+    fence, standing = turn.job.fence, worker.standing
+    return standing if standing is not None and fence is not None and standing.fence == fence.number else None
 
 
 def _copies(turn: Transaction, worker: Worker) -> tuple[Copy, ...]:
-    said = _answer(turn, worker)
-    return said.copies if said is not None else ()
+    answer = _answer(turn, worker)
+    return answer.copies if answer is not None else ()
 
 
 def _owners(turn: Transaction) -> list[Worker]:
     """The living workers that may hold a copy of some plan: those that this leader knows, and those that it has
     not met yet, of which it knows the names."""
     job = turn.job
-    found = {worker.device: worker for plan in job.candidates for worker in job.bound(plan)}
+    owners = {worker.device: worker for plan in job.candidates for worker in job.bound(plan)}
     unmet = (stranger(device, one) for device, one in job.unmet.items())
-    return [*(worker for worker in found.values() if not worker.left), *unmet]
+    return [*(worker for worker in owners.values() if not worker.left), *unmet]

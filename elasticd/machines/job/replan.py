@@ -99,8 +99,8 @@ def measured(turn: Transaction, worker: Worker, report: Report) -> None:
         _fit(turn, plan)
     step = job.gathered.get(measurement.step, NONE_REPORTED).after(measurement)
     gathered = {
-        number: found
-        for number, found in {**job.gathered, measurement.step: step}.items()
+        number: reported
+        for number, reported in {**job.gathered, measurement.step: step}.items()
         if number > measurement.step - MOST_PARTIAL
     }
     if step.count < len(plan.binding):
@@ -658,10 +658,10 @@ def _devices(turn: Transaction) -> tuple[Device, ...]:
     counts = Counter([worker.node for worker in workers])
     known = {name: turn.nodes[name] for name in counts if name in turn.nodes}
     nodes = usable(turn, {name: counts[name] for name, node in known.items() if not node.record.draining})
-    found = [device for node in sorted(nodes) for device in turn.nodes[node].record.devices]
+    devices = [device for node in sorted(nodes) for device in turn.nodes[node].record.devices]
     if turn.job.phase is JobPhase.RUNNING:  # elsewhere speed matters more than how fast a newcomer is
         there -= idle_probes.awaited(turn)
-    stay = tuple(device for device in found if device.name in there)
+    stay = tuple(device for device in devices if device.name in there)
     if not stay and turn.job.phase is JobPhase.RECOVERING:
         return _held(turn, there & {worker.device for worker in turn.job.holders})  # all are on drained nodes
     return stay

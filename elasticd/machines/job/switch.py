@@ -224,8 +224,8 @@ def _record(turn: Transaction, proposal: Proposal, step: int) -> None:
     text = f"plan {proposal.number} is recorded"
     if called(proposal):
         text = f"{text}: the job goes on from step {step}" + (f", {again} before the last" if again > 0 else "")
-    told = turn.told("recorded", text, number=proposal.number, step=step, again=max(0, again))
-    turn.write(PlanRecord(plan=proposal.plan, epoch=turn.epoch, step=step), notes=(told,), close=True)
+    note = turn.told("recorded", text, number=proposal.number, step=step, again=max(0, again))
+    turn.write(PlanRecord(plan=proposal.plan, epoch=turn.epoch, step=step), notes=(note,), close=True)
     resolved(turn)
     checkpoints.recorded(turn)
     if kept_it:  # they hold the copy that they verified no more: what the others hold must do
@@ -300,8 +300,8 @@ def abort(turn: Transaction) -> None:
         return
     proposal = aborted(job.proposal, turn.epoch, job.give_up)
     turn.enter(JobPhase.ABORTING, proposal=proposal)
-    told = turn.told("aborted", f"plan {proposal.number} is given up: {job.give_up}", number=proposal.number)
-    turn.write(proposal, notes=(told,))
+    note = turn.told("aborted", f"plan {proposal.number} is given up: {job.give_up}", number=proposal.number)
+    turn.write(proposal, notes=(note,))
 
 
 def all_kept(turn: Transaction) -> None:

@@ -118,10 +118,10 @@ def voted(
         now_due: Whether a checkpoint of this step is wanted.
         begins: Whether one may begin. False: the job goes back to a state before this step.
     """
-    told = [(word // _BASE, Status(word % _BASE)) for word in words]
-    state, effects = _settle(state, told, rank)
-    busy = [at for at, status in told if status not in (Status.FREE, Status.ASKED)]
-    asked = any(status is Status.ASKED for _, status in told)
+    statuses = [(word // _BASE, Status(word % _BASE)) for word in words]
+    state, effects = _settle(state, statuses, rank)
+    busy = [at for at, status in statuses if status not in (Status.FREE, Status.ASKED)]
+    asked = any(status is Status.ASKED for _, status in statuses)
     if not begins or (not now_due and (busy or not asked)):
         return state, effects
     if busy:

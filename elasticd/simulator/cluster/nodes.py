@@ -42,7 +42,7 @@ from elasticd.store.memory import MemoryStore
 from elasticd.store.protocol import WatchEvent, WatchItem
 from elasticd.wire.coordinator import ToClient, ToLeader
 from elasticd.wire.rendezvous import Join, Joined
-from elasticd.wire.worker import FromWorker, Hello, Rejected, ToWorker
+from elasticd.wire.worker import FromItsAgent, FromWorker, Hello, Rejected
 
 
 class Node:
@@ -192,7 +192,7 @@ class Node:
             raise SimulationError(f"node {self.name} was turned away: {effect.reason}")
         # Member keys are for people; the leader hears of workers from the agents.
 
-    def _deliver(self, client: str, body: ToWorker) -> None:
+    def _deliver(self, client: str, body: FromItsAgent) -> None:
         """Gives a worker or the torchrun a message. A torchrun that is to end does so; its workers get messages
         of their own."""
         if client in self.workers:

@@ -123,8 +123,8 @@ def _publish(turn: Transaction, body: Saved) -> None:
         due(turn)
         return
     turn.set(published=(*job.published, this)[-MOST_PUBLISHED:], checkpoint_at=turn.now, unmade=None)
-    told = turn.told("checkpoint", f"checkpoint {body.name}", step=body.step, plan=body.plan, name=body.name)
-    _write(turn, told)
+    note = turn.told("checkpoint", f"checkpoint {body.name}", step=body.step, plan=body.plan, name=body.name)
+    _write(turn, note)
 
 
 def _waits(job: JobState, body: Saved) -> bool:

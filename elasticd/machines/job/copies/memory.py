@@ -57,14 +57,14 @@ def room_for(turn: Transaction, plan: JobPlan, source: Source | None) -> Room:
         for node in turn.nodes.values()
         for device in node.record.devices
     }
-    found = room(plan, old, spec.specs, job.profile, memory, holders=holders, anew=older)
-    if found.cramped and not older and not job.no_aside and _hosts_hold(turn, found.changing):
-        return msgspec.structs.replace(found, aside=tuple(sorted(found.changing)))
+    free = room(plan, old, spec.specs, job.profile, memory, holders=holders, anew=older)
+    if free.cramped and not older and not job.no_aside and _hosts_hold(turn, free.changing):
+        return msgspec.structs.replace(free, aside=tuple(sorted(free.changing)))
     # An older state is read from where it stays; of `old` no copy is needed once snapshots of it can be read.
-    if not found.cramped or older or old is None or secured(turn, old) is not None:
-        return found
+    if not free.cramped or older or old is None or secured(turn, old) is not None:
+        return free
     return Room(
-        lacks=f"{found.cramped}; it could move in place if snapshots (CheckpointingOptions(snapshot_every=...))"
+        lacks=f"{free.cramped}; it could move in place if snapshots (CheckpointingOptions(snapshot_every=...))"
         " kept the state safe meanwhile"
     )
 
@@ -134,7 +134,7 @@ def _resident(layouts: Layouts, profile: ModelProfile) -> dict[str, float]:
     """Bytes of values, gradients and state that each device holds while it trains. Gradients lie where values
     do, under every policy: micro-batches add up to complete ones."""
     trained = frozenset(layouts.trained)
-    found: dict[str, float] = defaultdict(float)
+    resident: dict[str, float] = defaultdict(float)
     for item, count in _kinds(layouts):
         factor = _factor(item, profile)
         if item.role == "value" and item.name in trained:
@@ -145,14 +145,14 @@ def _resident(layouts: Layouts, profile: ModelProfile) -> dict[str, float]:
         for holding in layout.holdings:
             if holding.box not in sizes:
                 sizes[holding.box] = holding.box.size * each
-            found[holding.device] += sizes[holding.box]
-    return found
+            resident[holding.device] += sizes[holding.box]
+    return resident
 
 
 def _changed(old: Layouts, new: Layouts, profile: ModelProfile, *, anew: bool) -> dict[str, float]:
     """Bytes of values and state that each device holds in other boxes than before: they are made beside the
     old."""
-    found: dict[str, float] = defaultdict(float)
+    changed: dict[str, float] = defaultdict(float)
     for item, count in _kinds(new, old):
         layout = new.layout(item)
         if not anew and layout.holdings == old.layout(item).holdings:
@@ -161,8 +161,8 @@ def _changed(old: Layouts, new: Layouts, profile: ModelProfile, *, anew: bool) -
         for device in {holding.device for holding in layout.holdings}:
             boxes = new.boxes(item, device)
             if anew or boxes != old.boxes(item, device):
-                found[device] += size * sum(box.size for box in boxes)
-    return found
+                changed[device] += size * sum(box.size for box in boxes)
+    return changed
 
 
 def _kinds(layouts: Layouts, *others: Layouts) -> list[tuple[Item, int]]:

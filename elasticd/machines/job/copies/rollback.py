@@ -143,7 +143,7 @@ def _sets(turn: Transaction) -> list[_Option]:
     """The sets of snapshots that agents hold all of."""
     snapshots = turn.job.snapshots
     there = turn.connected
-    found = []
+    options = []
     for moment in snapshots.moments():
         plan = plan_of(turn, moment.plan)
         if plan is None or snapshots.failed.get(set_name(*moment), 0) >= MOST_TRIES:
@@ -153,8 +153,8 @@ def _sets(turn: Transaction) -> list[_Option]:
             continue
         away = {node for nodes in copies.values() if not there & {*nodes} for node in nodes}
         where = words(moment, snapshots.holding(moment))
-        found.append(_Option(moment=moment, words=where, old=plan, lacking=tuple(sorted(away))))
-    return found
+        options.append(_Option(moment=moment, words=where, old=plan, lacking=tuple(sorted(away))))
+    return options
 
 
 def _checkpoints(turn: Transaction) -> list[_Option]:

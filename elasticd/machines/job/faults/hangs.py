@@ -50,8 +50,8 @@ def stood(turn: Transaction, node: str, message: Halted) -> None:
         return
     place, stack = message.place[:MOST_PLACE], message.stack[-MOST_STACK:]
     seconds, task = max(0.0, message.seconds), message.task[:MOST_PLACE]
-    found = msgspec.structs.replace(message, place=place, stack=stack, seconds=seconds, task=task)
-    turn.worker(worker, halted=found, halted_at=turn.now - seconds)
+    halted = msgspec.structs.replace(message, place=place, stack=stack, seconds=seconds, task=task)
+    turn.worker(worker, halted=halted, halted_at=turn.now - seconds)
 
 
 def culprits(turn: Transaction) -> tuple[Worker, ...]:
@@ -97,9 +97,9 @@ def _switching(job: JobState) -> tuple[Worker, ...]:
     before = job.plan.binding if job.plan is not None else {}
     if proposal.recovery is not None:
         before = proposal.recovery.sources
-    found = job.all_known({**before, **proposal.plan.binding})
-    new = [worker for worker in found if worker.device in proposal.plan.binding]
-    return found if all(worker.prepared >= proposal.number for worker in new) else ()
+    workers = job.all_known({**before, **proposal.plan.binding})
+    new = [worker for worker in workers if worker.device in proposal.plan.binding]
+    return workers if all(worker.prepared >= proposal.number for worker in new) else ()
 
 
 def _waits(worker: Worker) -> bool:
@@ -133,10 +133,10 @@ def awaited(job: JobState, now: float, limit: float = 0.0) -> str:
     for members in (_training(job), _switching(job)):
         if not members or any(worker.halted is None for worker in members):
             continue
-        found = [worker for worker in members if not _waits(worker)]
-        if found and now - min(worker.halted_at for worker in found) >= TOLD_SECONDS:
-            return f"waits for {_named(found, now)}{_kept(job, members, found, now, limit)}"
-        if not found and now - max(worker.halted_at for worker in members) >= TOLD_SECONDS:
+        busy = [worker for worker in members if not _waits(worker)]
+        if busy and now - min(worker.halted_at for worker in busy) >= TOLD_SECONDS:
+            return f"waits for {_named(busy, now)}{_kept(job, members, busy, now, limit)}"
+        if not busy and now - max(worker.halted_at for worker in members) >= TOLD_SECONDS:
             mutual = _mutual(job, members)
     return mutual
 
@@ -163,11 +163,11 @@ def tell(turn: Transaction) -> None:
         return
     limit = turn.settings.detect.outside_seconds
     members = (*_training(job), *_switching(job))
-    found = [worker for worker in members if _stands(job, worker, turn.now, limit)]
-    if found and (text := awaited(job, turn.now, limit)):
+    standing = [worker for worker in members if _stands(job, worker, turn.now, limit)]
+    if standing and (text := awaited(job, turn.now, limit)):
         turn.set(standstill=job.progress.step)
         turn.note("waiting", f"waiting: {text}", number=job.number)
-        note(turn, tuple({worker.device: worker for worker in found}.values())[:MOST_NAMED])
+        note(turn, tuple({worker.device: worker for worker in standing}.values())[:MOST_NAMED])
 
 
 def _named(workers: Sequence[Worker], now: float) -> str:

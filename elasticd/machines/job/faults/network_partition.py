@@ -219,10 +219,10 @@ def _hopeless(turn: Transaction, apart: frozenset[Pair]) -> None:
     _changed(turn, hopeless_since=since)
     why = f"{words(apart)}, and no nodes that do hold all of the state"
     if network.unplanned:
-        found = "; ".join(
+        text = "; ".join(
             f"there is no plan for {nodes}: {reason}" for nodes, reason in network.unplanned.items()
         )
-        why = f"{words(apart)}, and the job cannot go on with a part of them: {found}"
+        why = f"{words(apart)}, and the job cannot go on with a part of them: {text}"
     if turn.now - since >= HEALING_SECONDS:
         stop(turn, f"{why}: it was waited for {HEALING_SECONDS:g} s")
     else:

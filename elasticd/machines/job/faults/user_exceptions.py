@@ -113,8 +113,8 @@ def unplanned(turn: Transaction, why: str) -> bool:
     """There is no plan without the device of a rank whose code raised: the step cannot be tried elsewhere.
     Whether there is such a rank, by which the job then ends."""
     job = turn.job
-    found = [worker for worker in job.workers.values() if worker.raised is not None and worker.draining]
-    for worker in found:
+    raisers = [worker for worker in job.workers.values() if worker.raised is not None and worker.draining]
+    for worker in raisers:
         body = worker.raised
         if body is not None and body.plan == job.number and not job.failing:
             what = described(worker.device, body)
@@ -135,8 +135,8 @@ def alike(one: Thrown, other: Raised) -> bool:
 
 def _in_turn(others: list[Thrown], body: Raised) -> Thrown | None:
     """The last of two other devices or more that had the same exception a few steps before."""
-    found = [thrown for thrown in others if same(thrown, body) and abs(index_of(body) - thrown.step) <= NEAR]
-    return found[-1] if len({thrown.device for thrown in found}) > 1 else None
+    alike = [thrown for thrown in others if same(thrown, body) and abs(index_of(body) - thrown.step) <= NEAR]
+    return alike[-1] if len({thrown.device for thrown in alike}) > 1 else None
 
 
 def same(one: Thrown, other: Raised | Thrown) -> bool:

@@ -117,9 +117,9 @@ def words(turn: Transaction, devices: tuple[str, ...]) -> str:
     """Why they are left."""
     nodes = sorted({node_of(device) for device in devices if _drained(turn, device)})
     workers = [device for device in devices if not _drained(turn, device)]
-    found = [f"node {', '.join(nodes)} is to be left"] if nodes else []
-    found += [f"worker {', '.join(workers)} drains"] if workers else []
-    return "; ".join(found)
+    parts = [f"node {', '.join(nodes)} is to be left"] if nodes else []
+    parts += [f"worker {', '.join(workers)} drains"] if workers else []
+    return "; ".join(parts)
 
 
 def _drained(turn: Transaction, device: str) -> bool:

@@ -62,8 +62,8 @@ def fault(turn: Transaction, gone: Mapping[str, str], why: str, *, back: int = -
         gathered={},
         not_before=0.0,
     )
-    told = turn.told("fenced", f"fence {number}: {why}", number=number, gone=sorted(gone))
-    turn.write(*records, notes=(told,))
+    note = turn.told("fenced", f"fence {number}: {why}", number=number, gone=sorted(gone))
+    turn.write(*records, notes=(note,))
 
 
 def resolved(turn: Transaction) -> None:

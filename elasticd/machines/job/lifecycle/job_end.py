@@ -32,8 +32,8 @@ def finished(turn: Transaction, body: Finished) -> None:
     _answer_waiting(
         turn, Closed(reason=f"job {job.job} is over: it finished after {counted(body.step, 'step')}; {ANEW}")
     )
-    told = turn.told("finished", f"finished after {counted(body.step, 'step')}", step=body.step)
-    turn.write(DoneRecord(step=body.step, epoch=turn.epoch), notes=(told,))
+    note = turn.told("finished", f"finished after {counted(body.step, 'step')}", step=body.step)
+    turn.write(DoneRecord(step=body.step, epoch=turn.epoch), notes=(note,))
 
 
 #: Characters of why a job ended, a proposal was given up or a fence made: many members' reasons may be in it.
@@ -61,8 +61,8 @@ def stop(turn: Transaction, why: str, *, orderly: bool = False) -> None:
     turn.effects.append(CancelPlan(job=job.job))
     answer = Closed if orderly else Rejected
     _answer_waiting(turn, answer(reason=f"job {job.job} is over: {reason}"))
-    told = turn.told("stopped", f"stopped: {reason}", orderly=orderly, step=job.progress.step)
-    turn.write(*records, notes=(told,))
+    note = turn.told("stopped", f"stopped: {reason}", orderly=orderly, step=job.progress.step)
+    turn.write(*records, notes=(note,))
 
 
 def unwritten(turn: Transaction, event: Unwritten) -> None:

@@ -163,8 +163,8 @@ def unrecovered(job: JobState) -> str:
     if job.phase is not JobPhase.RECOVERING or job.fence is None:
         return ""
     number = job.fence.number
-    said = {worker.device for worker in job.holders if worker.standing and worker.standing.fence == number}
-    silent = [*(worker.device for worker in job.holders if worker.device not in said), *job.unmet]
+    answered = {worker.device for worker in job.holders if worker.standing and worker.standing.fence == number}
+    silent = [*(worker.device for worker in job.holders if worker.device not in answered), *job.unmet]
     if silent:
         return f"{_few(silent)} did not say so far what state it holds, since fence {number}"
     return "a plan is made for the devices that are left" if job.asked is not None else ""

@@ -43,8 +43,8 @@ def asked(turn: Transaction, event: StopAsked) -> None:
     text = f"{event.by} stops the job: its workers drain, and have {event.seconds:g} s"
     if deaf := unheard(job, turn.nodes, event.seconds):
         text = f"{text}; {words(deaf)}"
-    told = turn.told("stopping", text, by=event.by, seconds=event.seconds, unheard=sorted(deaf))
-    turn.write(StopRecord(by=event.by, seconds=event.seconds), notes=(told,))
+    note = turn.told("stopping", text, by=event.by, seconds=event.seconds, unheard=sorted(deaf))
+    turn.write(StopRecord(by=event.by, seconds=event.seconds), notes=(note,))
     turn.set(stopping=f"{BY_REQUEST}{event.by}", stop_asked_at=turn.now, stop_at=turn.now + event.seconds)
     for name in turn.nodes:
         if turn.here(name):

@@ -82,20 +82,20 @@ def rehearsed(turn: Transaction, worker: Worker, body: Rehearsed) -> None:
     rehearsal = turn.job.rehearsal
     if rehearsal is None or worker.device not in rehearsal.awaited:
         return
-    found = dict(rehearsal.found)
+    by_width = dict(rehearsal.found)
     for width, seconds in body.seconds.items():
         if width > 1 and 0 < seconds <= LONGEST_SECONDS and math.isfinite(seconds):
-            found[width] = (*found.get(width, ()), seconds)
+            by_width[width] = (*by_width.get(width, ()), seconds)
     left = rehearsal.awaited - {worker.device}
-    turn.set(rehearsal=msgspec.structs.replace(rehearsal, awaited=left, found=found))
+    turn.set(rehearsal=msgspec.structs.replace(rehearsal, awaited=left, found=by_width))
 
 
 def learn(turn: Transaction, profile: ModelProfile) -> None:
     """The job's first profile, with what was rehearsed."""
     rehearsal = turn.job.rehearsal
     known = profile.collective_seconds.keys() | profile.collective_token_seconds.keys()
-    found = rehearsal.found if rehearsal is not None else {}
-    seconds = {width: median(each) for width, each in sorted(found.items()) if width not in known}
+    by_width = rehearsal.found if rehearsal is not None else {}
+    seconds = {width: median(each) for width, each in sorted(by_width.items()) if width not in known}
     collectives = {**profile.collective_seconds, **seconds}
     profile = msgspec.structs.replace(profile, collective_seconds=collectives)
     turn.set(profile=profile, rehearsed=frozenset(seconds))

@@ -86,16 +86,16 @@ def packed(job: JobState) -> PackedSequences | None:
     spec = job.pipeline_spec
     if spec is None or spec.packed is None:
         return None
-    told, lengths, longest = spec.packed, job.lengths, job.longest
-    likely = told.likely
-    if lengths is not None and not told.sample:
+    sequences, lengths, longest = spec.packed, job.lengths, job.longest
+    likely = sequences.likely
+    if lengths is not None and not sequences.sample:
         likely = min(likely, _MARGIN * longest)
-    told = msgspec.structs.replace(told, likely=max(likely, job.likely))
-    if longest > told.longest:
-        told = msgspec.structs.replace(told, longest=longest, sample="")
-    if lengths is None or not _off(told.lengths, lengths):
-        return told
-    return msgspec.structs.replace(told, lengths=lengths)
+    sequences = msgspec.structs.replace(sequences, likely=max(likely, job.likely))
+    if longest > sequences.longest:
+        sequences = msgspec.structs.replace(sequences, longest=longest, sample="")
+    if lengths is None or not _off(sequences.lengths, lengths):
+        return sequences
+    return msgspec.structs.replace(sequences, lengths=lengths)
 
 
 def _assumed(spec: JobSpec) -> Lengths:

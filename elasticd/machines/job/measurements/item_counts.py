@@ -27,7 +27,7 @@ OFF = 0.1
 def measured(turn: Transaction, plan: Plan, step: Step) -> None:
     """Takes in the items of a whole step. Where they have shifted, later plans are made for them as they are
     now."""
-    shifts, modules, said = dict(turn.job.item_shifts), list(turn.job.modules), []
+    shifts, modules, lines = dict(turn.job.item_shifts), list(turn.job.modules), []
     packed = data_lengths.packed(turn.job)
     samples = plan.global_batch if packed is None else packed.sequences
     for at, module in enumerate(modules):
@@ -47,17 +47,17 @@ def measured(turn: Transaction, plan: Plan, step: Step) -> None:
                 profile=_resized(turn, plan, module, new.rows.reference),
             )
             modules[at] = now
-            said.append(
+            lines.append(
                 f"{now.items} of {now.name}: {now.items_a_sample:.2f} in a sample, of {now.rows_an_item:.0f} "
                 f"rows, in the mean; before, {module.items_a_sample:.2f} of {module.rows_an_item:.0f}"
             )
     turn.set(item_shifts=shifts)
-    if not said:
+    if not lines:
         return
     turn.set(modules=tuple(modules), sampled=(), first_step=None)
     seconds = step_prediction.predict_anew(turn, packed)
     step_prediction.keep_profile(turn)
-    turn.note("shifted", "; ".join(said), step=step.step, plan=turn.job.number, step_seconds=seconds)
+    turn.note("shifted", "; ".join(lines), step=step.step, plan=turn.job.number, step_seconds=seconds)
 
 
 def resizing(job: JobState) -> list[str]:

@@ -38,9 +38,9 @@ def measured(turn: Transaction, plan: Plan, step: Step) -> None:
 
 def _slowdowns(view: Plan, step: Step) -> dict[str, int]:
     """Of the lanes of a module [64ths], by the first device of the first stage, which stands for all."""
-    told = dict(zip(step.devices, map(int, step.column("slowdown").tolist()), strict=True))
+    slowdowns = dict(zip(step.devices, map(int, step.column("slowdown").tolist()), strict=True))
     heads = [lane.stages[0].devices[0] for lane in view.by_lane]
-    return {device: told[device] for device in heads if told.get(device, 0) > 0}
+    return {device: slowdowns[device] for device in heads if slowdowns.get(device, 0) > 0}
 
 
 def _publish_shares(

@@ -46,7 +46,7 @@ def module_times(job: JobState) -> tuple[ModuleTimes, ...]:
     plan, steps = job.pipeline_plan, job.last_steps
     if plan is None or len(plan.modules) == 1 or not steps or steps[-1].plan != plan.number:
         return ()
-    known, found = {module.name: module for module in job.modules}, []
+    known, times = {module.name: module for module in job.modules}, []
     for module in plan.modules:
         own = steps[-1].modules.get(module.module) if module.items else steps[-1]
         each = _by_device(own, plan.view(module.module)) if own is not None else ()
@@ -58,12 +58,12 @@ def module_times(job: JobState) -> tuple[ModuleTimes, ...]:
             items, rows = planned.items_a_sample, planned.rows_an_item
             if (shift := job.item_shifts.get(module.module)) is not None:
                 items, rows = shift.items.mean, shift.rows.mean
-        found.append(
+        times.append(
             ModuleTimes(
                 module.module, len(each), busy.device, busy.seconds, module.items, items, rows, tuple(each)
             )
         )
-    return tuple(found)
+    return tuple(times)
 
 
 def _by_device(step: Step, view: Plan) -> Sequence[DeviceModuleTimes]:

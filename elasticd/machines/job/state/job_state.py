@@ -501,13 +501,13 @@ class JobState(Value, frozen=True, kw_only=True):
 
     def known(self, binding: Mapping[str, str]) -> tuple[Worker, ...]:
         """The workers of these incarnations, by device, that are known here, in order."""
-        found = ((incarnation, self.workers.get(device)) for device, incarnation in binding.items())
-        return tuple(worker for incarnation, worker in found if worker and worker.incarnation == incarnation)
+        workers = ((incarnation, self.workers.get(device)) for device, incarnation in binding.items())
+        return tuple(worker for incarnation, worker in workers if worker and worker.incarnation == incarnation)
 
     def all_known(self, binding: Mapping[str, str]) -> tuple[Worker, ...]:
         """The same; none where one of them is not known."""
-        found = self.known(binding)
-        return found if len(found) == len(binding) else ()
+        workers = self.known(binding)
+        return workers if len(workers) == len(binding) else ()
 
     @property
     def candidates(self) -> tuple[JobPlan, ...]:
@@ -538,15 +538,15 @@ class JobState(Value, frozen=True, kw_only=True):
     def unreported(self) -> tuple[str, ...]:
         """Devices of members, of the running or the proposed plan, whose worker has not said hello, or not
         to the agent that its node has now. Who is fenced off is not waited for."""
-        found: dict[str, None] = {}
+        devices: dict[str, None] = {}
         for plan in self.plans:
             for device, incarnation in plan.binding.items():
                 worker = self.workers.get(device)
                 if worker is not None and worker.incarnation == incarnation and not worker.orphan:
                     continue
                 if self.gone.get(device) != incarnation:
-                    found[device] = None
-        return tuple(found)
+                    devices[device] = None
+        return tuple(devices)
 
 
 def fresh(job: str, phase: JobPhase, now: float) -> JobState:

@@ -38,7 +38,7 @@ def together(
     troubled = sorted({node for both in apart for node in both})
     free = frozenset(devices) - {*troubled}
     grown = _cliques(troubled, apart) if len(troubled) <= MOST_EXACT else _greedy(troubled, apart, devices)
-    sets = {free | found for found in grown} or {free}
+    sets = {free | larger for larger in grown} or {free}
     order = sorted(sets, key=lambda nodes: (-sum(devices[node] for node in nodes), sorted(nodes)))
     return next((nodes for nodes in order if nodes and suits(nodes)), None)
 
@@ -68,14 +68,14 @@ def _greedy(
     """From each node the set that grows by those with the least trouble, then the most devices."""
     trouble = {node: sum(node in both for both in apart) for node in nodes}
     order = sorted(nodes, key=lambda node: (trouble[node], -devices[node], node))
-    found = []
+    groups = []
     for seed in order:
         chosen = {seed}
         for node in order:
             if node not in chosen and all(pair(node, other) not in apart for other in chosen):
                 chosen.add(node)
-        found.append(frozenset(chosen))
-    return found
+        groups.append(frozenset(chosen))
+    return groups
 
 
 def words(apart: Iterable[Pair], most: int = 4) -> str:

@@ -52,7 +52,7 @@ class SnapshotSets(Value, frozen=True, kw_only=True):
         known = self.plans
         new = {plan.number: plan for plan in plans if plan.number not in known}
         if new:
-            needed = {moment.plan for found in kept.values() for moment in found}
+            needed = {moment.plan for plan_moments in kept.values() for moment in plan_moments}
             known = {number: plan for number, plan in {**known, **new}.items() if number in needed}
         return msgspec.structs.replace(self, kept=kept, plans=known)
 
@@ -92,13 +92,13 @@ class SnapshotSets(Value, frozen=True, kw_only=True):
     ) -> dict[str, list[str]]:
         """The holders of each member's share, among these nodes (None: among all). A member whose share nobody
         holds is not in it; one of another incarnation is no member."""
-        found: dict[str, list[str]] = {}
+        holders: dict[str, list[str]] = {}
         for node, sets in self.kept.items():
             if nodes is None or node in nodes:
                 for held in sets.get(moment, ()):
                     if plan.binding.get(held.device) == held.incarnation:
-                        found.setdefault(held.device, []).append(node)
-        return found
+                        holders.setdefault(held.device, []).append(node)
+        return holders
 
     def is_whole(self, moment: Moment, plan: JobPlan, peers: Collection[str]) -> bool:
         """Returns True if the share of each member is held on two nodes; on one where the plan has no other
@@ -137,7 +137,7 @@ def stand_ins(
         for device in shares
     }
     load: dict[str, int] = {}
-    found: dict[str, str] = {}
+    substitutes: dict[str, str] = {}
     # Whoever can read its own share has it; then those that fewest can read.
     for device in sorted(options, key=lambda name: (name not in options[name], len(options[name]))):
         if not options[device]:
@@ -145,5 +145,5 @@ def stand_ins(
         own = device in options[device] and not load.get(device)
         best = device if own else min(options[device], key=lambda name: load.get(name, 0))
         load[best] = load.get(best, 0) + 1
-        found[device] = best
-    return {device: found[device] for device in shares}
+        substitutes[device] = best
+    return {device: substitutes[device] for device in shares}
