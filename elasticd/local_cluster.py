@@ -23,13 +23,13 @@ def settings(path: str | None) -> Config:
     `elasticd up` that runs here, else the defaults. Raises ConfigError."""
     if path is not None or os.environ.get(CONFIG_VARIABLE):
         return load(path)
-    found = running()
-    if len(found) > 1:
-        listed = "\n".join(f"  {one}" for one in found)
+    cluster = running()
+    if len(cluster) > 1:
+        listed = "\n".join(f"  {one}" for one in cluster)
         raise ConfigError(
             f"several 'elasticd up' run on this machine: name one by --config or ${CONFIG_VARIABLE}:\n{listed}"
         )
-    return load(found[0] if found else None)
+    return load(cluster[0] if cluster else None)
 
 
 def running() -> list[Path]:

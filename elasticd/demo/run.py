@@ -44,9 +44,9 @@ class _Seen:
         self.job = self._api.status().job(JOB)
         self.events += self._api.events(self.events[-1].id if self.events else 0)
         if self.job is not None:
-            found = self._api.steps(JOB, self.steps[-1].step if self.steps else -1)
-            self.steps += found.steps
-            self.pacing = found.pacing
+            steps = self._api.steps(JOB, self.steps[-1].step if self.steps else -1)
+            self.steps += steps.steps
+            self.pacing = steps.pacing
         if not self.pids and self.steps and self.job is not None:
             self.pids = pids(self.job)
         return Seen(job=self.job, events=self.events, steps=self.steps)
@@ -141,8 +141,8 @@ def _gather(cluster: DemoCluster, progress: DemoProgress, seen: _Seen, plain: Ch
     assert seen.job is not None
     failed = {name: code for name, code in cluster.wait_for_torchruns().items() if code}
     if failed:
-        said = "\n".join(child.said() for child in cluster.torchruns if child.name in failed)
-        raise DemoError(f"{', '.join(failed)} did not end cleanly after the job:\n{said}")
+        output = "\n".join(child.said() for child in cluster.torchruns if child.name in failed)
+        raise DemoError(f"{', '.join(failed)} did not end cleanly after the job:\n{output}")
     progress.say("the job is done; waiting for the same training by plain torch in one process")
     cluster.hurry(plain)  # nothing is measured any more; on a busy machine it would wait for the others' work
     if cluster.wait(plain, _PLAIN_SECONDS) != 0:

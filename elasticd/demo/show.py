@@ -18,21 +18,21 @@ from elasticd.demo.report import MEBI, DemoReport, Switch, report
 
 def show(record: DemoRecord, out: Path, console: Console) -> int:
     """Writes and prints the report; 0 when every check is met, else 1."""
-    made = report(record)
-    (out / "report.json").write_bytes(msgspec.json.format(msgspec.json.encode(made), indent=2) + b"\n")
+    outcome = report(record)
+    (out / "report.json").write_bytes(msgspec.json.format(msgspec.json.encode(outcome), indent=2) + b"\n")
     plot(record, out / "throughput.png")
     console.print()
-    console.print(speeds(made))
+    console.print(speeds(outcome))
     console.print()
-    for line in lines(made, record.scenario.slow_device):
+    for line in lines(outcome, record.scenario.slow_device):
         console.print(line, markup=False, soft_wrap=True)
     console.print()
-    for check in made.checks:
+    for check in outcome.checks:
         verdict = "[green]ok[/]    " if check.met else "[red]FAILED[/]"
         console.print(f"  {verdict} {escape(check.text)}", soft_wrap=True)
     console.print(f"\nreport: {out / 'report.json'}   plot: {out / 'throughput.png'}")
-    if made.failed:
-        console.print(f"[red]the demo failed:[/] {', '.join(check.name for check in made.failed)}")
+    if outcome.failed:
+        console.print(f"[red]the demo failed:[/] {', '.join(check.name for check in outcome.failed)}")
         return 1
     console.print("[green]all of it holds[/]")
     return 0

@@ -61,8 +61,8 @@ class Replayed(Value, frozen=True, kw_only=True):
     @property
     def differs(self) -> int | None:
         """The index of the first decision that is another one; None where all are the same."""
-        for index, (made, was) in enumerate(zip(self.decisions, self.recorded, strict=False)):
-            if (made.kind, made.job, made.text) != (was.kind, was.job, was.text):
+        for index, (decision, was) in enumerate(zip(self.decisions, self.recorded, strict=False)):
+            if (decision.kind, decision.job, decision.text) != (was.kind, was.job, was.text):
                 return index
         short = min(len(self.decisions), len(self.recorded))
         return None if len(self.decisions) == len(self.recorded) else short

@@ -167,10 +167,10 @@ class Compare(msgspec.Struct, frozen=True):
         """Returns True if the condition is true of what the store holds: under the key, or under its prefix."""
         if self.target == "prefix":
             return all(item is None or item.mod_revision <= self.expected for item in items)
-        (found,) = items
-        if found is None:
+        (stored,) = items
+        if stored is None:
             return self.expected == 0
-        return (found.create_revision if self.target == "create" else found.mod_revision) == self.expected
+        return (stored.create_revision if self.target == "create" else stored.mod_revision) == self.expected
 
 
 class TransactResult(msgspec.Struct, frozen=True, kw_only=True):

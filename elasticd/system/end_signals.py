@@ -19,20 +19,20 @@ def noted(numbers: tuple[signal.Signals, ...] = ENDING) -> Iterator[list[int]]:
     """The signals that came since, a list that grows. Once one has come, later ones are ignored at the end: an
     impatient user's next Ctrl-C must not break a clean-up off. SIGHUP stays ignored where it is, as `nohup` has
     it. Used from the main thread."""
-    told: list[int] = []
+    signals: list[int] = []
 
     def note(number: int, frame: FrameType | None) -> None:
-        told.append(number)  # no lock here: this runs in the midst of anything
+        signals.append(number)  # no lock here: this runs in the midst of anything
 
     nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     before = {
         number: signal.signal(number, note) for number in numbers if not (nohup and number is signal.SIGHUP)
     }
     try:
-        yield told
+        yield signals
     finally:
         for number, handler in before.items():
-            signal.signal(number, signal.SIG_IGN if told else handler)
+            signal.signal(number, signal.SIG_IGN if signals else handler)
 
 
 def caught(pid: int, number: signal.Signals) -> bool:

@@ -172,17 +172,17 @@ class _News:
 
 def _launched(what: Launch, news: _News) -> tuple[int, str]:
     """The exit code, and the last line for the user."""
-    with noted(NOTICES) as told, tempfile.TemporaryDirectory(prefix="elasticd-run-") as folder:
-        ended = _run(what, what.mode, Path(folder), told)
-        if ended.restart_mode and not told:
+    with noted(NOTICES) as signals, tempfile.TemporaryDirectory(prefix="elasticd-run-") as folder:
+        ended = _run(what, what.mode, Path(folder), signals)
+        if ended.restart_mode and not signals:
             _say("the script makes no elasticd.Job: it goes on in restart mode (--mode restart starts so)")
             if what.fresh:
                 _say("--fresh has no say in the checkpoints of a script without a Job: those are its own")
-            ended = _run(what, "restart", Path(folder), told)
+            ended = _run(what, "restart", Path(folder), signals)
         end = news.end()
-        if told:
-            name = signal.Signals(told[0]).name
-            return 128 + told[0], end or f"job {what.job}: its workers on this node were ended by {name}"
+        if signals:
+            name = signal.Signals(signals[0]).name
+            return 128 + signals[0], end or f"job {what.job}: its workers on this node were ended by {name}"
         outcomes = list(ended.outcomes.values())
         failed = [code for code in ended.codes.values() if code]
         if news.stopping and ended.stopped:

@@ -130,16 +130,16 @@ class Cluster:
         """The first value of `condition` that is true; a coordinator that is not there is waited for. Raises
         ProcessError after `seconds`."""
         deadline = time.monotonic() + seconds
-        said = ""
+        why = ""
         while time.monotonic() < deadline:
             self.tend()
             try:
                 if value := condition():
                     return value
             except CannotReach as error:
-                said = f": {error}"
+                why = f": {error}"
             self._processes.pause(_LOOK)
-        raise ProcessError(f"{what} did not happen within {seconds:g} s{said}")
+        raise ProcessError(f"{what} did not happen within {seconds:g} s{why}")
 
     def wait(self, child: Child, seconds: float) -> int:
         """The exit code of a process. Raises ProcessError after `seconds`."""

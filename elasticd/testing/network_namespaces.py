@@ -67,9 +67,9 @@ class Namespaces:
 
     def within(self, node: str) -> tuple[str, ...]:
         """The command's beginning that runs the rest of it on a node."""
-        found = shutil.which("ip")
-        assert found is not None
-        return (os.path.abspath(found), "netns", "exec", self.name(node))
+        program = shutil.which("ip")
+        assert program is not None
+        return (os.path.abspath(program), "netns", "exec", self.name(node))
 
     def cut(self, node: str) -> None:
         """Nothing reaches it any more."""
@@ -132,12 +132,12 @@ class Namespaces:
 @contextmanager
 def namespaces(nodes: Sequence[str], *, data: bool = False) -> Iterator[Namespaces]:
     """Made on entry, removed on exit."""
-    made = Namespaces(nodes, data=data)
+    spaces = Namespaces(nodes, data=data)
     try:
-        made.make()
-        yield made
+        spaces.make()
+        yield spaces
     finally:
-        made.close()
+        spaces.close()
 
 
 def _ip(*arguments: str) -> None:

@@ -104,7 +104,7 @@ def kind_of(news: live.AnyNews | None) -> str:
     return news.kind if isinstance(news, live.Valued) else ""
 
 
-def job(name: str, plan: int = 1, step: int = 0) -> live.Put:
+def job(name: str, plan: int = 1, step: int = 0, *, over: bool = False) -> live.Put:
     status = JobStatus(
         job=name,
         phase="trains",
@@ -116,7 +116,7 @@ def job(name: str, plan: int = 1, step: int = 0) -> live.Put:
         tokens_per_second=None,
         members=(),
     )
-    return live.put("1:1", "job", status.job, live.LiveJob(job=status, plan=plan, over=False))
+    return live.put("1:1", "job", status.job, live.LiveJob(job=status, plan=plan, over=over))
 
 
 def gone(leader: Leader) -> None:
@@ -302,7 +302,7 @@ def test_a_line_ends_where_nothing_is_measured_any_more_and_begins_anew(
     leader.say(live.append("1:4", "slowdowns", "", live.Slowdowns(rates={"a/1": 2.0}, slowness={})))
     passing(1.0)
     if how == "over":
-        leader.say(msgspec.structs.replace(job("j"), over=True))
+        leader.say(job("j", over=True))
         measured(leader, 3.0, 3.0)  # of its last step: a leader tells it after the end
         passing(100.0)
         leader.say(job("j"))  # it was started again

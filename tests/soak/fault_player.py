@@ -98,10 +98,10 @@ class Pause:
         """The fault of the fences so far: nobody is fenced off for being between two steps. struck: until when
         another fault of its device or node lasted, which is a reason."""
         named = (each for each in fences[self.fences :] if each.gone.get(self.device) == self.incarnation)
-        found = next(named, None)
-        if found is None or struck >= self.until - _EXCUSED_SECONDS:
+        fence = next(named, None)
+        if fence is None or struck >= self.until - _EXCUSED_SECONDS:
             return ""
-        return f"{self.device} was fenced off while it was between two steps: {found.reason}"
+        return f"{self.device} was fenced off while it was between two steps: {fence.reason}"
 
 
 class FaultPlayer:
@@ -151,8 +151,8 @@ class FaultPlayer:
             self._end_others()
             self._steps.look()
             if ended := self._cluster.ended_launchers():
-                said = ", ".join(f"{name} ({code})" for name, code in ended.items())
-                raise ProcessError(f"launchers ended before the last fault, with exit code: {said}")
+                exits = ", ".join(f"{name} ({code})" for name, code in ended.items())
+                raise ProcessError(f"launchers ended before the last fault, with exit code: {exits}")
             if deadline is not None and time.monotonic() > deadline:
                 return False
             if time.monotonic() - self._steps.moved > self._still:
@@ -345,9 +345,9 @@ class FaultPlayer:
         self._planted += 1
         number, fences = self._planted, len(self._written("fence"))
         plant(folder, fault.device, _of_code(fault, number))
-        found = self.wait(lambda: taken(folder, number), _FIND_SECONDS)
+        is_taken = self.wait(lambda: taken(folder, number), _FIND_SECONDS)
         withdraw(folder, fault.device)
-        if not found and not taken(folder, number):
+        if not is_taken and not taken(folder, number):
             return False
         until = time.monotonic() + fault.lasts
         if fault.kind == "hang":
@@ -376,8 +376,8 @@ class FaultPlayer:
         node = node_of(pause.device)
         struck = max(self._struck.get(pause.device, 0.0), self._struck.get(node, 0.0))
         fences = [decode(each, Fence) for each in self._written("fence")]
-        if found := pause.false(fences, struck):
-            self.played.false.append(found)
+        if fence := pause.false(fences, struck):
+            self.played.false.append(fence)
 
     def _pids(self, node: str) -> list[int]:
         job = self._cluster.job()

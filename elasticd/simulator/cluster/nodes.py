@@ -150,8 +150,8 @@ class Node:
             elif not self.asks:
                 continue
             self.emit(Opened(client=client.id, body=body, pid=body.pid, incarnation=client.incarnation))
-            for said in client.said:
-                self.emit(Said(client=client.id, body=said))
+            for statement in client.said:
+                self.emit(Said(client=client.id, body=statement))
 
     def read(self, event: Event) -> None:
         """A record of the store."""

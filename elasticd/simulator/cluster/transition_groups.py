@@ -130,8 +130,8 @@ class Transitions:
         old, plan = proposal.old, proposal.plan
         assert isinstance(plan, Plan)
         assert old is None or isinstance(old, Plan)
-        found = move(self._truth, old, plan, sources)
-        transition.found = found
+        transfer = move(self._truth, old, plan, sources)
+        transition.found = transfer
         pause = self._times.pause if proposal.old is not None else 0.0
         members = self._members(transition)
 
@@ -139,7 +139,7 @@ class Transitions:
             for member in members:
                 member.feed(sw.StateMoved(number=number))
 
-        self._worker_group.together(found.seconds + pause, members, moved)
+        self._worker_group.together(transfer.seconds + pause, members, moved)
 
     def all_gather_ok(self, worker: SimulatedWorker, number: int, ok: bool) -> None:
         """Takes a worker's part of the all-gather. After the last member's part, all members get all parts in

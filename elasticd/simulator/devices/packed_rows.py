@@ -89,7 +89,7 @@ def plan_of(gang: Gang) -> Plan:
 
 def dealt(lengths: Ints, gang: Gang, plan: Plan | None = None) -> tuple[BatchRow, ...]:
     """The rows that a job would run."""
-    made = packed_batch_plan(
+    batch_plan = packed_batch_plan(
         plan or plan_of(gang),
         1,
         range(len(lengths)),
@@ -98,7 +98,7 @@ def dealt(lengths: Ints, gang: Gang, plan: Plan | None = None) -> tuple[BatchRow
         cut=CutOptions(fixed=gang.fixed),
         slowdown=tuple(map(round, gang.slowdown)),
     )
-    return made.pipelines[0]
+    return batch_plan.pipelines[0]
 
 
 def seconds(rows: Sequence[BatchRow], gang: Gang) -> float:

@@ -98,11 +98,11 @@ def _boundary(line: Pipeline, s: int, profile: ModelProfile, cluster: Cluster) -
 
 
 def _alike(pipelines: Sequence[Pipeline]) -> list[tuple[int, Ints, Ints]]:
-    found: dict[tuple[int, int], list[int]] = {}
+    groups: dict[tuple[int, int], list[int]] = {}
     for p, line in enumerate(pipelines):
-        found.setdefault((len(line.stages), line.micro_batches), []).append(p)
+        groups.setdefault((len(line.stages), line.micro_batches), []).append(p)
     starts = np.concatenate(([0], np.cumsum([len(line.stages) for line in pipelines])))
     return [
         (micro_batches, np.array(which), starts[which][:, None] + np.arange(depth))
-        for (depth, micro_batches), which in sorted(found.items())
+        for (depth, micro_batches), which in sorted(groups.items())
     ]

@@ -35,12 +35,12 @@ def move(truth: DeviceModel, old: Plan | None, new: Plan, sources: Collection[st
     """
     if old is None:
         return Move(lacking=dict.fromkeys(new.members, 0), seconds=0.0)
-    cluster, found = truth.cluster, dict.fromkeys(new.members, 0.0)
+    cluster, lacking_bytes = truth.cluster, dict.fromkeys(new.members, 0.0)
     for module in (each.module for each in new.modules):
         views = old.view(module), new.view(module)
         for device, size in bytes_by_member(truth.profile_of(module), *views, sources).items():
-            found[device] += size
-    lacking = {name: round(size) for name, size in found.items()}
+            lacking_bytes[device] += size
+    lacking = {name: round(size) for name, size in lacking_bytes.items()}
     seconds = max(lacking.values(), default=0) / cluster.inside.bandwidth
     for level in range(NODE, NODE + 1 + len(cluster.levels)):
         groups: dict[Place, int] = {cluster.places(f"{node.name}/0")[level]: 0 for node in cluster.nodes}

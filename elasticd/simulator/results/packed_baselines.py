@@ -69,21 +69,21 @@ Bin = tuple[int, list[int]]  # ranks that it needs, sequences
 
 def _bins(numbers: Iterable[int], lengths: Lengths, capacity: int) -> list[Bin]:
     """Best-fit decreasing: into bins of as many ranks as their first sequence, the longest, needs."""
-    made: list[list[int]] = []  # ranks, tokens left
+    bins: list[list[int]] = []  # ranks, tokens left
     members: list[list[int]] = []
     for number in sorted(numbers, key=lambda number: -lengths[number]):
         length = int(lengths[number])
         need = -(-length // capacity)
-        fits = [at for at, (ranks, left) in enumerate(made) if ranks >= need and left >= length]
+        fits = [at for at, (ranks, left) in enumerate(bins) if ranks >= need and left >= length]
         if fits:
-            best = min(fits, key=lambda at: made[at][1])
+            best = min(fits, key=lambda at: bins[at][1])
         else:
-            best = len(made)
-            made.append([need, need * capacity])
+            best = len(bins)
+            bins.append([need, need * capacity])
             members.append([])
-        made[best][1] -= length
+        bins[best][1] -= length
         members[best].append(number)
-    return [(ranks, own) for (ranks, _), own in zip(made, members, strict=True)]
+    return [(ranks, own) for (ranks, _), own in zip(bins, members, strict=True)]
 
 
 def degrees(times: Sequence[Floats], least: Sequence[int], ranks: int, allowed: Sequence[int]) -> list[int]:
@@ -126,13 +126,13 @@ def _waves(lengths: Lengths, gang: Gang, *, twos: bool, by_length: bool) -> floa
         ahead = np.cumsum(lengths[order[first:]])
         stop = first + max(1, int(np.searchsorted(ahead, FILL * ranks * gang.capacity, "right")))
         while True:
-            made = _bins(order[first:stop].tolist(), lengths, gang.capacity)
-            made = [(1 << (need - 1).bit_length(), own) for need, own in made] if twos else made
-            if sum(need for need, _ in made) <= ranks or stop - first == 1:
+            bins = _bins(order[first:stop].tolist(), lengths, gang.capacity)
+            bins = [(1 << (need - 1).bit_length(), own) for need, own in bins] if twos else bins
+            if sum(need for need, _ in bins) <= ranks or stop - first == 1:
                 break
             stop -= max(1, (stop - first) // 50)
-        times = [group_times(lengths[own], gang) for _, own in made]
-        chosen = degrees(times, [need for need, _ in made], ranks, allowed)
+        times = [group_times(lengths[own], gang) for _, own in bins]
+        chosen = degrees(times, [need for need, _ in bins], ranks, allowed)
         at, slowest = 0, 0.0
         for time, degree in sorted(zip(times, chosen, strict=True), key=lambda each: -each[1]):
             slowest = max(slowest, float(time[degree - 1]) * slowdown[at : at + degree].max())
@@ -142,8 +142,8 @@ def _waves(lengths: Lengths, gang: Gang, *, twos: bool, by_length: bool) -> floa
 
 
 def _degrees(lengths: Lengths, gang: Gang) -> list[int]:
-    found = [1 << power for power in range(gang.lanes.bit_length()) if 1 << power <= gang.lanes]
-    return [degree for degree in found if degree * gang.capacity >= int(lengths.max())]
+    degrees = [1 << power for power in range(gang.lanes.bit_length()) if 1 << power <= gang.lanes]
+    return [degree for degree in degrees if degree * gang.capacity >= int(lengths.max())]
 
 
 def _static(lengths: Lengths, gang: Gang, degree: int, *, by_cost: bool) -> float:
@@ -158,12 +158,12 @@ def _static(lengths: Lengths, gang: Gang, degree: int, *, by_cost: bool) -> floa
         for at, each in enumerate(own):
             packs[at] = _first_fit(each, room)
     else:
-        made: list[list[int]] = [[]]
+        bins: list[list[int]] = [[]]
         for length in lengths.tolist():
-            if sum(made[-1]) + length > room:
-                made.append([])
-            made[-1].append(length)
-        for number, pack in enumerate(made):
+            if sum(bins[-1]) + length > room:
+                bins.append([])
+            bins[-1].append(length)
+        for number, pack in enumerate(bins):
             packs[number % groups].append(pack)
     slowdown = np.array(gang.slowdown[: groups * degree]).reshape(groups, degree).max(1) / 64
     each = [

@@ -102,16 +102,16 @@ def _still(outcome: Outcome, axes: Any) -> None:
 
 def _mark(outcome: Outcome, axes: Any, unit: float, last: float) -> None:
     """Marks the times of the script's events, by name where there is room for names."""
-    found = [event for event in outcome.timeline if event.kind in _MARKS]
-    faults = [event for event in found if event.kind == "fault"]
-    many = len(found) > _MOST_MARKS
+    events = [event for event in outcome.timeline if event.kind in _MARKS]
+    faults = [event for event in events if event.kind == "fault"]
+    many = len(events) > _MOST_MARKS
     if many:
-        found = [event for event in found if event.kind == "recorded"]
+        events = [event for event in events if event.kind == "recorded"]
         at = [event.seconds / unit for event in faults]
         color, label = _MARKS["fault"]
         axes.plot(at, [0.012] * len(at), "|", color=color, label=label, transform=axes.get_xaxis_transform())
     labelled: set[str] = set()
-    for kind, seconds in dict.fromkeys((event.kind, event.seconds) for event in found):
+    for kind, seconds in dict.fromkeys((event.kind, event.seconds) for event in events):
         color, label = _MARKS[kind]
         axes.axvline(
             seconds / unit,

@@ -58,8 +58,8 @@ def wikipedia(draw: np.random.Generator, count: int) -> Lengths:
 def between(draw: np.random.Generator, count: int, quantiles: Sequence[tuple[float, float]]) -> Lengths:
     """Lengths between the quantiles of a distribution, (part of the sequences, tokens), by their logarithms."""
     where, what = np.array(quantiles, dtype=np.float64).T
-    found: Lengths = np.exp(np.interp(draw.random(count), where, np.log(what))).astype(np.int64)
-    return found
+    lengths: Lengths = np.exp(np.interp(draw.random(count), where, np.log(what))).astype(np.int64)
+    return lengths
 
 
 def long_tail(draw: np.random.Generator, count: int) -> Lengths:
@@ -130,14 +130,14 @@ class Corpus(Value, frozen=True, kw_only=True):
         """The lengths of a step, times a factor."""
         draw = np.random.default_rng((seed, step))
         if self.corpus:
-            found = CORPORA[self.corpus](draw, count)
+            lengths = CORPORA[self.corpus](draw, count)
         elif self.quantiles:
-            found = between(draw, count, self.quantiles)
+            lengths = between(draw, count, self.quantiles)
         elif self.lognormal:
-            found = np.minimum(draw.lognormal(self.lognormal[0], self.lognormal[1], count), 2.0**40)
+            lengths = np.minimum(draw.lognormal(self.lognormal[0], self.lognormal[1], count), 2.0**40)
         else:
-            found = draw.choice(np.array(self.lengths), count)
-        scaled: Lengths = np.clip(np.rint(found * scale), self.shortest, self.longest).astype(np.int64)
+            lengths = draw.choice(np.array(self.lengths), count)
+        scaled: Lengths = np.clip(np.rint(lengths * scale), self.shortest, self.longest).astype(np.int64)
         return scaled
 
     @property

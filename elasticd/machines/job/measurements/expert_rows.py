@@ -101,8 +101,8 @@ def work(turn: Transaction, plan: Plan) -> dict[str, float]:
     if known.plan != plan.number and isinstance(spec, JobSpec):
         if (load := in_force(turn)) is None:
             return {}
-        by_device, uneven = expert_work(plan.loss_view, load, turn.job.rates.rates)
-        known = msgspec.structs.replace(known, work=by_device, uneven=uneven, plan=plan.number, decided=0.0)
+        found, uneven = expert_work(plan.loss_view, load, turn.job.rates.rates)
+        known = msgspec.structs.replace(known, work=found, uneven=uneven, plan=plan.number, decided=0.0)
         turn.set(expert_rows=known)
     return known.work
 
