@@ -102,8 +102,8 @@ def _angles_in_row(x: Tensor, base: float) -> Angles:
     row, at = current_row(x.device), positions(x.transpose(1, 2))
     assert row is not None
     longest = max(piece.length for piece in row.pieces)  # the tokens of a cut sequence lie anywhere in it
-    made = _kept_tables if type(x) is Tensor else _tables
-    cos, sin = made(_room(longest), x.shape[-1], base, x.dtype, x.device)
+    tables = _kept_tables if type(x) is Tensor else _tables
+    cos, sin = tables(_room(longest), x.shape[-1], base, x.dtype, x.device)
     return cos[at], sin[at]
 
 
@@ -125,16 +125,16 @@ _kept: dict[_Key, Angles] = {}
 
 
 def _kept_tables(*key: Any) -> Angles:
-    found = _kept.get(key)
-    return _keep(key) if found is None else found
+    tables = _kept.get(key)
+    return _keep(key) if tables is None else tables
 
 
 @breaks_graphs
 def _keep(key: _Key) -> Angles:
     while len(_kept) >= _MOST:
         _kept.pop(next(iter(_kept)), None)
-    made = _kept[key] = _tables(*key)
-    return made
+    tables = _kept[key] = _tables(*key)
+    return tables
 
 
 def _tables(tokens: int, size: int, base: float, dtype: torch.dtype, device: torch.device) -> Angles:

@@ -113,12 +113,12 @@ def from_hf(
         )
     proof, width = prove(model, adapters), text_of(model.config).hidden_size
     blank = on_meta(model)
-    made = with_buffers(model) if blank else model
-    sections = sections_of(made, proof.anatomy)
+    filled = with_buffers(model) if blank else model
+    sections = sections_of(filled, proof.anatomy)
     freeze(_named(sections), frozen)
     if not any(parameter.requires_grad for _, parameter in _named(sections)):
         raise ModelError(f"all parameters of {type(model).__name__} are frozen: frozen leaves none to train")
-    cuts = cuts_of(made, sections, proof.anatomy, experts)
+    cuts = cuts_of(filled, sections, proof.anatomy, experts)
     their = partial(name_in_model, list(sections))
     first = init if weights is None else _weights(folder_of(weights), model, their, adapters)
     name = f"{model.config.model_type}-{len(sections.blocks)}x{width}"
@@ -133,7 +133,7 @@ def from_hf(
         width=width,
         rules=cuts.rules,
         units=cuts.units,
-        init=own_init(made, their) if first is None and blank else first,
+        init=own_init(filled, their) if first is None and blank else first,
         proved=str(proof)
         + "".join(f"; whole in a TP group: {name} ({why})" for name, why in cuts.whole.items()),
     )

@@ -49,10 +49,10 @@ def export(
     Raises:
         CannotExport: it is damaged, of no model of transformers, or the folder cannot be written.
     """
-    found = look(checkpoint)
-    if found.damage or found.manifest is None:
-        raise CannotExport(found.damage)
-    manifest = found.manifest
+    item = look(checkpoint)
+    if item.damage or item.manifest is None:
+        raise CannotExport(item.damage)
+    manifest = item.manifest
     pretrained, entries = _pretrained(manifest, base), _entries(manifest)
     if merge and not pretrained.adapted:
         raise CannotExport(f"{checkpoint} has no adapters to merge: leave --merge out")
@@ -82,7 +82,7 @@ def export(
     )
     if failure:
         raise CannotExport(failure)
-    return found.step
+    return item.step
 
 
 def _pretrained(manifest: Manifest, base: Path | None) -> Pretrained:
@@ -114,9 +114,9 @@ def with_values_of(base: Path | None, pretrained: HfExporter) -> HfExporter:
 def _of_base(base: Path) -> HfExporter:
     from elasticd.models.huggingface import from_hf
 
-    made = from_hf(model_on_meta(base)).pretrained
-    assert isinstance(made, HfExporter)
-    return made
+    pretrained = from_hf(model_on_meta(base)).pretrained
+    assert isinstance(pretrained, HfExporter)
+    return pretrained
 
 
 def _left_out(
@@ -133,12 +133,12 @@ def _left_out(
     entries, model = _entries(manifest), model_on_meta(base)
     names = {full: name for full, name in pretrained.names_of_base.items() if full not in entries}
     weights = FolderWeights(base, model, names.__getitem__)
-    made: dict[str, tuple[torch.dtype, Callable[[], Tensor]]] = {}
+    values: dict[str, tuple[torch.dtype, Callable[[], Tensor]]] = {}
     for full, name in names.items():
         shape = tuple(model.get_parameter(name).shape)
         first = Box(start=(0,) * len(shape), stop=(1,) * len(shape))
-        made[full] = weights.read(full, first).dtype, partial(weights.read, full, Box.whole(shape))
-    return made
+        values[full] = weights.read(full, first).dtype, partial(weights.read, full, Box.whole(shape))
+    return values
 
 
 def _entries(manifest: Manifest) -> dict[str, tuple[Item, TensorEntry]]:

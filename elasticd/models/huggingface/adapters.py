@@ -143,12 +143,12 @@ def _refuse_method(kind: str, config: Any) -> None:
         raise ModelError(
             f"{kind} is adapted by {method}: of PEFT's methods elasticd trains LoRA, with or without DoRA"
         )
-    for name, said in _OTHER_METHODS.items():
+    for name, why in _OTHER_METHODS.items():
         if getattr(config, name, None):
             remedy = "leave it out"
             if name == "target_parameters":  # PEFT sets them itself for "all-linear" of stacked experts
                 remedy += ", and name linear layers, target_modules=['q_proj', 'v_proj'] say"
-            raise ModelError(f"{name} of the LoraConfig of {kind} {said}: {remedy}")
+            raise ModelError(f"{name} of the LoraConfig of {kind} {why}: {remedy}")
     init = getattr(config, "init_lora_weights", True)
     if init == "mica":
         raise ModelError(f"init_lora_weights = 'mica' of {kind} is a method of its own: take another")
@@ -247,7 +247,7 @@ class Forms:
 
     def rules(self, rules: Mapping[str, Rule]) -> dict[str, Rule]:
         """Rules by names without adapters as rules by names with them, and those of the adapters."""
-        made: dict[str, Rule] = {}
+        by_path: dict[str, Rule] = {}
         for pattern, rule in rules.items():
             path, _, leaf = pattern.rpartition(".")
             forms = self._forms.get(path, {path: nn.Identity()})
@@ -255,10 +255,10 @@ class Forms:
                 names = [leaf]
                 if leaf == "*" and actual == path and len(forms) > 1:  # "*" would match the other forms' names
                     names = [name for name, _ in layer.named_parameters(recurse=False)]
-                made |= {f"{actual}.{name}": rule for name in names}
+                by_path |= {f"{actual}.{name}": rule for name in names}
                 if _is(layer, _LINEAR):
-                    made |= _of_adapter(actual.removesuffix(".base_layer"), rule, layer)
-        return made
+                    by_path |= _of_adapter(actual.removesuffix(".base_layer"), rule, layer)
+        return by_path
 
     def attributes(self, patterns: tuple[str, ...]) -> tuple[str, ...]:
         """Patterns of modules' attributes, likewise."""
@@ -271,10 +271,10 @@ def _of_adapter(path: str, rule: Rule, layer: Any) -> dict[str, Rule]:
     if isinstance(rule, Column) and not rule.gather:
         return {f"{path}.lora_B.*": replace(rule, dim=None)}
     if isinstance(rule, Row) and not rule.split:
-        made: dict[str, Rule] = {f"{path}.lora_A.*": Row(rule.units)}
+        rules: dict[str, Rule] = {f"{path}.lora_A.*": Row(rule.units)}
         if any(getattr(dropout, "p", 0) for dropout in layer.lora_dropout.values()):
-            made[f"{path}.lora_dropout.*"] = Sharded(rule.units, dim=-1)
-        return made
+            rules[f"{path}.lora_dropout.*"] = Sharded(rule.units, dim=-1)
+        return rules
     return {}
 
 
@@ -331,18 +331,18 @@ def _fresh(layer: Any, configs: Mapping[str, Any], inside: str, leaf: str) -> Te
     ((name, config),) = configs.items()
     if is_dora(layer) or config.init_lora_weights not in _PLAIN_INITS:
         raise ModelError(f"{inside}.{leaf} of an adapter begins by the weights of its base: {_STORAGE}")
-    made = copy.copy(layer)
-    made._modules = {key: module for key, module in layer._modules.items() if key != "base_layer"}
-    made = copy.deepcopy(made).to_empty(device="cpu")
-    for part in (made.lora_A, made.lora_B):
+    copied = copy.copy(layer)
+    copied._modules = {key: module for key, module in layer._modules.items() if key != "base_layer"}
+    copied = copy.deepcopy(copied).to_empty(device="cpu")
+    for part in (copied.lora_A, copied.lora_B):
         for module in part.values():
             module.reset_parameters()
-    for values in (made.lora_embedding_A, made.lora_embedding_B):
+    for values in (copied.lora_embedding_A, copied.lora_embedding_B):
         for value in values.values():
             nn.init.normal_(value)
-    made._modules["base_layer"] = torch.nn.Identity()
-    made.reset_lora_parameters(name, config.init_lora_weights)
-    owner = made.get_submodule(inside) if inside else made
+    copied._modules["base_layer"] = torch.nn.Identity()
+    copied.reset_lora_parameters(name, config.init_lora_weights)
+    owner = copied.get_submodule(inside) if inside else copied
     return getattr(owner, leaf).detach()
 
 

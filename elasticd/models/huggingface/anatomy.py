@@ -47,18 +47,18 @@ def arguments(model: nn.Module) -> dict[str, Any]:
     if "input_ids" not in known:
         raise ModelError(f"the forward of {type(model).__name__} takes no input_ids: {REMEDY}")
     anything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
-    found: dict[str, Any] = {"use_cache": False} if anything or "use_cache" in known else {}
-    return found | ({"return_dict": True} if "return_dict" in known else {})
+    options: dict[str, Any] = {"use_cache": False} if anything or "use_cache" in known else {}
+    return options | ({"return_dict": True} if "return_dict" in known else {})
 
 
 def logits_of(output: Any) -> Tensor:
     """The logits in what a forward gave."""
-    found = getattr(output, "logits", None)
-    if found is None:
-        found = output[0] if isinstance(output, tuple) else output
-    if not isinstance(found, Tensor):
+    logits = getattr(output, "logits", None)
+    if logits is None:
+        logits = output[0] if isinstance(output, tuple) else output
+    if not isinstance(logits, Tensor):
         raise ModelError(f"its forward gave a {type(output).__name__} without logits: {REMEDY}")
-    return found
+    return logits
 
 
 def hidden_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -71,7 +71,7 @@ def layers_path(model: Any, within: str = "") -> str:
     that are as long as the language model has layers where there are such. within: the path of the module that
     has it."""
     count = getattr(text_of(model.config), "num_hidden_layers", None)
-    found: list[tuple[bool, int, str]] = []
+    candidates: list[tuple[bool, int, str]] = []
     for path, module in model.named_modules():
         inside = path.startswith(f"{within}.") or not within
         if (
@@ -80,10 +80,10 @@ def layers_path(model: Any, within: str = "") -> str:
             and not any(isinstance(model.get_submodule(outer), nn.ModuleList) for outer in _outer(path))
         ):
             size = sum(parameter.numel() for parameter in module.parameters())
-            found.append((len(module) == count, size, path))
-    if not found or not max(found)[1]:
+            candidates.append((len(module) == count, size, path))
+    if not candidates or not max(candidates)[1]:
         raise ModelError(f"{type(model).__name__} keeps its layers in no nn.ModuleList: {REMEDY}")
-    return max(found)[2]
+    return max(candidates)[2]
 
 
 def parts(model: nn.Module, layers: str) -> dict[str, nn.Module]:
@@ -193,25 +193,25 @@ class AnatomyTrace:
 
     def _anatomy(self) -> Anatomy:
         if self._order != list(range(len(self._list))):
-            said = f"in the order {', '.join(map(str, self._order))}" if self._order else "not at all"
+            order = f"in the order {', '.join(map(str, self._order))}" if self._order else "not at all"
             raise ModelError(
-                f"{self._name} calls the {len(self._list)} layers of {self._layers} {said}. Each is to be "
+                f"{self._name} calls the {len(self._list)} layers of {self._layers} {order}. Each is to be "
                 f"called once, in order: {REMEDY}"
             )
-        found: dict[str, list[str]] = {"before": [], "after": [], "anywhere": [], "unused": []}
+        places: dict[str, list[str]] = {"before": [], "after": [], "anywhere": [], "unused": []}
         for path in [*self._phases, *(path for path in self._parts if path not in self._phases)]:
             part, phases = self._parts[path], self._phases.get(path, set())
             trained = any(True for _ in part.parameters())
             if not phases:
-                found["unused"] += [path] * trained
+                places["unused"] += [path] * trained
             elif not trained and not draws(part):
-                found["after" if phases == {"after"} else "anywhere"].append(path)
+                places["after" if phases == {"after"} else "anywhere"].append(path)
             elif phases & {"inside", "between"}:
                 raise ModelError(f"{self._name} calls {path} between its layers or in them: {REMEDY}")
             else:
                 for phase in phases:
-                    found[phase].append(path)
-        listed = {name: tuple(paths) for name, paths in found.items()}
+                    places[phase].append(path)
+        listed = {name: tuple(paths) for name, paths in places.items()}
         first = next((path for path in self._phases if path in listed["after"]), "")
         end = first if self._calls.get(first) == [True] else ""
         return Anatomy(layers=self._layers, returns=self._returns, end=end, **listed)

@@ -107,17 +107,17 @@ class HfBatches:
             raise Unlike(0, self._no_tokens(parts))
         if self.counts_from_zero and "position_ids" in parts:
             raise Unlike(0, "position_ids are counted from 0 in each packed sequence: leave them out")
-        made = self._with_targets(parts)
-        ids = next(made[name] for name in IDS if name in made)
-        self._refuse_values(ids[None], {key: value[None] for key, value in made.items()})
-        mask = made.pop("attention_mask", None)
-        if mask is not None and not _is_padding_alone(mask[None], _of_one(made)):
+        row = self._with_targets(parts)
+        ids = next(row[name] for name in IDS if name in row)
+        self._refuse_values(ids[None], {key: value[None] for key, value in row.items()})
+        mask = row.pop("attention_mask", None)
+        if mask is not None and not _is_padding_alone(mask[None], _of_one(row)):
             raise Unlike(
                 0,
                 "attention_mask leaves out tokens that others see, or that have a label: packed sequences need "
                 "no padding, so give them without",
             )
-        return made
+        return row
 
     def batch(self, batch: Any) -> Any:
         """The batch with `shift_labels`, and with what every layer takes under `LAYER_INPUTS`.
@@ -142,10 +142,10 @@ class HfBatches:
                     f"{name}, which the forward of {self.model} takes, reaches no stage: leave it out "
                     f"(dataset.remove_columns({name!r}), or the collator's option)",
                 )
-        made = self._with_targets(batch)
-        self._refuse_values(ids, made)
-        layers = self._for_layers(made, ids)
-        return made | ({LAYER_INPUTS: layers} if layers else {})
+        inputs = self._with_targets(batch)
+        self._refuse_values(ids, inputs)
+        layers = self._for_layers(inputs, ids)
+        return inputs | ({LAYER_INPUTS: layers} if layers else {})
 
     def item_places(self, batch: Any) -> Mapping[str, Tensor]:
         """None: the samples of a text model have no items."""
@@ -156,11 +156,11 @@ class HfBatches:
         return TARGETS in batch or "targets" in batch
 
     def _with_targets(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        made = dict(batch)
-        labels = made.get("labels")
-        if TARGETS not in made and isinstance(labels, Tensor):
-            made[TARGETS] = shifted(labels) if self.shifts else labels
-        return made
+        inputs = dict(batch)
+        labels = inputs.get("labels")
+        if TARGETS not in inputs and isinstance(labels, Tensor):
+            inputs[TARGETS] = shifted(labels) if self.shifts else labels
+        return inputs
 
     def _refuse_values(self, ids: Tensor, batch: Mapping[str, Any]) -> None:
         """Raises Unlike for tokens, labels or lengths that the model does not have."""

@@ -19,20 +19,20 @@ def from_description(text: str) -> Pretrained:
     Raises:
         ModelError: transformers does not have its class.
     """
-    said = json.loads(text)
-    if not said["module"].startswith("transformers."):
+    description = json.loads(text)
+    if not description["module"].startswith("transformers."):
         raise ModelError(
-            f"{said['class']} of {said['module']} is no class of transformers: let the job write the folder, "
-            "job.save_pretrained(...)"
+            f"{description['class']} of {description['module']} is no class of transformers: let the job "
+            "write the folder, job.save_pretrained(...)"
         )
-    kind = getattr(importlib.import_module(said["module"]), said["class"])
-    config = kind.config_class.from_dict(said["config"])
+    kind = getattr(importlib.import_module(description["module"]), description["class"])
+    config = kind.config_class.from_dict(description["config"])
     with torch.device("meta"):
         model = kind(config)
-    if said["generation_config"] is not None:
-        model.generation_config = type(model.generation_config).from_dict(said["generation_config"])
-    if "adapter" not in said:
-        return HfExporter.with_paths(model, said["paths"], said["ties"])
-    model, adapters = with_adapter(model, said["adapter"])
-    whole = HfExporter.with_paths(model, said["paths"], said["ties"])
+    if description["generation_config"] is not None:
+        model.generation_config = type(model.generation_config).from_dict(description["generation_config"])
+    if "adapter" not in description:
+        return HfExporter.with_paths(model, description["paths"], description["ties"])
+    model, adapters = with_adapter(model, description["adapter"])
+    whole = HfExporter.with_paths(model, description["paths"], description["ties"])
     return PeftPretrained(skeleton=whole.skeleton, adapters=adapters, whole=whole)

@@ -77,30 +77,30 @@ def encoder_anatomy(base: Any, language: str, item: Mapping[str, Tensor], depth:
     }
     _refuse_parameters(base, layers, language)
     phases, returns, width = _watched(base, layers, own, item)
-    found: dict[str, list[str]] = {n: [] for n in ("before", "between", "after", "anywhere", "unused")}
+    places: dict[str, list[str]] = {n: [] for n in ("before", "between", "after", "anywhere", "unused")}
     for path, part in own.items():
         seen, trained = phases.get(path, set()), any(True for _ in part.parameters())
         if not seen:
-            found["unused"] += [path] * trained
+            places["unused"] += [path] * trained
         elif not trained and not draws(part):
-            found["after" if seen == {"after"} else "anywhere"].append(path)
+            places["after" if seen == {"after"} else "anywhere"].append(path)
         elif seen == {"before"}:
-            found["before"].append(path)
+            places["before"].append(path)
         elif seen <= {"between", "after"}:
-            found["between" if "between" in seen else "after"].append(path)
+            places["between" if "between" in seen else "after"].append(path)
         else:
             raise NotInBlocks(f"{path} is called {' and '.join(sorted(seen))} its layers")
     taken = _taken(base, layers, item)
     return EncoderAnatomy(
         layers=layers,
         returns=returns,
-        before=tuple(found["before"]),
-        between=tuple(found["between"]),
-        after=tuple(found["after"]),
-        anywhere=tuple(found["anywhere"]),
-        unused=tuple(found["unused"]),
+        before=tuple(places["before"]),
+        between=tuple(places["between"]),
+        after=tuple(places["after"]),
+        anywhere=tuple(places["anywhere"]),
+        unused=tuple(places["unused"]),
         embeddings={
-            p: x.embedding_dim for p, x in own.items() if isinstance(x, nn.Embedding) and p in found["before"]
+            p: x.embedding_dim for p, x in own.items() if isinstance(x, nn.Embedding) and p in places["before"]
         },
         kept=taken[:-1],
         last=taken[-1],
@@ -110,16 +110,16 @@ def encoder_anatomy(base: Any, language: str, item: Mapping[str, Tensor], depth:
 
 def _layers_path(base: Any, language: str, depth: int | None) -> str:
     """The path of the list of layers: of those that are as long, the one whose layers have the most modules."""
-    found: list[tuple[int, str]] = []
+    candidates: list[tuple[int, str]] = []
     for path, module in base.named_modules():
         inside = any(isinstance(base.get_submodule(outer), nn.ModuleList) for outer in _outer(path))
         if f"{path}.".startswith(f"{language}.") or not isinstance(module, nn.ModuleList) or inside:
             continue
         if depth is None or len(module) == depth:
-            found.append((len(list(module.modules())), path))
-    if not found:
+            candidates.append((len(list(module.modules())), path))
+    if not candidates:
         raise NotInBlocks("it has no list of as many layers as its configuration says")
-    return max(found)[1]
+    return max(candidates)[1]
 
 
 def _outer(path: str) -> Iterator[str]:
@@ -341,8 +341,8 @@ class HfEncoderBlock(EncoderSection):
             self._mine.x = None
         if not isinstance(output, Tensor):
             raise ModelError("the encoder's forward ended before it came to the layer of this section")
-        made = {**x, HIDDEN: output[None]}
-        return made | ({self._kept: output[None]} if self._kept else {})
+        hidden = {**x, HIDDEN: output[None]}
+        return hidden | ({self._kept: output[None]} if self._kept else {})
 
 
 class HfEncoderHead(EncoderSection):
@@ -388,10 +388,10 @@ class HfEncoderHead(EncoderSection):
 
 def rows_of(output: Any) -> dict[str, Tensor]:
     """The output of `get_image_features`: `ROWS` [rows, width], and `DEEP` + "0", "1", ... likewise."""
-    made = {ROWS: _rows(output.pooler_output)}
+    outputs = {ROWS: _rows(output.pooler_output)}
     for index, deep in enumerate(getattr(output, "deepstack_features", None) or ()):
-        made[f"{DEEP}{index}"] = _rows(deep)
-    return made
+        outputs[f"{DEEP}{index}"] = _rows(deep)
+    return outputs
 
 
 def _rows(features: Any) -> Tensor:

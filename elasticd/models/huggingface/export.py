@@ -175,16 +175,16 @@ class HfExporter:
         """The tensors that transformers saves of the model, without storage: each tied parameter once."""
         from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
-        found: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         for name, value in self.skeleton.state_dict().items():
             if name in self.owners or name in self.values:
                 dtype = dtypes.get(self.owners.get(name, ""), value.dtype)
-                found[name] = torch.empty(value.shape, dtype=dtype, device="meta")
+                tensors[name] = torch.empty(value.shape, dtype=dtype, device="meta")
             else:
                 log.warning("%s is left out: nothing is known of its values", name)
         for name in self.skeleton._keys_to_ignore_on_save or ():
-            found.pop(name, None)
-        return dict(remove_tied_weights_from_state_dict(found, self.skeleton))
+            tensors.pop(name, None)
+        return dict(remove_tied_weights_from_state_dict(tensors, self.skeleton))
 
     def _groups(self, saved: Mapping[str, Tensor]) -> dict[tuple[str, ...], tuple[str, ...]]:
         """Names in the model that are converted together, and the names in the files that come of them: one by
@@ -205,21 +205,21 @@ class HfExporter:
 
     def _by_module(self, saved: Mapping[str, Tensor]) -> list[list[str]]:
         """Names by the section's child that holds them; those of none by themselves."""
-        found: dict[str, list[str]] = {}
+        by_module: dict[str, list[str]] = {}
         for name in saved:
             holders = [path for path in self.paths.values() if name.startswith(f"{path}.")]
-            found.setdefault(max(holders, key=len, default=name), []).append(name)
-        return list(found.values())
+            by_module.setdefault(max(holders, key=len, default=name), []).append(name)
+        return list(by_module.values())
 
     def _keys_of(
         self, names: Sequence[str], saved: Mapping[str, Tensor], expected: Mapping[str, torch.Size]
     ) -> tuple[str, ...]:
         """The names in the files that come of these alone; none where they cannot be converted alone."""
         try:
-            made = self._converted({name: saved[name] for name in names})
+            tensors = self._converted({name: saved[name] for name in names})
         except Exception:  # whatever a conversion raises that lacks one of its tensors
             return ()
-        return tuple(made) if all(expected.get(key) == value.shape for key, value in made.items()) else ()
+        return tuple(tensors) if all(expected.get(key) == value.shape for key, value in tensors.items()) else ()
 
     def _converted(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Tensors by their names in the model as the hub has them: transformers' own conversion."""
@@ -265,8 +265,8 @@ class HfExporter:
     def _dtype(self, dtypes: Mapping[str, torch.dtype]) -> torch.dtype:
         """The type that the folder's model is of, as transformers takes it: that of its first parameter."""
         named = (name for name, _ in self.skeleton.named_parameters() if name in self.owners)
-        found = (dtypes[self.owners[name]] for name in named if self.owners[name] in dtypes)
-        return next((dtype for dtype in found if dtype.is_floating_point), self.skeleton.dtype)
+        types = (dtypes[self.owners[name]] for name in named if self.owners[name] in dtypes)
+        return next((dtype for dtype in types if dtype.is_floating_point), self.skeleton.dtype)
 
 
 def _covers(parts: Any, whole: Sequence[str]) -> bool:

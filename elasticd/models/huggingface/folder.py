@@ -48,8 +48,8 @@ def folder_of(name: str | Path) -> Path:
         patterns = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
         return Path(snapshot_download(str(name), allow_patterns=patterns))
     except Exception as error:  # whatever the hub's client raises
-        said = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ModelError(f"{name} is no folder, and the hub gives none of that name ({said})") from error
+        why = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ModelError(f"{name} is no folder, and the hub gives none of that name ({why})") from error
 
 
 def model_on_meta(source: Any, dtype: torch.dtype | None = None) -> Any:
@@ -80,8 +80,8 @@ def model_on_meta(source: Any, dtype: torch.dtype | None = None) -> Any:
         with torch.device("meta"):
             model: Any = kind._from_config(config, dtype=chosen)
     except (OSError, ValueError, KeyError, ImportError, TypeError) as error:
-        said = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ModelError(f"transformers makes no causal language model of {source}: {said}") from error
+        why = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ModelError(f"transformers makes no causal language model of {source}: {why}") from error
     _keep_in_single(model, model.dtype)
     if folder is not None and (folder / "generation_config.json").exists():
         model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
@@ -189,10 +189,10 @@ class FolderWeights:
                 f"{type(self._model).__name__}): is it the folder of this model?"
             )
         for name in names:
-            found, wanted = self.shape(name), described.module_shape(name)
-            if found is not None and found != wanted:
+            shape, wanted = self.shape(name), described.module_shape(name)
+            if shape is not None and shape != wanted:
                 raise ModelError(
-                    f"{self._their_name(name)} in {self._folder} is of shape {list(found)}, and the model's of "
+                    f"{self._their_name(name)} in {self._folder} is of shape {list(shape)}, and the model's of "
                     f"{list(wanted)}: is it the folder of this model?"
                 )
 
@@ -211,10 +211,10 @@ class FolderWeights:
         if other is not None:
             return other[slices]
         theirs = self._their_name(name)
-        found = self._source(theirs)
-        if found is None:
+        origin = self._source(theirs)
+        if origin is None:
             raise ModelError(f"{self._folder} has no {theirs}: is it the folder of this model?")
-        target, source = found
+        target, source = origin
         with self._lock:
             if source.converter is not None:
                 return self._whole(target, source)[slices]
@@ -225,10 +225,10 @@ class FolderWeights:
 
     def shape(self, name: str) -> tuple[int, ...] | None:
         """The shape that the files say, of what is only renamed; None: it is made by a conversion."""
-        found = self._source(self._their_name(name))
-        if found is None or found[1].converter is not None:
+        source = self._source(self._their_name(name))
+        if source is None or source[1].converter is not None:
             return None
-        return tuple(self._slice(found[1].keys[0]).get_shape())
+        return tuple(self._slice(source[1].keys[0]).get_shape())
 
     def _source(self, theirs: str) -> tuple[str, _Source] | None:
         """The source of a name, or of one that is tied to it."""
@@ -269,7 +269,7 @@ class FolderWeights:
         return dict(self._targets(collected))
 
     def _targets(self, collected: Mapping[str, tuple[Any, list[tuple[str, str]]]]) -> dict[str, _Source]:
-        found: dict[str, _Source] = {}
+        sources: dict[str, _Source] = {}
         for name, (converter, pairs) in collected.items():
             source = _Source(
                 keys=tuple(key for key, _ in pairs),
@@ -278,8 +278,8 @@ class FolderWeights:
             )
             # One that makes several is known by the first; which others, its patterns say.
             for target in [name] if converter is None else _targets_of(name, converter, self._model):
-                found[target] = source
-        return found
+                sources[target] = source
+        return sources
 
     def _whole(self, target: str, source: _Source) -> Tensor:
         """The result of a conversion, of which the last is kept: others of its targets follow."""
@@ -289,10 +289,10 @@ class FolderWeights:
             size = sum(tensor.nbytes for tensor in tensors)
             self._converted = source, _convert(source, tensors, target, self._model)
             self._count(size, size + sum(each.nbytes for each in self._converted[1].values()))
-        made = self._converted[1]
-        if target not in made:
+        whole = self._converted[1]
+        if target not in whole:
             raise ModelError(f"the conversion of {', '.join(source.keys[:2])} makes no {target}")
-        return made[target]
+        return whole[target]
 
     def _count(self, read: int, held: int) -> None:
         self.bytes_read += read
@@ -333,8 +333,8 @@ def _convert(source: _Source, tensors: Sequence[Tensor], target: str, model: Any
     first = next(iter(_first_of(target, converter)))
     for key, pattern, tensor in zip(source.keys, source.patterns, tensors, strict=True):
         converter.add_tensor(first, key, pattern, tensor)
-    made = converter.convert(first, model=model, config=model.config)
-    return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+    results = converter.convert(first, model=model, config=model.config)
+    return {name: value[0] if isinstance(value, list) else value for name, value in results.items()}
 
 
 def _first_of(target: str, converter: Any) -> list[str]:

@@ -110,13 +110,13 @@ class HfImageBatches(HfBatches):
         if not isinstance(sample, Mapping):
             return sample
         self._check_images(sample.get(IMAGES))
-        made = super().sample({name: part for name, part in sample.items() if name != IMAGES})
+        parts = super().sample({name: part for name, part in sample.items() if name != IMAGES})
         for name in self.of_images:
-            rows = made.get(name)
+            rows = parts.get(name)
             if rows is not None and not (isinstance(rows, Tensor) and rows.dim() == 2):
                 raise Unlike(0, f"{name} must be a tensor with a row for each image of the sample")
-            made[name] = torch.zeros(0, dtype=torch.long) if rows is None else rows.flatten().long()
-        return made
+            parts[name] = torch.zeros(0, dtype=torch.long) if rows is None else rows.flatten().long()
+        return parts
 
     def batch(self, batch: Any) -> Any:
         """The batch as `HfBatches` gives it, without a mask that says nothing; rows of images are
@@ -127,18 +127,18 @@ class HfImageBatches(HfBatches):
         """
         if isinstance(batch, Mapping):
             _refuse_pixels(batch, "batch")
-        made = super().batch(batch)
-        made.pop("attention_mask", None)
-        made.pop("position_ids", None)
-        ids = _ids(made)
+        inputs = super().batch(batch)
+        inputs.pop("attention_mask", None)
+        inputs.pop("position_ids", None)
+        ids = _ids(inputs)
         self._refuse_other_marks(ids)
         for name in self.of_images:
-            rows = made.get(name)
+            rows = inputs.get(name)
             if isinstance(rows, Tensor) and _is_padded(rows, len(ids), width := _WIDTHS[name]):
-                made[name] = rows.unflatten(1, (rows.shape[1] // width, width))
+                inputs[name] = rows.unflatten(1, (rows.shape[1] // width, width))
         if GRID in self.of_images and self.merge:
-            self._check_grids(ids, made.get(GRID))
-        return made
+            self._check_grids(ids, inputs.get(GRID))
+        return inputs
 
     def row(self, sample: Any) -> Any:
         """The parts of a sample that have an entry for each token, the positions on all axes among them.

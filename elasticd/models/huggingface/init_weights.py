@@ -22,8 +22,8 @@ def on_meta(model: nn.Module) -> bool:
 def with_buffers(model: Any) -> Any:
     """A copy whose buffers that no checkpoint has (rotary frequencies, embedding scales) have values, as
     transformers itself makes them after loading. Raises ModelError for one that it does not make."""
-    made = copy.deepcopy(model)
-    for path, module in made.named_modules():
+    copied = copy.deepcopy(model)
+    for path, module in copied.named_modules():
         names = list(_missing(module))
         for name in names:
             buffer = getattr(module, name)
@@ -31,7 +31,7 @@ def with_buffers(model: Any) -> Any:
             setattr(module, name, torch.full(buffer.shape, blank, dtype=buffer.dtype, device="cpu"))
         if names:
             with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.no_grad():
-                _initialised_by(made, path)._init_weights(module)
+                _initialised_by(copied, path)._init_weights(module)
         for name in names:
             value = getattr(module, name)
             if bool(value.isnan().any() if value.is_floating_point() else (value == 0).all()):
@@ -39,7 +39,7 @@ def with_buffers(model: Any) -> Any:
                     f"{path}.{name} of {type(model).__name__} has no values on the meta device: make the model "
                     "with storage"
                 )
-    return made
+    return copied
 
 
 def own_init(model: Any, theirs: Callable[[str], str]) -> Init:

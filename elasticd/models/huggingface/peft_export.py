@@ -63,10 +63,10 @@ class PeftPretrained:
 
     def describe(self) -> str:
         """The model and the adapter's configuration, as JSON."""
-        said = json.loads(self.whole.describe())
+        description = json.loads(self.whole.describe())
         config = self.adapters.config.to_dict()
-        said["adapter"] = {"name": self.adapters.name, "config": config}
-        return json.dumps(said, default=_plain)
+        description["adapter"] = {"name": self.adapters.name, "config": config}
+        return json.dumps(description, default=_plain)
 
     @property
     def kept(self) -> dict[str, str]:
@@ -136,11 +136,11 @@ class PeftPretrained:
 def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Tensors of which no two share memory, as safetensors asks."""
     seen: set[int] = set()
-    made: dict[str, Tensor] = {}
+    by_name: dict[str, Tensor] = {}
     for key, value in tensors.items():
-        made[key] = value.clone() if value.data_ptr() in seen else value
-        seen.add(made[key].data_ptr())
-    return made
+        by_name[key] = value.clone() if value.data_ptr() in seen else value
+        seen.add(by_name[key].data_ptr())
+    return by_name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,12 +213,12 @@ class Merged:
 
 def _merged(layer: Any, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The base's parameters after PEFT's own merge."""
-    made = copy.deepcopy(layer).to_empty(device="cpu")
+    copied = copy.deepcopy(layer).to_empty(device="cpu")
     for key, value in values.items():
-        made.get_parameter(key).data = value.clone()
+        copied.get_parameter(key).data = value.clone()
     with torch.no_grad():
-        made.merge()
-    return dict(made.get_base_layer().state_dict())
+        copied.merge()
+    return dict(copied.get_base_layer().state_dict())
 
 
 def _config(skeleton: Any) -> Any:

@@ -71,11 +71,11 @@ class Proof:
     absolute: bool  # padding at the begin of a sample changes what its tokens give
 
     def __str__(self) -> str:
-        said = f"the model's own forward: {self.model}, on a small copy "
-        said += "equal to the bit" if self.exact else f"within {NEAR[torch.float64]:.0e}"
+        text = f"the model's own forward: {self.model}, on a small copy "
+        text += "equal to the bit" if self.exact else f"within {NEAR[torch.float64]:.0e}"
         if self.numbers:
-            said += f", also with {', '.join(self.numbers)} changed"
-        return said
+            text += f", also with {', '.join(self.numbers)} changed"
+        return text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,9 +223,9 @@ def compared(copy: SmallModel) -> tuple[Anatomy, bool]:
     for full, parameter in model.named_parameters():
         if full in own and id(parameter) not in held:
             raise ModelError(f"{full} of {name} acts where no module that has it is called: {REMEDY}")
-    found = _gradients(model, logits, weights)
-    for full in own.keys() | found.keys():
-        apart = difference(found.get(full), own.get(full))
+    gradients = _gradients(model, logits, weights)
+    for full in own.keys() | gradients.keys():
+        apart = difference(gradients.get(full), own.get(full))
         exact = exact and apart == 0
         if apart > copy.near:
             raise ModelError(f"the gradient of {full} of {name} is {apart:.0e} off in its section: {REMEDY}")
@@ -268,8 +268,8 @@ def _why(name: str, section: str, given: Sequence[Mapping[str, Any]], watched: A
     if section == "embed":
         return f"what {name} gives its first layer is not what its embedding gives"
     index = len(given) - 1
-    mine, theirs = given[index], watched.others[index]
-    names = [key for key in theirs if not same(mine.get(key), theirs[key])]
+    ours, theirs = given[index], watched.others[index]
+    names = [key for key in theirs if not same(ours.get(key), theirs[key])]
     if names:
         return (
             f"{', '.join(names)} of layer {index} of {name} depend on the tokens or on other layers, and one "
@@ -312,12 +312,12 @@ def refuse_other_tokens(copy: SmallModel) -> None:
     model, other = copy.model, copy.ids.clone()
     other[-1, -1] = (other[-1, -1] + 1) % model.get_input_embeddings().weight.shape[0]
     with torch.no_grad():
-        found = logits_of(model(input_ids=other, **arguments(model)))
-    if difference(found[:-1], copy.logits[:-1]) > copy.near:
+        logits = logits_of(model(input_ids=other, **arguments(model)))
+    if difference(logits[:-1], copy.logits[:-1]) > copy.near:
         raise ModelError(
             f"what {copy.name} gives for a sample depends on the others of the micro-batch: {REMEDY}"
         )
-    if difference(found[:, :-1], copy.logits[:, :-1]) > copy.near:
+    if difference(logits[:, :-1], copy.logits[:, :-1]) > copy.near:
         decoder = "set is_decoder=True in its configuration, or " if hasattr(model.config, "is_decoder") else ""
         raise ModelError(
             f"{copy.name} attends to later tokens, as an encoder does, so that padding at the end of a sample "
@@ -534,8 +534,8 @@ def fill(model: nn.Module, gain: float) -> None:
 
 def _gradients(model: nn.Module, logits: Tensor, weights: Tensor) -> dict[str, Tensor]:
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    found = torch.autograd.grad((logits * weights).sum(), list(named.values()), allow_unused=True)
-    return {name: grad for name, grad in zip(named, found, strict=True) if grad is not None}
+    gradients = torch.autograd.grad((logits * weights).sum(), list(named.values()), allow_unused=True)
+    return {name: grad for name, grad in zip(named, gradients, strict=True) if grad is not None}
 
 
 def first_failure(error: Exception) -> str:

@@ -226,28 +226,28 @@ class Section(nn.Module):
         done: dict[int, nn.Module],
         standing: Mapping[str, nn.Module],
     ) -> nn.Module:
-        made = done[id(module)] = bare(module)
+        shell = done[id(module)] = bare(module)
         # The last says that hooks which note outputs are on its modules: these have none.
         for name in ("generation_config", "peft_config", "_output_capturing_hooks_installed"):
-            made.__dict__.pop(name, None)
-        self._outer.append(made)
-        made._buffers = dict(module._buffers)
+            shell.__dict__.pop(name, None)
+        self._outer.append(shell)
+        shell._buffers = dict(module._buffers)
         for name, buffer in module._buffers.items():
             mine_name = "_".join(["outer", *path.split("."), name])
             self.register_buffer(mine_name, buffer, persistent=False)  # goes where the section goes
-            self._bound.append((made._buffers, name, self._buffers, mine_name))
+            self._bound.append((shell._buffers, name, self._buffers, mine_name))
         for name, child in module._modules.items():
             full = f"{path}.{name}" if path else name
             if child is None or id(child) in done:
-                made._modules[name] = None if child is None else done[id(child)]
+                shell._modules[name] = None if child is None else done[id(child)]
             elif id(child) in mine and not isinstance(standing.get(full), _First):
-                made._modules[name] = getattr(self, mine[id(child)])
-                self._bound.append((made._modules, name, self._modules, mine[id(child)]))
+                shell._modules[name] = getattr(self, mine[id(child)])
+                self._bound.append((shell._modules, name, self._modules, mine[id(child)]))
             elif is_outer(full, child, layers):
-                made._modules[name] = self._shell_of(child, full, layers, mine, done, standing)
+                shell._modules[name] = self._shell_of(child, full, layers, mine, done, standing)
             else:
-                made._modules[name] = standing[full]
-        return made
+                shell._modules[name] = standing[full]
+        return shell
 
     @property
     def _shell(self) -> nn.Module:
@@ -450,30 +450,30 @@ def husks_of(model: Any, anatomy: Anatomy) -> list[nn.Module]:
 
 def bare(module: Any) -> Any:
     """A copy of a module without its children and without hooks; its settings are the module's."""
-    made = copy.copy(module)
-    made._modules = {}
+    copied = copy.copy(module)
+    copied._modules = {}
     for name in (*_HOOKS, *_STATE_HOOKS):
-        made.__dict__[name] = OrderedDict()
-    return made
+        copied.__dict__[name] = OrderedDict()
+    return copied
 
 
 def husk(layer: nn.Module, returns: int) -> nn.Module:
     """A layer without parameters that gives what it is given. It has no state, and a copy is itself: the shell
     of each block has all of them."""
-    made = bare(layer)
-    made._parameters, made._buffers = {}, {}
-    made.forward = _Pass(returns)
-    made.__deepcopy__ = lambda memo: made
-    return made
+    copied = bare(layer)
+    copied._parameters, copied._buffers = {}, {}
+    copied.forward = _Pass(returns)
+    copied.__deepcopy__ = lambda memo: copied
+    return copied
 
 
 def with_forward(layer: Any, forward: Any) -> nn.Module:
     """The module in a layer's place: it has the layer's settings and modules, and this forward."""
-    made = bare(layer)
-    made.__dict__.pop("__deepcopy__", None)
-    made._modules = layer._modules
-    made.forward = forward
-    return made
+    copied = bare(layer)
+    copied.__dict__.pop("__deepcopy__", None)
+    copied._modules = layer._modules
+    copied.forward = forward
+    return copied
 
 
 def anywhere(model: Any, anatomy: Anatomy) -> dict[str, nn.Module]:

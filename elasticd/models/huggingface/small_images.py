@@ -54,10 +54,10 @@ def small_config(config: Any, depth: int, layers: int = 3) -> Any:
     """
     if getattr(config, "vision_config", None) is None:
         raise ModelError(f"{type(config).__name__} has no vision_config, an encoder of images: {REMEDY}")
-    made = tiny_config.small(config, layers)
-    text, vision = made.get_text_config(), made.vision_config
+    small = tiny_config.small(config, layers)
+    text, vision = small.get_text_config(), small.vision_config
     grid = _takes_grid(vision)
-    side = 2 * SIDE if hasattr(made, "spatial_merge_size") else SIDE
+    side = 2 * SIDE if hasattr(small, "spatial_merge_size") else SIDE
     known, changes = (
         tiny_config.values_of(vision),
         {"out_hidden_size": text.hidden_size, "projection_dim": text.hidden_size},
@@ -69,17 +69,17 @@ def small_config(config: Any, depth: int, layers: int = 3) -> Any:
     changes = {name: value for name, value in changes.items() if name in known}
     if isinstance(known.get("image_size"), list | tuple) and "image_size" in changes:
         changes |= {"image_size": [side, side], "patch_size": [PATCH, PATCH]}
-    made.vision_config = tiny_config.remade(vision, changes)
+    small.vision_config = tiny_config.remade(vision, changes)
     for name, value in {**_WHOLE, **MARKS}.items():
-        if hasattr(made, name):
-            setattr(made, name, value)
+        if hasattr(small, name):
+            setattr(small, name, value)
     text.vocab_size = max(text.vocab_size, tiny_config.VOCABULARY)
     with suppress(Exception):  # some configurations want one
         text.pad_token_id = None
     rope = getattr(text, "rope_parameters", None)
     if grid and isinstance(rope, dict) and "rope_theta" in rope:
         rope.setdefault("mrope_section", _SECTION)
-    return made
+    return small
 
 
 def encoder_depth(vision: Any) -> int | None:

@@ -72,14 +72,14 @@ def split_model(model: Any, *, frozen: Iterable[str] = (), experts: CutIn = "col
     kind = type(model).__name__
     proof = prove_modules(model, adapters)
     blank = on_meta(model)
-    made = with_buffers(model) if blank else model
-    modules, whole = _with_rules(made, modules_of(made, proof.anatomy, proof.seam), proof, experts)
-    refuse_outer(made, proof.anatomy)
+    filled = with_buffers(model) if blank else model
+    modules, whole = _with_rules(filled, modules_of(filled, proof.anatomy, proof.seam), proof, experts)
+    refuse_outer(filled, proof.anatomy)
     if (encoder := proof.seam.encoder) is not None:
-        refuse_outer(made.get_submodule(proof.seam.base), encoder, f"{proof.seam.base}.")
+        refuse_outer(filled.get_submodule(proof.seam.base), encoder, f"{proof.seam.base}.")
     for module in modules.values():
         refuse_two_names(kind, list(module))
-    _refuse_lost(made, modules)
+    _refuse_lost(filled, modules)
     _refuse_shared(modules, kind)
     named = [name for name, _ in parameters_of(modules)]
     described = VisionLanguage(
@@ -88,7 +88,7 @@ def split_model(model: Any, *, frozen: Iterable[str] = (), experts: CutIn = "col
         frozen=(),
         proved=str(proof) + "".join(f"; whole in a TP group: {name} ({why})" for name, why in whole.items()),
         apart=proof.apart,
-        init={name: own_init(made, _their(module)) if blank else None for name, module in modules.items()},
+        init={name: own_init(filled, _their(module)) if blank else None for name, module in modules.items()},
         proof=proof,
     )
     unused = [name for name in named if described.their_name(name) in proof.unused]
@@ -111,11 +111,13 @@ def _with_rules(
             model, language, dict(modules[LANGUAGE]), language_anatomy(proof.anatomy, proof.seam), experts
         ),
     }
-    made = {
+    with_rules = {
         name: replace(module, rules=cuts[name].rules, units=cuts[name].units)
         for name, module in modules.items()
     }
-    return made, {f"{name}'s {group}": why for name, cut in cuts.items() for group, why in cut.whole.items()}
+    return with_rules, {
+        f"{name}'s {group}": why for name, cut in cuts.items() for group, why in cut.whole.items()
+    }
 
 
 def _their(module: HfModule) -> Any:

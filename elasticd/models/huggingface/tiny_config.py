@@ -67,15 +67,15 @@ def values_of(config: Any) -> dict[str, Any]:
 
 def remade(config: Any, changes: Mapping[str, Any]) -> Any:
     """The configuration with some values changed; what it works out of them is worked out anew."""
-    made = type(config)(**copy.deepcopy(values_of(config)) | dict(changes))
+    fresh = type(config)(**copy.deepcopy(values_of(config)) | dict(changes))
     attention = getattr(config, "_attn_implementation", None)
-    for name in vars(config).keys() - vars(made).keys() - _LEFT:  # what another configuration has given it
+    for name in vars(config).keys() - vars(fresh).keys() - _LEFT:  # what another configuration has given it
         if not name.startswith("_"):
-            setattr(made, name, copy.deepcopy(getattr(config, name)))
-    made._attn_implementation = attention if attention in ("eager", "sdpa") else None
-    if hasattr(made, "_experts_implementation"):
-        made._experts_implementation = "eager"  # the others' kernels have no double precision
-    return made
+            setattr(fresh, name, copy.deepcopy(getattr(config, name)))
+    fresh._attn_implementation = attention if attention in ("eager", "sdpa") else None
+    if hasattr(fresh, "_experts_implementation"):
+        fresh._experts_implementation = "eager"  # the others' kernels have no double precision
+    return fresh
 
 
 def small(config: Any, layers: int = 2) -> Any:
@@ -110,13 +110,13 @@ def is_dropout(name: str) -> bool:
 
 def dropouts(config: Any, path: str = "") -> dict[str, float]:
     """The dropouts that a configuration has, by name: "attn_pdrop", "attn_config/attn_pdrop"."""
-    found: dict[str, float] = {}
+    rates: dict[str, float] = {}
     for name, value in values_of(config).items():
         if _is_config(value):
-            found |= dropouts(value, f"{path}{name}/")
+            rates |= dropouts(value, f"{path}{name}/")
         elif is_dropout(name) and isinstance(value, int | float) and not isinstance(value, bool) and value:
-            found[f"{path}{name}"] = value
-    return found
+            rates[f"{path}{name}"] = value
+    return rates
 
 
 def numbers(config: Any) -> dict[str, Any]:
@@ -247,23 +247,23 @@ def _head(values: Mapping[str, Any]) -> int:
 
 
 def _small_rope(rope: Mapping[str, Any], head: int) -> dict[str, Any]:
-    made: dict[str, Any] = {}
+    small_rope: dict[str, Any] = {}
     half = int(head * float(rope.get("partial_rotary_factor") or 1.0)) // 2
     for name, value in rope.items():
         if isinstance(value, dict):
-            made[name] = _small_rope(value, head)
+            small_rope[name] = _small_rope(value, head)
         elif isinstance(value, list) and name.endswith("_factor"):
-            made[name] = value[:half] + value[-1:] * (half - len(value))
+            small_rope[name] = value[:half] + value[-1:] * (half - len(value))
         elif isinstance(value, list) and name.endswith("section") and value:
-            made[name] = _shared_out(value, half)
+            small_rope[name] = _shared_out(value, half)
         else:
-            made[name] = value
-    return made
+            small_rope[name] = value
+    return small_rope
 
 
 def _shared_out(sections: Iterable[int], total: int) -> list[int]:
     """Sections that sum up to `total`, as near to the old ones' ratios as whole numbers are."""
     old = list(sections)
-    made = [max(1, size * total // sum(old)) for size in old]
-    made[0] += total - sum(made)
-    return made
+    sizes = [max(1, size * total // sum(old)) for size in old]
+    sizes[0] += total - sum(sizes)
+    return sizes

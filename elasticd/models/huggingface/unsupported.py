@@ -98,8 +98,8 @@ def _rope_types(model: Any) -> set[Any]:
     rope = _flat(getattr(text_of(model.config), "rope_parameters", None))
     types = {value for name, value in rope if name == "rope_type"}
     for module in model.modules():
-        found = getattr(module, "rope_type", None)
-        types |= set(found.values()) if isinstance(found, dict) else {found}
+        kind = getattr(module, "rope_type", None)
+        types |= set(kind.values()) if isinstance(kind, dict) else {kind}
     return types
 
 

@@ -248,12 +248,12 @@ class HfLanguageEmbed(Section):
         named = {ROWS: images} if isinstance(images, Tensor) else images
         rows = {name: x.flatten(0, -2) for name, x in named.items()}
         pooled: Any = rows[ROWS][None] if self._seam.dims == 3 else rows[ROWS]
-        made: Any = BaseModelOutputWithPooling(pooler_output=pooled)
+        output: Any = BaseModelOutputWithPooling(pooler_output=pooled)
         if self._seam.listed:
-            made.pooler_output = [pooled]
+            output.pooler_output = [pooled]
         if deep := [[rows[name]] for name in rows if name.startswith(DEEP)]:  # in their order
-            made.deepstack_features = deep
-        return made
+            output.deepstack_features = deep
+        return output
 
 
 class RopePositions:
@@ -311,12 +311,12 @@ def other_marks(config: Any) -> dict[str, int]:
         "videos": ("video_token_id", "video_token_index"),
         "sound": ("audio_token_id", "audio_token_index"),
     }
-    found = {
+    marks = {
         kind: next((t for n in listed if isinstance(t := getattr(config, n, None), int)), None)
         for kind, listed in names.items()
     }
     own = image_token(config)
-    return {kind: token for kind, token in found.items() if token is not None and token != own}
+    return {kind: token for kind, token in marks.items() if token is not None and token != own}
 
 
 def takes_images(model: Any) -> bool:
@@ -402,20 +402,20 @@ def modules_of(model: Any, anatomy: Anatomy, seam: Seam) -> dict[str, HfModule]:
 
 def _encoder(model: Any, seam: Seam) -> HfModule:
     """The encoder in blocks, or as one."""
-    base, found, start = model.get_submodule(seam.base), seam.encoder, f"{seam.base}."
+    base, encoder, start = model.get_submodule(seam.base), seam.encoder, f"{seam.base}."
     width = model.config.get_text_config().hidden_size
-    if found is None:
+    if encoder is None:
         return HfModule(
             embed=HfImage(), blocks=[HfVision(model, seam)], head=HfRows(), width=width, items=IMAGES
         )
-    if found.wide:
-        width = base.get_submodule(f"{found.layers}.0").get_parameter(found.wide).numel()
+    if encoder.wide:
+        width = base.get_submodule(f"{encoder.layers}.0").get_parameter(encoder.wide).numel()
     else:
         width = getattr(model.config.vision_config, "hidden_size", width)
     return HfModule(
-        embed=HfEncoderEmbed(base, found, start),
-        blocks=[HfEncoderBlock(base, found, index, start) for index in range(found.last + 1)],
-        head=HfEncoderHead(base, found, start),
+        embed=HfEncoderEmbed(base, encoder, start),
+        blocks=[HfEncoderBlock(base, encoder, index, start) for index in range(encoder.last + 1)],
+        head=HfEncoderHead(base, encoder, start),
         width=width,
         items=IMAGES,
     )
@@ -465,14 +465,14 @@ def flat(arguments: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Te
 
 def nested(tensors: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments of tensors by path."""
-    made: dict[str, Any] = {}
+    tree: dict[str, Any] = {}
     for path, tensor in tensors.items():
         *outer, last = path.split("/")
-        into = made
+        into = tree
         for name in outer:
             into = into.setdefault(name, _Named())
         into[last] = tensor
-    return {name: _listed(value) for name, value in made.items()}
+    return {name: _listed(value) for name, value in tree.items()}
 
 
 class _Named(dict[str, Any]):
@@ -486,8 +486,8 @@ def _listed(value: Any) -> Any:
     """A mapping whose keys count from 0 as a list."""
     if not isinstance(value, dict):
         return value
-    made = _Named({name: _listed(each) for name, each in value.items()})
-    return list(made.values()) if list(made) == [str(i) for i in range(len(made))] else made
+    values = _Named({name: _listed(each) for name, each in value.items()})
+    return list(values.values()) if list(values) == [str(i) for i in range(len(values))] else values
 
 
 def constants(arguments: Mapping[str, Any]) -> dict[str, Any]:

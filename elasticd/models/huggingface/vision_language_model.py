@@ -87,7 +87,7 @@ def vision_language_model(
 
 def _module(split: VisionLanguage, name: str, first: Any) -> Module:
     part = split.modules[name]
-    made = Module(
+    module = Module(
         name=name,
         embed=part.embed,
         blocks=part.blocks,
@@ -100,9 +100,9 @@ def _module(split: VisionLanguage, name: str, first: Any) -> Module:
         init=first,
     )
     if isinstance(first, FolderWeights):
-        first.refuse_others(made)
-    made.unpackable = "" if part.items else split.proof.unpackable
-    return made
+        first.refuse_others(module)
+    module.unpackable = "" if part.items else split.proof.unpackable
+    return module
 
 
 def _first(

@@ -106,10 +106,10 @@ class VisionLanguageProof:
     one_block: str = ""  #: why the encoder is one block; empty: it has a block for each layer
 
     def __str__(self) -> str:
-        said = f"the model's own forward: {self.model}, as vision and language, on a small copy with 0 to 3 "
-        said += f"images a sample within {self.apart:.0e}"
+        text = f"the model's own forward: {self.model}, as vision and language, on a small copy with 0 to 3 "
+        text += f"images a sample within {self.apart:.0e}"
         places = dict.fromkeys(_LAYER.sub(r".\1.*\n", name).partition("\n")[0] for name in sorted(self.unused))
-        return said + (f"; never used, and frozen: {', '.join(places)}" if places else "")
+        return text + (f"; never used, and frozen: {', '.join(places)}" if places else "")
 
 
 def prove_modules(model: Any, adapters: Adapters | None = None) -> VisionLanguageProof:
@@ -131,14 +131,14 @@ def prove_modules(model: Any, adapters: Adapters | None = None) -> VisionLanguag
             unpackable = why_unpackable(copy_, samples, seam, anatomy)
             counted = all(_counts_from_zero(copy_, sample) for sample in samples)
             shifts = shifted_by(copy_, whole, logits_of(copy_(**whole, **arguments(copy_))))
-        found = [(idle, [name for name, _ in copy_.named_parameters()])]
+        variants = [(idle, [name for name, _ in copy_.named_parameters()])]
         copy_, (samples, _, _) = _small_with_samples(kind, model.config, DEPTHS[1])
-        found.append((_unreached(copy_, samples), [name for name, _ in copy_.named_parameters()]))
+        variants.append((_unreached(copy_, samples), [name for name, _ in copy_.named_parameters()]))
         _refuse_draws(kind, copy_.config, tiny_config.dropouts(model.config), blocks=seam.encoder is not None)
         if seam.encoder is not None:
             seam = replace(seam, encoder=_real_encoder(kind, model.config))
     # An expert that no token of so few is sent to is no parameter that nothing reaches.
-    unused = {name for name in _unused_at_any_depth(found, every) if "expert" not in name}
+    unused = {name for name in _unused_at_any_depth(variants, every) if "expert" not in name}
     return VisionLanguageProof(
         anatomy=anatomy,
         seam=seam,
@@ -157,11 +157,11 @@ def _refuse_other_modules(model: Any) -> None:
     made of that, would say nothing of it."""
     try:
         with torch.device("meta"):
-            made = type(model)(model.config)
+            again = type(model)(model.config)
     except Exception:
         log.debug("a model of the configuration could not be made", exc_info=True)
         return
-    other = {path for path, _ in module_kinds(model) ^ module_kinds(made)}
+    other = {path for path, _ in module_kinds(model) ^ module_kinds(again)}
     outermost = sorted(path for path in other if path.rpartition(".")[0] not in other)
     if outermost:
         raise ModelError(
@@ -414,8 +414,8 @@ def samples_of(model: Any) -> tuple[list[ImageSample], Seam, Anatomy]:
         if by_sample:
             raise NotInBlocks("it takes images by sample")
         image = next(images_of(inner, model.config))[0]
-        found = encoder_anatomy(inner, language.removeprefix(f"{base}."), image, depth)
-        seam = replace(seam, encoder=found)
+        inner_anatomy = encoder_anatomy(inner, language.removeprefix(f"{base}."), image, depth)
+        seam = replace(seam, encoder=inner_anatomy)
     except NotInBlocks as why:
         seam = replace(seam, one_block=str(why))
     with torch.no_grad():
@@ -610,9 +610,9 @@ def _unused_at_any_depth(
 
 
 def _layers(names: Iterable[str]) -> _Layers:
-    made: _Layers = {}
+    layers: _Layers = {}
     for name in names:
         if match := _LAYER.search(name):
             rest = name[match.end(1) + 1 :]
-            made.setdefault((name[: match.start()], rest), set()).add(int(match[1]))
-    return made
+            layers.setdefault((name[: match.start()], rest), set()).add(int(match[1]))
+    return layers
