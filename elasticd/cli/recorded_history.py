@@ -100,7 +100,7 @@ class RecordedRun:
                 )
             self._writer.put_rank(said.job, body.number, rank)
 
-    def _of_devices(self, job: JobState) -> live.Measured | None:
+    def _of_devices(self, job: JobState) -> live.MeasuredStep | None:
         """The newest measurements of the members of the plan in force."""
         plan = job.plan
         return measurements(job, plan, self._measured.get(job.job, {})) if plan is not None else None

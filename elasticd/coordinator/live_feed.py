@@ -420,7 +420,7 @@ def _made(
     for name, step in noted.steps:
         lines.append(_line(live.append(next_id(), "step", name, step)))
     for (name, number), ranks in _by_switch(noted.progress).items():
-        progress = live.Progress(number=number, ranks=tuple(ranks))
+        progress = live.SwitchProgress(number=number, ranks=tuple(ranks))
         lines.append(_line(live.append(next_id(), "progress", name, progress)))
     began = time.thread_time()
     for name, by_device in measured.items():
@@ -618,7 +618,7 @@ def _due(job: JobState, at: float) -> bool:
     return at - job.progress.at > 1.0
 
 
-def measurements(job: JobState, plan: JobPlan, found: Mapping[str, Measurement]) -> live.Measured | None:
+def measurements(job: JobState, plan: JobPlan, found: Mapping[str, Measurement]) -> live.MeasuredStep | None:
     """The measurements of members, in columns."""
     number = plan.number
     measured = [*map(found.get, plan.members)]
@@ -645,7 +645,7 @@ def measurements(job: JobState, plan: JobPlan, found: Mapping[str, Measurement])
     lengths: Counter[int] = Counter()
     for each in in_step:
         lengths.update(each.lengths)
-    return live.Measured(
+    return live.MeasuredStep(
         plan=number,
         step=step,
         numbers=np.concatenate(columns, axis=1).astype("<f4").tobytes(),

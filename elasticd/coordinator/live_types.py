@@ -1,13 +1,13 @@
 """The live feed of a leader (`GET /v1/live`), one keyed stream: one JSON line each.
 
-A listener first gets `LiveHello`, then a `Put` for each thing that is known, then `Whole`. From then on it gets
-the changes: `Put` is the state of a thing now, not the difference to before, so that one that comes twice does
-no harm; `Drop` forgets a thing, and all things of its children (`PARENTS`); `Append` is the next of a stream.
-Events and steps from before the hello are not among them: a listener asks for those above the last that it
-knows (`/v1/events?after=`, `/v1/jobs/JOB/steps?after=`) once it has the hello.
+A listener first gets `LiveHello`, then a `PutValue` for each thing that is known, then `Whole`. From then on it
+gets the changes: `PutValue` is the state of a thing now, not the difference to before, so that one that comes
+twice does no harm; `Drop` forgets a thing, and all things of its children (`PARENTS`); `Append` is the next of
+a stream. Events and steps from before the hello are not among them: a listener asks for those above the last
+that it knows (`/v1/events?after=`, `/v1/jobs/JOB/steps?after=`) once it has the hello.
 
-The type of a line of `Put` and `Append` is the kind of its value (`THINGS`, `STREAMS`). A line of a type that a
-listener does not know is of a newer release, and is skipped.
+The type of a line of `PutValue` and `Append` is the kind of its value (`THINGS`, `STREAMS`). A line of a type
+that a listener does not know is of a newer release, and is skipped.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from elasticd.records import PublishedCheckpoint
 from elasticd.wire.main_thread import Halted
 from elasticd.wire.node_health import Health
 
-#: The columns of `Measured`: fields of a device's `Measurement`, then what detection makes of it: the
+#: The columns of `MeasuredStep`: fields of a device's `Measurement`, then what detection makes of it: the
 #: device's slowdown in this step against the fleet, and the CUSUM evidence that its slowdown changes.
 MEASURED = (
     "block_seconds",
@@ -129,7 +129,7 @@ class Valued(Keyed, frozen=True, kw_only=True):
     value: Any
 
 
-class Put(Valued, frozen=True, kw_only=True):
+class PutValue(Valued, frozen=True, kw_only=True):
     """A thing is there, or its state is another. `value`: the state, by `THINGS`."""
 
 
@@ -181,7 +181,7 @@ class Slowdowns(Value, frozen=True, kw_only=True):
     slowness: dict[str, Slowness]  # of those that were ever slow
 
 
-class Measured(Value, frozen=True, kw_only=True):
+class MeasuredStep(Value, frozen=True, kw_only=True):
     """The measurements of a job's members in their newest step, at most once a second."""
 
     plan: int  # number of the plan in force
@@ -208,7 +208,7 @@ class RankNews(Value, frozen=True, kw_only=True):
     flows: dict[str, int] = msgspec.field(default_factory=dict)  # bytes by device that sent to this rank
 
 
-class Progress(Value, frozen=True, kw_only=True):
+class SwitchProgress(Value, frozen=True, kw_only=True):
     """The reports of ranks about a switch since the last of these."""
 
     number: int  # of the proposal
@@ -233,8 +233,8 @@ THINGS: dict[str, Any] = {
 STREAMS: dict[str, Any] = {
     "event": EventRecord,  # by job (empty: of the cluster)
     "step": StepRecord,  # by job
-    "measured": Measured,  # by job
-    "progress": Progress,  # by job
+    "measured": MeasuredStep,  # by job
+    "progress": SwitchProgress,  # by job
     "slowdowns": Slowdowns,  # of the cluster
 }
 #: Kinds that are forgotten with the thing of another kind that has the same key.
@@ -262,14 +262,14 @@ def _classes(base: type[V], values: Mapping[str, Any]) -> dict[str, type[V]]:
     }
 
 
-_PUT = _classes(Put, THINGS)
+_PUT = _classes(PutValue, THINGS)
 _APPEND = _classes(Append, STREAMS)
-AnyNews = LiveHello | Whole | LeaderPulse | Drop | Put | Append
+AnyNews = LiveHello | Whole | LeaderPulse | Drop | PutValue | Append
 #: The union to decode.
 LINES: Any = Union[(LiveHello, Whole, LeaderPulse, Drop, *_PUT.values(), *_APPEND.values())]
 
 
-def put(number: str, kind: str, key: str, value: Any) -> Put:
+def put(number: str, kind: str, key: str, value: Any) -> PutValue:
     """Returns the line of an id about a thing's state."""
     return _PUT[kind](id=number, key=key, value=value)
 

@@ -144,7 +144,7 @@ class Board:
             switch.before = self.known.cluster.plans.get(job)
         self._planned(job, plan)
 
-    def _progress(self, job: str, progress: live.Progress) -> None:
+    def _progress(self, job: str, progress: live.SwitchProgress) -> None:
         self._switch(job, progress.number).said.extend(progress.ranks)
         self._moving.add((job, progress.number))
 

@@ -244,7 +244,7 @@ class KnownCluster:
         elif isinstance(news, live.Drop) and news.kind == "node":
             self.gone.add(news.key)
             self.touched.discard(news.key)
-        elif isinstance(news, live.Put) and news.kind == "node":
+        elif isinstance(news, live.PutValue) and news.kind == "node":
             self.touched.add(news.key)
             self.gone.discard(news.key)
         else:
@@ -254,10 +254,10 @@ class KnownCluster:
         """Returns True if jobs may use other devices than before."""
         if isinstance(news, live.Drop):
             return news.kind in ("job", "plan")
-        if isinstance(news, live.Put) and news.kind == "job":
+        if isinstance(news, live.PutValue) and news.kind == "job":
             used = news.value.over or not news.value.plan
             return used and news.key in {use.job for use in self.uses.values()}
-        return isinstance(news, live.Put) and news.kind in ("plan", "members", "restarts")
+        return isinstance(news, live.PutValue) and news.kind in ("plan", "members", "restarts")
 
     def _event(self, event: EventRecord) -> None:
         if event.job:
@@ -406,7 +406,7 @@ def _append_step(cluster: ClusterNow, job: str, step: StepRecord) -> Iterable[st
     return ()
 
 
-def _append_measured(cluster: ClusterNow, job: str, measured: live.Measured) -> Iterable[str]:
+def _append_measured(cluster: ClusterNow, job: str, measured: live.MeasuredStep) -> Iterable[str]:
     cluster.measured[job] = table_of(measured, cluster.measured.get(job))
     return ()
 
@@ -443,7 +443,7 @@ def _set_rates(cluster: ClusterNow, rates: Mapping[str, float]) -> None:
             cluster.rates.pop(device, None)
 
 
-def table_of(measured: live.Measured, before: Table | None = None) -> Table:
+def table_of(measured: live.MeasuredStep, before: Table | None = None) -> Table:
     """The measurements of members. Columns without a number stay as they were measured before, under the same
     plan."""
     width = len(measured.columns)

@@ -387,7 +387,7 @@ class Subscription:
 
     def _put_measured(self, api: ApiClient, news: live.Valued, now: float) -> None:
         """Writes slowdowns that changed."""
-        measured: live.Measured = news.value
+        measured: live.MeasuredStep = news.value
         plan, job = self._cluster.plans.get(news.key), self._cluster.jobs.get(news.key)
         if plan is None or plan.number != measured.plan or (job is not None and job.over):
             return  # of a job that is over the last measurement comes after its end: its line has ended
@@ -465,7 +465,7 @@ class _Sampled:
             for rank in written
         }
 
-    def rows(self, table: live.Measured, now: float) -> list[tuple[int, float, float | None]]:
+    def rows(self, table: live.MeasuredStep, now: float) -> list[tuple[int, float, float | None]]:
         """Rank, slowdown and evidence of those that changed enough, or were not written for long."""
         if "slowdown" not in table.columns:
             return []

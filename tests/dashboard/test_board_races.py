@@ -162,7 +162,7 @@ def test_what_an_earlier_job_of_the_name_measured_is_not_the_next_ones() -> None
         "1:1",
         "measured",
         JOB,
-        live.Measured(plan=PLAN.number, step=3, numbers=rows.tobytes(), columns=columns, lengths={}),
+        live.MeasuredStep(plan=PLAN.number, step=3, numbers=rows.tobytes(), columns=columns, lengths={}),
     )
     say(board, measured, msgspec.structs.replace(HELLO, id="2:0"))
     say(

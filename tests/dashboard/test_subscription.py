@@ -68,7 +68,7 @@ class Leader:
         for each in news:
             self.subscription._on_news(self, each)  # type: ignore[arg-type]
 
-    def hello(self, *jobs: live.Put, **changes: Any) -> None:
+    def hello(self, *jobs: live.PutValue, **changes: Any) -> None:
         self.say(msgspec.structs.replace(HELLO, **changes), *jobs, live.Whole(id="1:1"))
 
     def event(self, number: int, kind: str = "chaos", job: str = "") -> None:
@@ -104,7 +104,7 @@ def kind_of(news: live.AnyNews | None) -> str:
     return news.kind if isinstance(news, live.Valued) else ""
 
 
-def job(name: str, plan: int = 1, step: int = 0, *, over: bool = False) -> live.Put:
+def job(name: str, plan: int = 1, step: int = 0, *, over: bool = False) -> live.PutValue:
     status = JobStatus(
         job=name,
         phase="trains",
@@ -263,7 +263,7 @@ def measured(leader: Leader, *slowdowns: float, number: int = 1, step: int = 3) 
             "1:3",
             "measured",
             "j",
-            live.Measured(plan=number, step=step, numbers=table.tobytes(), columns=live.JUDGED, lengths={}),
+            live.MeasuredStep(plan=number, step=step, numbers=table.tobytes(), columns=live.JUDGED, lengths={}),
         )
     )
 

@@ -331,7 +331,7 @@ def measured_step(found: Board, number: int, seconds: float, computed: float, **
     at = NOW + number
     status = job(step=number + 1, step_seconds=seconds, wall_seconds=2 * seconds, **fields)
     step = StepRecord(step=number, plan=3, loss=1.0, tokens=100 + number % 2, seconds=seconds, time=at)
-    table = live.Measured(plan=3, step=number, numbers=numbers.tobytes(), columns=columns, lengths={})
+    table = live.MeasuredStep(plan=3, step=number, numbers=numbers.tobytes(), columns=columns, lengths={})
     for news in (
         live.put("1:1", "job", status.job, live.LiveJob(job=status, plan=3, over=False)),
         live.append("1:1", "step", JOB, step),

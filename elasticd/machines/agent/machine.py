@@ -185,7 +185,7 @@ def _end_failed(state: AgentState, event: Ended, what: str) -> Result:
     return _drop(state, event.client, event.how)
 
 
-def _word_failed(state: AgentState, event: Said, what: str) -> Result:
+def _message_failed(state: AgentState, event: Said, what: str) -> Result:
     if isinstance(event.body, StoreCall):
         return state, (_failed((event.client, event.body.id), what),)
     return state, ()
@@ -203,7 +203,7 @@ def _nothing_lost(state: AgentState, event: Event, what: str) -> Result:
 FAILED: dict[type, Callable[[AgentState, Any, str], Result]] = {
     Opened: _opening_failed,
     Ended: _end_failed,
-    Said: _word_failed,
+    Said: _message_failed,
     LinkDown: _link_end_failed,
     **dict.fromkeys((DevicesHeld, Pulse, Stood, Heard, AgentDrained, LeaderRead), _nothing_lost),
 }
@@ -384,7 +384,7 @@ def _said(state: AgentState, event: Said, now: float) -> Result:
         return state, ()
     if isinstance(body, Hello) or (isinstance(body, Join) and client.device):
         return state, (AgentNote(text=f"{client.id} said hello twice; the second was not heard"),)
-    return OF_CLIENT.get(type(body), _kept_word)(state, client, body, now)
+    return OF_CLIENT.get(type(body), _kept_message)(state, client, body, now)
 
 
 def _call(state: AgentState, client: Client, call: StoreCall, now: float) -> Result:
@@ -425,14 +425,14 @@ def _passed_on(state: AgentState, client: Client, body: Rehearsed, now: float) -
     return state, _up(state, client, body)
 
 
-def _kept_word(state: AgentState, client: Client, body: Statement, now: float) -> Result:
+def _kept_message(state: AgentState, client: Client, body: Statement, now: float) -> Result:
     """It is kept for a new leader."""
     if body not in client.said:
         client = replace(client, said=(*client.said, body)[-MOST_SAID:])
     return _with_client(state, client), _up(state, client, body)
 
 
-#: What follows from a message of a client; from each other type `_kept_word`.
+#: What follows from a message of a client; from each other type `_kept_message`.
 OF_CLIENT: dict[type, Callable[[AgentState, Client, Any, float], Result]] = {
     StoreCall: _call,
     Report: _report,

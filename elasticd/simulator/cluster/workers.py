@@ -122,7 +122,7 @@ class WorkerGroup:
         handler(worker, effect)
 
     def _handlers(self) -> dict[type, Callable[[SimulatedWorker, Any], None]]:
-        """What each effect does to its worker."""
+        """The handler of each effect."""
         transitions = self._transitions
         return {
             sw.Prepare: lambda worker, effect: transitions.prepare(worker, effect.number),
