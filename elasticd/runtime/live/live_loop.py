@@ -112,6 +112,7 @@ class LiveLoop:
         self._last: tuple[int, Vote] | None = None
         self._taken = False
         self._told_of: set[str] = set()  # that the log has a line of
+        self._votes = False  # its vote waits, also at the end of a body: a loss there decides the step
         self._updating: torch.optim.Optimizer | None = None  # of the state, within its `step()`
         self._usual = UsualMoves()
         #: How this rank's part in the job ended, within the body of a step: the loop raises it.
@@ -421,7 +422,7 @@ class LiveLoop:
     def _decided(self, error: Exception) -> bool:
         """Returns True if a collective failed after the last update of the step, or after its body."""
         step = self._step
-        if step is None or not (step.closed or step.updated):
+        if step is None or self._votes or not (step.closed or step.updated):
             return False
         if step.broken is None:
             log.warning(
@@ -462,6 +463,7 @@ class LiveLoop:
             samples=step.hash,
             draining=Draining.SAVED if switcher.draining else Draining.NO,
         )
+        self._votes = True
         try:
             outcome = copy.vote.vote(record, step.hashes)
         except LedgerError as error:
@@ -476,6 +478,8 @@ class LiveLoop:
             step.outcome, vote = outcome, outcome.vote
             step.total = outcome.loss
             self._last = copy.plan.number, vote
+        finally:
+            self._votes = False
         self._vote_seconds = time.perf_counter() - asked
         copy.reduced, copy.last, copy.torn, step.decided = None, vote, True, True
         copy.trains_on()
