@@ -488,6 +488,26 @@ def test_a_collective_that_fails_after_the_update_ends_no_step(at: str, monkeypa
     assert before
 
 
+def test_a_vote_at_the_end_of_a_body_that_fails_decides_nothing(monkeypatch: Any) -> None:
+    """It waits as a collective after the update would, whose loss is NaN."""
+    real = Work.wait
+    monkeypatch.setattr(Work, "wait", lambda work, *given: (gone if isinstance(work, Gone) else real)(work))
+    running, tries = loop(build_of("ddp"), steps=2), []
+    monkeypatch.setattr(running._switcher, "outcome", lambda error: None)
+    for step in running:
+        vote = step.copy.vote
+        with step:
+            tries.append(step.index)
+            if tries == [0, 1]:
+                failing = SimpleNamespace(vote=lambda *_: Work.wait(Gone(torch.ones(1))))
+                step.copy.vote = failing  # type: ignore[assignment]
+            else:
+                train(step)
+        step.copy.vote = vote
+    assert tries == [0, 1, 1]
+    same_as_plain_torch(running, 2)
+
+
 def test_an_error_of_what_a_failed_collective_left_ends_no_step(monkeypatch: Any, caplog: Any) -> None:
     """As of reading an object that another rank did not send. The fence comes much later."""
     monkeypatch.setattr(Work, "wait", gone)
