@@ -24,7 +24,7 @@ EXTRAS = {
     **dict.fromkeys(
         (
             *("click", "cryptography", "etcd3", "google", "grpc", "httpx2", "prometheus_client", "psutil"),
-            *("pynvml", "rich", "starlette", "uvicorn", "websockets"),
+            *("networkx", "pynvml", "rich", "starlette", "uvicorn", "websockets"),
         ),
         "daemon",
     ),

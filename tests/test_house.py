@@ -52,6 +52,7 @@ DAEMON_EXTRA = {
     "etcd3": "etcd3",
     "grpcio": "grpc",
     "httpx2": "httpx2",
+    "networkx": "networkx",
     "nvidia-ml-py": "pynvml",
     "prometheus-client": "prometheus_client",
     "protobuf": "google",

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+
 import msgspec
 import pytest
 from elasticd_planner.cost.schedule import passes
 from elasticd_planner.layout.module_order import module_order
 from elasticd_planner.problem import SearchSpace
-from elasticd_planner.search.item_flow import serving
+from elasticd_planner.search.item_flow import components, serving
 from elasticd_planner.search.module_cost import ModuleCosts
 from elasticd_planner.search.modules import with_pair
 from elasticd_planner.search.planner import plan
@@ -17,7 +19,7 @@ from elasticd_planner.spec.item_batch import item_batch
 from elasticd_planner.spec.plan import Edge, ModulePlan, Pipeline, Plan, Stage, Strategy
 from elasticd_planner.value import Invalid
 
-from tests.planner.drawn_module_problems import LOSS, cluster_of, drawn_problem
+from tests.planner.drawn_module_problems import GIB, LOSS, cluster_of, drawn_problem
 
 CLUSTER = cluster_of(2, 4)
 
@@ -108,6 +110,32 @@ def test_a_slow_link_between_nodes_keeps_items_on_their_node() -> None:
     costs = ModuleCosts(problem)
     shared = with_pair(found.replace(strategies=(strategy,)), every.ahead, every.lead)
     assert found.prediction.step_seconds < 0.7 * costs.seconds(shared)
+
+
+def test_pipelines_are_of_one_component_where_lanes_serve_both() -> None:
+    devices = {f"n0/{i}": 1 for i in range(4)}
+
+    def parts(*serves: tuple[int, ...]) -> list[list[int]]:
+        made = planned(devices, {f"n1/{i}": 1 for i in range(4)})
+        lanes = zip(made.modules[0].pipelines, serves, strict=True)
+        pipelines = tuple(msgspec.structs.replace(pipeline, serves=each) for pipeline, each in lanes)
+        module = msgspec.structs.replace(made.modules[0], pipelines=pipelines)
+        return components(made.with_modules([module, made.modules[1]]))
+
+    assert parts((0,), (1,), (2,), (3,)) == [[0], [1], [2], [3]]
+    assert parts((0, 3), (1,), (2,), (2,)) == [[0, 3], [1], [2]]
+    assert parts((0, 2), (1, 3), (2, 3), (0,)) == [[0, 1, 2, 3]]
+    assert parts((), (), (), ()) == [[0], [1], [2], [3]]
+
+
+def test_a_lone_trainer_plans_for_its_device_without_networkx(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "networkx", None)
+    problem = drawn_problem(5)
+    found = plan(msgspec.structs.replace(problem, cluster=cluster_of(1, 1, 80 * GIB), rates={})).plan
+    assert found is not None
+    assert components(found) == [[0]]
+    with pytest.raises(ImportError):
+        served(planned({"n0/1": 2, "n0/2": 2, "n1/2": 4}, {"n0/0": 12, "n1/0": 4}))
 
 
 def test_what_is_served_must_be_there() -> None:

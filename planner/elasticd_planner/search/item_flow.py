@@ -4,6 +4,9 @@ A lane first serves the pipelines of the module with the loss that its own devic
 link. Where these need fewer items than their devices have been given, or more, the rest goes from the lanes of
 nodes to groups of pipelines over the links on which an item's rows take least.
 Pipelines that exchange no items are components of the order of passes, which their ranks make by themselves.
+
+networkx, which takes long to import, has the least-cost flow and the components. A lone trainer that plans for
+itself has one device, where nothing is to choose, and needs no networkx.
 """
 
 from __future__ import annotations
@@ -102,9 +105,36 @@ def serving(plan: Plan, module: ModulePlan, cluster: Cluster, groups: int, item_
 def _flow(
     supply: Mapping[str, int], needs: Mapping[int, int], cost: Mapping[tuple[str, int], int]
 ) -> Iterator[tuple[str, int, int]]:
-    """Node, group, and how much goes from one to the other: over the cheapest links first."""
-    spare, left = dict(supply), dict(needs)
+    """Node, group, and how much goes from one to the other: as much as is there and needed, over the links on
+    which all of it together takes least."""
+    if not cost:
+        return
+    import networkx as nx
+
+    moved = min(sum(supply.values()), sum(needs.values()))
+    graph = nx.DiGraph()
+    graph.add_node("source", demand=-moved)
+    graph.add_node("sink", demand=moved)
+    graph.add_edges_from(("source", node, {"capacity": amount}) for node, amount in supply.items())
+    graph.add_edges_from((group, "sink", {"capacity": amount}) for group, amount in needs.items())
+    graph.add_edges_from((node, group, {"weight": weight}) for (node, group), weight in cost.items())
+    _, flow = nx.network_simplex(graph)
     for node, group in sorted(cost, key=lambda pair: (cost[pair], pair)):
-        if amount := min(spare[node], left[group]):
-            spare[node], left[group] = spare[node] - amount, left[group] - amount
+        if amount := flow[node][group]:
             yield node, group, amount
+
+
+def components(plan: Plan) -> list[list[int]]:
+    """The pipelines of the module with the loss, those together that lanes of items serve both. Where a lane
+    serves all, each pipeline is by itself: any of them stands for the others."""
+    pipelines = range(len(plan.loss_module.pipelines))
+    served = {lane.serves for module in plan.modules if module.items for lane in module.pipelines}
+    if len(pipelines) == 1 or not all(served):
+        return [[p] for p in pipelines]
+    import networkx as nx
+
+    graph = nx.Graph()
+    graph.add_nodes_from(pipelines)
+    for serves in served:
+        nx.add_path(graph, serves)
+    return sorted(map(sorted, nx.connected_components(graph)))

@@ -32,6 +32,7 @@ from elasticd_planner.layout.module_order import (
 from elasticd_planner.layout.module_passes import ROWS, ModulePass, PassGroup
 from elasticd_planner.numeric import Floats
 from elasticd_planner.problem import ModuleProblem, Problem
+from elasticd_planner.search.item_flow import components
 from elasticd_planner.search.module_rows import PackedRows
 from elasticd_planner.spec.batch import BatchPlan, batch_plan
 from elasticd_planner.spec.item_batch import GroupId, ItemBatch, SampleItem, item_batch
@@ -522,21 +523,6 @@ class ModuleCosts:
 def _together(items: float) -> int:
     """The number of items of a sample that go together where a step has so many."""
     return max(1, math.ceil(items / MOST_ITEMS))
-
-
-def components(plan: Plan) -> list[list[int]]:
-    """The pipelines of the module with the loss, those together that lanes of items serve both. Where a lane
-    serves all, each pipeline is by itself: any of them stands for the others."""
-    parts = [{p} for p in range(len(plan.loss_module.pipelines))]
-    for module in plan.modules:
-        if not module.items:
-            continue
-        if not all(lane.serves for lane in module.pipelines):
-            return [[p] for p in range(len(parts))]
-        for serves in {lane.serves for lane in module.pipelines}:
-            joined = set[int]().union(*(part for part in parts if part & {*serves}))
-            parts = [*(part for part in parts if not part & joined), joined]
-    return sorted(map(sorted, parts))
 
 
 def _some(parts: Sequence[Sequence[int]], pipelines: Sequence[Pipeline], every: int) -> list[int]:
