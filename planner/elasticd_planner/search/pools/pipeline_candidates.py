@@ -143,7 +143,8 @@ class PipelineCandidates:
     def _under(self, have: Ints, order: Order, caps: Floats) -> tuple[Floats, Floats]:
         """(o, S) of pipelines of so many groups by column under these caps; inf where impossible."""
         rules, depth = self.rules, have.sum(axis=0)
-        limits = [self._room(have, order, index, caps) for index in range(len(self.columns))]
+        finite = np.where(np.isfinite(caps), caps, 0.0)
+        limits = [self._room(have, order, index, finite) for index in range(len(self.columns))]
         total = np.zeros_like(caps)
         possible = np.isfinite(caps)
         for index, room in enumerate(limits):
@@ -200,15 +201,18 @@ class PipelineCandidates:
         return ordered[used.argmax(axis=0)], ordered[len(ordered) - 1 - used[::-1].argmax(axis=0)]
 
     def _room(self, have: Ints, order: Order, index: int, caps: Floats) -> Floats:
-        """Layers that the stages of one column may have in all under each cap."""
-        column, rules = self.columns[index], self.rules
+        """Layers that the stages of one column may have in all under each cap; all caps are finite."""
+        column, layers = self.columns[index], self.rules.layers
         count = have[index]
         at = order.index(index)
         behind = have[list(order[at + 1 :])].sum(axis=0)  # their positions from the end start here
         before = have[list(order[:at])].sum(axis=0)
-        finite = np.where(np.isfinite(caps), caps, 0.0)
-        each = np.floor((finite - rules.hop) / column.block * (1 + EQUAL))
-        each = np.clip(each, 0, rules.layers)
+
+        def gained(caps: Floats, fixed: float | Floats) -> Floats:
+            held = np.floor((caps - fixed) / column.block * (1 + EQUAL))
+            return np.minimum(np.maximum(held, 0.0, out=held), layers, out=held)
+
+        each = gained(caps, self.rules.hop)
         most = np.array(column.most)
         deepest = int((behind + count).max(initial=0))
         if int(each.max(initial=0)) <= int(most[: max(1, deepest)].min()):
@@ -216,24 +220,25 @@ class PipelineCandidates:
         else:
             near = each[:, : -len(MULTIPLES)]
             self.binding |= bool((near > most[: max(1, deepest)].min()).any())
-            table = _rooms(column.most, rules.layers, _rounded(int(count.max(initial=0))), _rounded(deepest))
+            table = _rooms(column.most, layers, _rounded(int(count.max(initial=0))), _rounded(deepest))
             room = table[each.astype(np.int64), np.minimum(behind, deepest)[:, None], count[:, None]].astype(
                 np.float64
             )
         first = (count > 0) & (before == 0)
         last = (count > 0) & (behind == 0)
         top = np.maximum(behind + count - 1, 0)
-        fixed_first = column.embed + np.where(top == 0, column.head, rules.hop)
-        own = np.clip(np.floor((finite - fixed_first[:, None]) / column.block * (1 + EQUAL)), 0, rules.layers)
-        own = np.minimum(own, np.array(column.most_first)[top][:, None])
-        room = room + np.where(first[:, None], own - np.minimum(each, most[top][:, None]), 0.0)
-        without = first[:, None] & (own < 1)  # a stage that holds no layer beside its embed or its head
-        if column.head != rules.hop:
-            tail = np.floor((finite - column.head) / column.block * (1 + EQUAL))
-            tail = np.minimum(np.clip(tail, 0, rules.layers), most[0])
-            other = last & ~(first & (top == 0))
-            room = room + np.where(other[:, None], tail - np.minimum(each, most[0]), 0.0)
-            without |= other[:, None] & (tail < 1)
+        without = np.zeros(caps.shape, dtype=bool)  # a stage that holds no layer beside its embed or its head
+        if len(rows := first.nonzero()[0]):
+            place = top[rows]
+            fixed = column.embed + np.where(place == 0, column.head, self.rules.hop)
+            own = np.minimum(gained(caps[rows], fixed[:, None]), np.array(column.most_first)[place][:, None])
+            room[rows] += own - np.minimum(each[rows], most[place][:, None])
+            without[rows] = own < 1
+        other = last & ~(first & (top == 0))
+        if column.head != self.rules.hop and len(rows := other.nonzero()[0]):
+            tail = np.minimum(gained(caps[rows], column.head), most[0])
+            room[rows] += tail - np.minimum(each[rows], most[0])
+            without[rows] |= tail < 1
         none = np.concatenate([[0], np.cumsum(most < 1)])
         if none[-1]:
             # Of a first stage the table for first stages counts, the others must each hold a layer.
@@ -241,8 +246,9 @@ class PipelineCandidates:
             blocked = none[stop] > none[start]
             blocked |= first & (np.array(column.most_first)[top] < 1)
             without |= blocked[:, None]
-        room = np.where(without, -1.0, room)
-        return np.where((count > 0)[:, None], room, 0.0)
+        room[without] = -1.0
+        room[count == 0] = 0.0
+        return room
 
     def _fixed(self, have: Ints, order: Order) -> Floats:
         """Seconds besides blocks: embed of the first stage, head of the last, hops between."""
