@@ -103,6 +103,34 @@ def test_many_pipelines_at_once_are_the_same_as_each_alone() -> None:
         assert float(curves[-1, i, j]) == pytest.approx(alone, rel=1e-12)
 
 
+@pytest.mark.parametrize("count", [20, 200])
+def test_pipelines_that_end_within_a_limit_keep_their_seconds_and_others_have_them_or_inf(count: int) -> None:
+    rng = np.random.default_rng(count)
+    forward, boundary = rng.uniform(0.9, 1.1, (count, 6)), rng.uniform(0, 0.4, (count, 5))
+    every = one_f_one_b_seconds(forward, 2 * forward, boundary, 45)
+    limit = float(np.quantile(every, 0.3))
+    some = one_f_one_b_seconds(forward, 2 * forward, boundary, 45, limit)
+    np.testing.assert_allclose(some[every <= limit], every[every <= limit], rtol=1e-12)
+    assert np.isinf(some).sum() > count // 2
+    near = np.isfinite(some)
+    np.testing.assert_allclose(some[near], every[near], rtol=1e-12)
+
+
+def test_a_period_of_some_rounds_is_found_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    rounds, play = [0], _Rounds._forward
+
+    def counted(self: _Rounds) -> None:
+        rounds[0] += 1
+        play(self)
+
+    monkeypatch.setattr(_Rounds, "_forward", counted)
+    forward, between = np.full(48, 1.0), np.full(47, 0.2)
+    forward[10:12] = 1.5  # two micro-batches there and back over their boundary
+    found = float(one_f_one_b_seconds(forward, 2 * forward, between, 256))
+    assert rounds[0] < 100
+    assert found == pytest.approx(played_seconds(forward, 2 * forward, between, 256), rel=1e-11)
+
+
 @given(seed=st.integers(0, 10**6))
 @settings(max_examples=examples(60))
 def test_between_the_busiest_stage_and_one_pass_after_the_other(seed: int) -> None:

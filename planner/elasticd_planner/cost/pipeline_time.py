@@ -12,6 +12,14 @@ micro-batch's way to the end and back; by then at most h_j + 1 forward passes of
 is where 1F1B makes it turn, and all other work of its m micro-batches comes after, and then the way back. So
 h_j f_j is what a stage hides of the time that others need: `hidden` is the largest f_j / t_j.
 
+The third (`at_least_in_turns`) is of stages i to j, n of them: the backward pass of micro-batch r + n on stage
+j comes after that of micro-batch r by no less than
+
+    sum_{i <= k <= j} t_k + 2 sum_{i <= k < j} b_k,
+
+for the gradient of r goes to stage i, the next forward pass there is that of r + p - i (stages counted from 0),
+its activation goes to stage j, and the next backward pass there is that of r + n.
+
 The formula, (m - 1) max_j s_j + sum_j s_j with s_j = t_j + 2 b_j, is what equal stages take. Where boundaries
 cost nothing and forward is the same part of every stage's work, no schedule was found to take longer (a test
 looks for one; it is not proved), and unequal stages take up to a fifth less. A boundary, or stages of which
@@ -33,12 +41,15 @@ from typing import Protocol, TypeVar
 import numpy as np
 
 from elasticd_planner.cost.schedule_timeline import one_f_one_b_curve, one_f_one_b_seconds, played_seconds
-from elasticd_planner.numeric import Floats, Ints
+from elasticd_planner.numeric import Bools, Floats, Ints
 from elasticd_planner.value import refuse
 
 #: The part of a stage's work that is its forward pass: two operations of six per element (Kaplan et al. 2020).
 #: So a block that runs forward once more in the backward pass takes a third longer.
 FORWARD = 1 / 3
+
+#: Numbers of stages whose turns bound a pipeline: bounds of those between are no better by much.
+TURNS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 
 #: So many micro-batches that nothing but the slowest stage counts.
 MANY = 10**6
@@ -60,6 +71,10 @@ class Times:
     def work(self) -> Floats:
         """Seconds of one micro-batch on each stage, forward and backward: [..., stage]."""
         return self.forward + self.backward
+
+    def of(self, some: Bools | Ints) -> Times:
+        """The times of some of these pipelines."""
+        return Times(forward=self.forward[some], backward=self.backward[some], boundary=self.boundary[some])
 
     @property
     def charged(self) -> Floats:
@@ -149,14 +164,18 @@ class Schedule(_Filling):
     hidden: float = FORWARD
 
     def seconds(self, times: Times, micro_batches: int, limit: float = math.inf) -> Floats:
-        """Seconds of a step as 1F1B runs: [...]; inf where `at_least` is above the limit."""
+        """Seconds of a step as 1F1B runs: [...]. Those shown to take longer than the limit may be inf."""
         if math.isinf(limit):
             return one_f_one_b_seconds(times.forward, times.backward, times.boundary, micro_batches)
         possible = at_least(times, micro_batches) <= limit
         seconds = np.full(possible.shape, math.inf)
         if possible.any():
-            rows = times.forward[possible], times.backward[possible], times.boundary[possible]
-            seconds[possible] = one_f_one_b_seconds(*rows, micro_batches)
+            possible[possible] = at_least_in_turns(times.of(possible), micro_batches) <= limit
+        if possible.any():
+            some = times.of(possible)
+            seconds[possible] = one_f_one_b_seconds(
+                some.forward, some.backward, some.boundary, micro_batches, limit
+            )
         return seconds
 
     def curve(self, times: Times, most: int) -> Floats:
@@ -220,3 +239,24 @@ def at_least(times: Times, micro_batches: int) -> Floats:
     turns = np.minimum(micro_batches - 1, np.arange(stages - 1, -1, -1))
     found: Floats = (before + micro_batches * work + np.maximum(0.0, after - turns * times.forward)).max(-1)
     return found
+
+
+def at_least_in_turns(times: Times, micro_batches: int) -> Floats:
+    """Seconds that 1F1B cannot beat, by the third inequality above with some numbers of stages: [...]."""
+    forward, backward, stages = times.forward, times.backward, times.forward.shape[-1]
+    none = np.zeros((*forward.shape[:-1], 1))
+    sent = np.concatenate((none, np.cumsum(times.boundary, axis=-1)), axis=-1)  # boundaries before a stage
+    worked = np.concatenate((none, np.cumsum(forward + backward, axis=-1)), axis=-1)  # of the stages before it
+    # The first micro-batch there and back to stage j, and the last one's way back from there.
+    ways = (forward.sum(-1) + backward.sum(-1) + 2 * sent[..., -1])[..., None]
+    least: Floats = np.zeros(forward.shape[:-1])
+    for turn in (turn for turn in TURNS if turn <= stages):
+        last = np.arange(turn - 1, stages)
+        first = last - turn + 1
+        turns = np.maximum(0, (micro_batches - 1 - stages + first) // turn + 1)
+        once = worked[..., turn:] - worked[..., : stages - turn + 1] + 2 * (sent[..., last] - sent[..., first])
+        seconds = ways + turns * once
+        seconds += np.maximum(0, micro_batches - 1 - turns * turn) * backward[..., last]
+        seconds += np.maximum(0, micro_batches - turns * turn - stages + last) * forward[..., last]
+        least = np.maximum(least, seconds.max(-1))
+    return least
