@@ -216,7 +216,7 @@ class PipelineCandidates:
         most = np.array(column.most)
         deepest = int((behind + count).max(initial=0))
         if int(each.max(initial=0)) <= int(most[: max(1, deepest)].min()):
-            room = count[:, None] * each
+            room: Floats = count[:, None] * each
         else:
             near = each[:, : -len(MULTIPLES)]
             self.binding |= bool((near > most[: max(1, deepest)].min()).any())
