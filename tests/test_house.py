@@ -156,6 +156,7 @@ KEPT = [
     (APP, "import asyncio\nfrom starlette.applications import Starlette"),
     ("elasticd.rendezvous.handler", "from torch.distributed.elastic.rendezvous import RendezvousHandler"),
     ("elasticd_agent.daemon", "import asyncio\nfrom elasticd.machines.agent import machine\nimport websockets"),
+    ("elasticd_planner.search.item_flow", "def flow():\n    import networkx"),
 ]
 
 
