@@ -3,6 +3,7 @@ ranks carry out, and what cannot be is refused with a remedy."""
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Callable
 from functools import cache
@@ -253,6 +254,42 @@ def test_a_given_plan_is_answered_or_the_reason_why_not(plan_of: Callable[[int],
     assert answer.plan.reason.startswith("given by the job: ")
     small = msgspec.structs.replace(problem, cluster=cluster_of(2, 4, GIB), given=given, only_given=True)
     assert "the plan that the job gives cannot be: does not fit" in plan(small).refusal
+
+
+def test_a_given_plan_whose_encoders_run_too_far_ahead_does_not_fit(plan_of: Callable[[int], Plan]) -> None:
+    problem, first = drawn_problem(2), plan_of(2)
+
+    def ahead(micro_batches: int) -> Plan:
+        def module(each: ModulePlan) -> ModulePlan:
+            return msgspec.structs.replace(each, ahead=micro_batches, lead=0) if each.items else each
+
+        strategies = tuple(
+            msgspec.structs.replace(strategy, modules=tuple(map(module, strategy.modules)))
+            for strategy in first.strategies
+        )
+        return msgspec.structs.replace(first, strategies=strategies)
+
+    few, many = (ModuleCosts(problem).memory(ahead(number)) for number in (1, 64))
+    device = max(few, key=lambda name: many[name] - few[name])
+    assert many[device] > few[device]
+    middle = (few[device] + many[device]) // 2
+    nodes = tuple(
+        msgspec.structs.replace(
+            node,
+            devices=tuple(
+                msgspec.structs.replace(each, memory=middle) if each.name == device else each
+                for each in node.devices
+            ),
+        )
+        for node in problem.cluster.nodes
+    )
+    small = msgspec.structs.replace(problem.cluster, nodes=nodes)
+    small_problem = msgspec.structs.replace(problem, cluster=small, only_given=True)
+    answer = plan(msgspec.structs.replace(small_problem, given=ahead(64)))
+    assert "the plan that the job gives cannot be: does not fit" in answer.refusal
+    most = re.search(r"it fits where modules of items are at most (\d+) micro-batches ahead", answer.refusal)
+    assert most is not None, answer.refusal
+    assert planned(msgspec.structs.replace(small_problem, given=ahead(int(most[1])))).strategies
 
 
 def test_a_given_plan_has_what_holds_under_every_plan_of_the_job(plan_of: Callable[[int], Plan]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -308,6 +308,26 @@ def test_what_several_modules_do_not_go_with_is_refused_with_the_remedy(
     with pytest.raises(SystemExit) as refusal:
         job(**changes)
     assert said in f"{refusal.value} {capfd.readouterr().err}"
+
+
+class Blind(image_model.Merge):
+    """It leaves out the rows of images."""
+
+    def forward(self, batch: Mapping[str, Any]) -> torch.Tensor:
+        return super().forward({**batch, "images": None})
+
+
+def test_an_embed_that_does_not_use_what_the_module_takes_is_refused(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    vision, language = copy.deepcopy(sections())
+    with pytest.raises(SystemExit) as refusal:
+        job(model=model_of(vision, [Blind(), *language[1:]]))
+    said = f"{refusal.value} {capfd.readouterr().err}"
+    assert "module 'language' takes 'vision' as 'images', and no parameter of vision gets a gradient" in said
+    assert "let the embed of language use batch['images']" in said
+    frozen = copy.deepcopy(sections()[0])
+    job(model=model_of(frozen, [Blind(), *copy.deepcopy(language[1:])], frozen=True))  # there is none to get
 
 
 class Measured(Captions):

@@ -22,7 +22,8 @@ from elasticd.runtime.engine.engine import Engine
 from elasticd.runtime.engine.mixed_precision import converted
 from elasticd.runtime.engine.module_engine import ModuleEngine
 from elasticd.runtime.engine.recipe import Recipe
-from elasticd.runtime.model.model import Model, split_name
+from elasticd.runtime.model.model import Model, Module, split_name
+from elasticd.runtime.model.model_graph import ModelGraph
 from elasticd.runtime.model.validation import ModelError
 from elasticd.runtime.reference import layouts
 from elasticd.runtime.reference.chosen_samples import first_items, recipe_of_samples
@@ -102,7 +103,25 @@ def refuse_differences(recipe: Recipe, samples: int) -> PlainStep:
             f"a step of your own modules and one of the copies that train differ: {'; '.join(differences)}. "
             f"{_cause(plain, member)}; {_SEE}"
         )
+    if model.graph is not None:
+        _refuse_unused(model.graph, plain, items)
     return plain
+
+
+def _refuse_unused(
+    graph: ModelGraph[Module], plain: PlainStep, items: Mapping[str, Collection[object]]
+) -> None:
+    """Raises ModelError for a trained module whose items the step had, and that got no gradient of them."""
+    own = graph.loss_module
+    for key, name in own.takes.items():
+        parameters = graph.modules[name].spec.parameters.values()
+        trained = any(parameter.kind == "trained" for parameter in parameters)
+        if trained and items[name] and not any(each.startswith(f"{name}.") for each in plain.gradients):
+            raise ModelError(
+                f"module {graph.own!r} takes {name!r} as {key!r}, and no parameter of {name} gets a gradient "
+                f"in a step with {graph.modules[name].items}: let the embed of {graph.own} use "
+                f"batch[{key!r}], or leave {name} out"
+            )
 
 
 def _modules(model: Model) -> Mapping[str, Model]:

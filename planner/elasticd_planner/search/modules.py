@@ -204,6 +204,13 @@ class ModulePlanner:
         plan = self._predicted(self.costs.timed(given))
         assert plan.prediction is not None
         if wrong := given_plan.lacking(plan.prediction.memory, self.problem.cluster):
+            most = self._aheads(given)[0]
+            further = any(module.ahead > most for module in given.modules)
+            nearer = self.costs.memory(with_pair(given, most, 0)) if further else {}
+            if nearer and fits(nearer, self.problem.cluster):
+                wrong += (
+                    f"; it fits where modules of items are at most {most} micro-batches ahead: ahead={most}"
+                )
             return wrong
         finished = self._finished(plan)
         return finished.replace(reason=f"given by the job: {finished.reason}")
