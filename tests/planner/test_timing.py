@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from elasticd_planner.cost.pipeline_time import Formula, Schedule, Times, at_least, at_least_in_turns, closed
 from elasticd_planner.cost.schedule_timeline import played_seconds
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.sizes import examples
@@ -85,8 +85,13 @@ def test_seconds_are_those_of_the_events_and_curves_are_seconds(case: tuple[Time
         np.testing.assert_allclose(timing.curve(times, micro_batches), each, rtol=1e-9)
 
 
+#: Fewer micro-batches than stages: no stage has as many under way as the stages behind it.
+FEW = Times(forward=np.ones(5), backward=np.array([1.0, 3.0, 1.0, 1.0, 0.5]), boundary=np.zeros(4)), 1
+
+
 @settings(max_examples=examples(60))
 @given(pipelines(), st.floats(0.5, 1.5), st.integers(0, 2**32 - 1))
+@example(FEW, 1.0, 0)
 def test_pipelines_within_a_limit_take_what_they_take_without_one(
     case: tuple[Times, int], part: float, seed: int
 ) -> None:

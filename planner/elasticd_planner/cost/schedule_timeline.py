@@ -152,7 +152,7 @@ class _Rounds:
                 moved = (states[-1][:, own] - states[-1 - period][:, own]).mean(0)
                 whole[:, self._rest[own]] = states[more - 1 - period][:, own] + moved * (repeats + 1)
             ended[self._rest[periods > 0]] = True
-            on = (periods == 0) & self._within(limit, micro_batches - done)
+            on = (periods == 0) & self._within(limit, done, micro_batches)
             if not on.all():
                 states = deque((state.compress(on, axis=1) for state in states), states.maxlen)
                 self._leave(on)
@@ -160,7 +160,7 @@ class _Rounds:
         self._rest, self._parts = np.arange(self._count), parts
         self._set(*np.split(whole, (2 * self.stages - 1,)))
         self._leave(ended)
-        self._leave(self._within(limit, 0))
+        self._leave(self._within(limit, micro_batches, micro_batches))
         self.round = micro_batches
 
     def _leave(self, on: Bools) -> None:
@@ -170,14 +170,14 @@ class _Rounds:
             self._parts = tuple(part.compress(on, axis=1) for part in self._parts)
             self._set(self._chain.compress(on, axis=1), self.back.compress(on, axis=1))
 
-    def _within(self, limit: float, left: int) -> Bools:
-        """The pipelines that may end within the limit: by the work of a stage that so many micro-batches more,
-        and those under way, need there, and the way of the last gradient from there."""
+    def _within(self, limit: float, done: int, micro_batches: int) -> Bools:
+        """The pipelines that may end within the limit, after so many of their rounds: by what the micro-batches
+        to come, and those under way, need of a stage, and by the way of the last gradient from there."""
         if math.isinf(limit):
             return np.ones(len(self._rest), dtype=bool)
         forward, backward, boundary, *_ = self._parts
-        under_way = np.arange(self.stages - 1, -1, -1)[:, None]
-        end = self.free + left * (forward + backward) + under_way * backward
+        under_way = np.minimum(np.arange(self.stages - 1, -1, -1), done)[:, None]
+        end = self.free + (micro_batches - done) * (forward + backward) + under_way * backward
         end[1:] += np.cumsum(backward[:-1] + boundary, axis=0)
         return np.asarray(end.max(0) <= limit * (1 + _ROUNDED))
 
