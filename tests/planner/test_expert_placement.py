@@ -50,7 +50,7 @@ def test_parts_of_rows_are_the_best_of_these_holders(data: st.DataObject, slowdo
         if inside:
             rows = sum(load[e] for e, on in enumerate(holders) if on <= inside)
             bound = max(bound, rows / sum(1 / slowdown[d] for d in inside))
-    found = placed(load, slowdown, held, tolerance=1e9)  # nothing moves
+    found = placed(load, slowdown, held, replicas=0, tolerance=1e9)  # nothing moves
     assert found.held == held
     assert found.busiest == pytest.approx(bound, rel=1e-6)
     assert busiest(load, slowdown, found.held, found.splits) == pytest.approx(bound, rel=1e-3)
@@ -128,6 +128,23 @@ def test_a_drifted_load_is_divided_anew_before_an_expert_moves() -> None:
     assert after.held == before.held
     assert after.splits != before.splits
     assert after.busiest <= least_busiest(drifted, [1.0] * 3) * (1 + TOLERANCE)
+
+
+def test_replicas_follow_the_experts_whose_parts_are_largest() -> None:
+    """Also where the load is even without them: the next one is another."""
+    even = ((0, 4), (1, 5), (2, 6), (3, 7))
+    held = placed([6.0, 4.0, 4.0, 4.0, 1.0, 3.0, 3.0, 3.0], [1.0] * 4, even).held
+    assert [sum(expert in own for own in held) for expert in range(8)] == [2, 2, 2, 1, 1, 1, 1, 1]
+    drifted = [4.0, 4.0, 4.0, 4.0, 1.0, 8.0, 3.0, 3.0]
+    after = placed(drifted, [1.0] * 4, held)
+    assert sum(5 in own for own in after.held) >= 2
+    assert arrivals(held, after.held) <= 3
+    assert after.busiest <= least_busiest(drifted, [1.0] * 4) * (1 + TOLERANCE)
+
+
+def test_without_memory_for_one_no_replica_is_made() -> None:
+    even = ((0, 1), (2, 3))
+    assert placed([4.0, 1.0, 3.0, 2.0], [1.0, 1.0], even, slots=[2, 2]).held == even
 
 
 def test_a_slow_device_gets_fewer_rows_and_few_experts_move() -> None:

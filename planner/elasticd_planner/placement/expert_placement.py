@@ -10,16 +10,17 @@ from the devices that have too much, one after the other, or change places with 
 a placement is made anew.
 
 The next rows are not those of the load that a placement is made for. A device with a large part of one
-expert's rows changes with that expert; one with small parts of many hardly changes. So a new placement has as
-many replicas as there may be, of those experts whose part for a device is largest, as in EPLB
-(deepseek-ai/EPLB), and parts of an expert's rows are as equal as the bound allows. A placement that fills
-device after device splits the fewest; it is taken where the other one does not meet the bound.
+expert's rows changes with that expert; one with small parts of many hardly changes. So a placement has as many
+replicas as there may be, of those experts whose part for a device is largest, as in EPLB (deepseek-ai/EPLB):
+where another expert's part has become much larger than that of an expert with replicas would be without one,
+the replica is given to the former. Parts of an expert's rows are as equal as the bound allows. A placement that
+fills device after device splits the fewest; it is taken where no other one meets the bound.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 
 from elasticd_planner.numeric import EQUAL
@@ -38,6 +39,11 @@ TOLERANCE = 0.0009
 NEAR = 0.02
 #: A replica with less than this of a device's rows may go, so that another expert gets one.
 FEW = 0.2
+#: An expert gets a replica of another one if its part for a device is more than so many times the other's part
+#: without that replica.
+MUCH = 1.6
+#: An expert whose part is less than this of the slowest device's rows gets no replica.
+LITTLE = 0.1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -156,9 +162,9 @@ class _Search:
         return BlockPlacement(held=held, splits=splits, busiest=spread.busiest * total)
 
     def near(self, holders: list[set[int]], limit: float) -> _Spread:
-        """These holders, with as few experts moved as bring the busiest device to the limit, or as near as
-        moves of single experts do."""
-        best = spread = self._spread(holders)
+        """These holders with replicas for the heaviest experts, and with as few experts moved as bring the
+        busiest device to the limit, or as near as moves of single experts do."""
+        best = spread = self._spread(self._replicated(self._spread(holders)))
         for _ in range(4 * len(self._slowdown)):
             if spread.busiest <= limit:
                 break
@@ -173,6 +179,48 @@ class _Search:
             if spread.busiest < best.busiest:
                 best = spread
         return best
+
+    def _replicated(self, spread: _Spread) -> list[set[int]]:
+        """Holders with a replica for the expert whose parts are largest, on the device with least to do, one
+        after the other: a new one, or that of an expert whose parts stay much smaller without it."""
+        experts, devices = range(len(self._weights)), range(len(self._slowdown))
+        rows = [
+            {device: parts.get(device, 0.0) for device in sorted(on)}
+            for on, parts in zip(spread.holders, spread.rows, strict=True)
+        ]
+        for _ in range(2 * self._spare):
+            few = [e for e in experts if len(rows[e]) < len(devices)]
+            heavy = max(few, key=lambda e: (self._weights[e] / len(rows[e]), -e), default=0)
+            part = self._weights[heavy] / len(rows[heavy])
+            if not few or part < LITTLE * self.bound * min(self._speed):
+                break
+            left = light = -1
+            if sum(map(len, rows)) - len(rows) >= self._spare:
+                split = [e for e in experts if len(rows[e]) > 1]
+                light = min(split, key=lambda e: (self._weights[e] / (len(rows[e]) - 1), e), default=heavy)
+                if part <= MUCH * self._weights[light] / max(1, len(rows[light]) - 1):
+                    break
+                left = min(rows[light], key=lambda d: (rows[light][d], d))
+            counts = self._counts(rows)
+            targets = [
+                d for d in devices if d not in rows[heavy] and (counts[d] < self._slots[d] or d == left)
+            ]
+            if not targets:
+                break
+            if light >= 0:
+                del rows[light][left]
+            seconds = self._seconds(rows)
+            rows[heavy][min(targets, key=lambda d: (seconds[d], d))] = 0.0
+            rows[heavy] = dict.fromkeys(rows[heavy], self._weights[heavy] / len(rows[heavy]))
+        return [{*own} for own in rows]
+
+    def _seconds(self, rows: Sequence[Mapping[int, float]]) -> list[float]:
+        """Rows times slowdown of each device."""
+        seconds = [0.0] * len(self._slowdown)
+        for parts in rows:
+            for device, part in parts.items():
+                seconds[device] += part * self._slowdown[device]
+        return seconds
 
     def _moved(self, spread: _Spread, *, drops: bool) -> list[set[int]] | None:
         """One expert more on the device with most room, from a device that has too much; and where there are
@@ -217,7 +265,7 @@ class _Search:
         holders[heavy] = {target}
         return holders
 
-    def _counts(self, holders: Sequence[set[int]]) -> list[int]:
+    def _counts(self, holders: Sequence[Container[int]]) -> list[int]:
         """The number of experts on each device."""
         return [sum(device in on for on in holders) for device in range(len(self._slowdown))]
 
