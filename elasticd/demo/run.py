@@ -9,6 +9,7 @@ from pathlib import Path
 from elasticd_planner.value import Value
 from rich.console import Console
 
+from elasticd.client import ApiClient
 from elasticd.coordinator.api_types import JobStatus
 from elasticd.coordinator.events.event_log import EventRecord, Pacing
 from elasticd.coordinator.events.switch_gain import StepRecord
@@ -32,7 +33,7 @@ class _Seen:
     """The observations of the job so far, which grow at each look."""
 
     def __init__(self, cluster: DemoCluster) -> None:
-        self._api = cluster.api()
+        self._cluster = cluster
         self.events: list[EventRecord] = []
         self.steps: list[StepRecord] = []
         self.pacing = Pacing()
@@ -40,11 +41,16 @@ class _Seen:
         self.pids: dict[str, int] = {}
 
     def look(self) -> Seen:
-        # The status first: what it speaks of is then among the events and steps.
-        self.job = self._api.status().job(JOB)
-        self.events += self._api.events(self.events[-1].id if self.events else 0)
+        """The observations with those of now. Between two leaders it waits for the next, whose events have
+        later ids. Raises ProcessError where none answers."""
+        return self._cluster.until(lambda: self._look(self._cluster.api()), "an answer of the coordinator")
+
+    def _look(self, api: ApiClient) -> Seen:
+        # The status first: the events and steps that it speaks of are then among those read after it.
+        self.job = api.status().job(JOB)
+        self.events += api.events(self.events[-1].id if self.events else 0)
         if self.job is not None:
-            steps = self._api.steps(JOB, self.steps[-1].step if self.steps else -1)
+            steps = api.steps(JOB, self.steps[-1].step if self.steps else -1)
             self.steps += steps.steps
             self.pacing = steps.pacing
         if not self.pids and self.steps and self.job is not None:
@@ -147,11 +153,12 @@ def _gather(cluster: DemoCluster, progress: DemoProgress, seen: _Seen, plain: Ch
     cluster.hurry(plain)  # nothing is measured any more; on a busy machine it would wait for the others' work
     if cluster.wait(plain, _PLAIN_SECONDS) != 0:
         raise DemoError(f"the reference (plain torch) failed:\n{plain.said()}")
+    history = cluster.until(lambda: cluster.api().history(JOB), "the history of the job")
     return DemoRecord(
         scenario=cluster.scenario,
         events=tuple(seen.events),
         steps=tuple(seen.steps),
-        history=tuple(r for r in cluster.api().history(JOB) if isinstance(r, HistoryRecord)),
+        history=tuple(record for record in history if isinstance(record, HistoryRecord)),
         pacing=seen.pacing,
         before=seen.pids,
         after=pids(seen.job),
