@@ -43,7 +43,7 @@ FOUR = {"a": 1, "b": 1, "c": 1, "d": 1}
 #: The most that a step may take over one of plain torch.
 MOST_OVER = 1.02
 #: How many times slower a device is made, and the seconds of a sample of a normal one.
-SLOW, SAMPLE = 3.0, 6e-3
+SLOW, SAMPLE = 3.0, 2e-2
 #: Goals: seconds until shares change; a step over its bound.
 MOST_WAIT, MOST_BOUND = 10.0, 1.15
 #: Goals: how far losses, and weights and moments, may be from those of one process, in float64.
