@@ -7,6 +7,7 @@ from statistics import median
 
 import click
 from elasticd_planner.readable import readable_seconds
+from elasticd_planner.spec.packed_sequences import PackedSequences
 from rich.console import Group, RenderableType
 from rich.text import Text
 
@@ -27,6 +28,7 @@ from elasticd.dashboard.why import (
     events_of,
     gained,
     module_changes,
+    packed_for,
     prediction_of,
     record_before,
     seconds_under,
@@ -199,7 +201,9 @@ def device_told(
     return {
         "device": found,
         "connected": node.connected,
-        "use": use(current.plan, name) if current is not None and current.plan is not None else None,
+        "use": use(current.plan, name, _rows_of(current.plan.number, records))
+        if current is not None and current.plan is not None
+        else None,
         "modules": {
             module.module: each
             for module in (current.modules if current is not None else ())
@@ -208,11 +212,20 @@ def device_told(
         },
         "reason": _reason(name, current),
         "plans": [
-            {"number": r.number, "rate": r.problem.rates.get(name, 1.0), "use": use(r.plan, name)}
+            {
+                "number": r.number,
+                "rate": r.problem.rates.get(name, 1.0),
+                "use": use(r.plan, name, packed_for(r)),
+            }
             for r in records
         ],
         "events": _events_about(name, told),
     }
+
+
+def _rows_of(number: int, records: Sequence[AnyHistoryRecord]) -> PackedSequences | None:
+    """The sequences that the rows of this plan are made for, by the records of the job's plans."""
+    return packed_for(next((record for record in records if record.number == number), None))
 
 
 def _known(name: str, status: ClusterStatus) -> tuple[NodeStatus, DeviceStatus]:
@@ -262,7 +275,8 @@ def device(
         yield Text.assemble(("slowness  ", "dim"), text)
     current = status.job(job)
     if current is not None and current.plan is not None:
-        yield Text.assemble(("use       ", "dim"), use(current.plan, name))
+        rows = _rows_of(current.plan.number, records)
+        yield Text.assemble(("use       ", "dim"), use(current.plan, name, rows))
         for text in in_modules(name, current):
             yield Text.assemble(("step      ", "dim"), text)
         for text in with_experts(name, current):
@@ -272,6 +286,7 @@ def device(
     for record in records:
         rate = record.problem.rates.get(name, 1.0)
         if rate != before:
-            yield Text(f"  plan {record.number} counted with {rate:.2f}x: {use(record.plan, name)}")
+            counted = use(record.plan, name, packed_for(record))
+            yield Text(f"  plan {record.number} counted with {rate:.2f}x: {counted}")
         before = rate
     yield from _shown(_events_about(name, told))

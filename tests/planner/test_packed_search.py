@@ -228,6 +228,21 @@ def wide(made: Plan) -> tuple[int, int]:
     )
 
 
+@pytest.mark.parametrize(("row_tokens", "most"), [(0, 2 * 300), (450, 450), (1 << 20, None)])
+def test_a_plan_tells_of_rows_as_long_as_they_are_made_and_not_as_memory_holds(
+    row_tokens: int, most: int | None
+) -> None:
+    lengths = np.array([300, 120, 60, 40] * 8)
+    packed = sequences(lengths, row_tokens=row_tokens)
+    found = search(problem(lengths, 64 << 20, packed=packed, micro_batch=2), 1).plan
+    assert found is not None
+    rooms = {lane.capacity for pipeline in found.pipelines for lane in pipeline.packed}
+    told = max(rooms) if most is None else most
+    assert f" of at most {told} tokens" in found.reason or f" to {told} tokens" in found.reason, found.reason
+    if most is not None and not row_tokens:
+        assert min(rooms) > most, "memory holds more"
+
+
 def test_long_sequences_get_lanes_and_short_ones_pipelines() -> None:
     few, many = (search(problem(lengths, 200_000_000)).plan for lengths in (short(), one_long()))
     assert few is not None

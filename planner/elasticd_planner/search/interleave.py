@@ -151,7 +151,7 @@ def best(problem: Problem, found: Sequence[Answer], tolerance: float) -> Answer:
     )
     return msgspec.structs.replace(
         first,
-        plan=chosen.replace(prediction=prediction, reason=describe(chosen, problem.rates)),
+        plan=chosen.replace(prediction=prediction, reason=describe(chosen, problem.rates, problem.packed)),
         current_seconds=now,
         candidates=sum(one.candidates for one in found) + len(options) - len(plans),
     )

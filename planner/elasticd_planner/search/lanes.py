@@ -63,7 +63,9 @@ def answer(problem: Problem, found: Answer) -> Answer:
     if current is not None and current.by_lane == plan.pipelines and _widest(current) <= most:
         lanes = current.pipelines
     made = plan.with_pipelines(lanes)
-    return msgspec.structs.replace(found, plan=made.replace(reason=describe(made, problem.rates)))
+    return msgspec.structs.replace(
+        found, plan=made.replace(reason=describe(made, problem.rates, problem.packed))
+    )
 
 
 def _widest(plan: Plan) -> int:

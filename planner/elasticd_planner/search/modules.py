@@ -41,6 +41,7 @@ from elasticd_planner.search.recompute import flagged
 from elasticd_planner.search.sequence_parallel import sliced
 from elasticd_planner.search.task import EXACT_DEVICES, UnitProblem, alive
 from elasticd_planner.spec.cluster import NORMAL, Cluster, Rates, node_of, rate_of
+from elasticd_planner.spec.packed_sequences import PackedSequences
 from elasticd_planner.spec.plan import (
     Edge,
     ModulePlan,
@@ -660,9 +661,8 @@ class ModulePlanner:
         alone = first.prediction if first is not None else None
         bound = ModuleBound(self.problem, self.costs, alone).seconds(plan.prediction.step_seconds)
         prediction = msgspec.structs.replace(plan.prediction, bound_seconds=bound)
-        return plan.replace(
-            number=self.number, prediction=prediction, reason=reason_of(plan, self.problem.rates)
-        )
+        reason = reason_of(plan, self.problem.rates, self.problem.packed)
+        return plan.replace(number=self.number, prediction=prediction, reason=reason)
 
     def _refusal(self) -> str:
         first = self.tried[0] if self.tried else None
@@ -676,17 +676,18 @@ class ModulePlanner:
         return f"modules of items do not fit beside {self.problem.module}: {sizes}; {reasons}; add a node"
 
 
-def reason_of(plan: Plan, rates: Rates) -> str:
+def reason_of(plan: Plan, rates: Rates, packed: PackedSequences | None = None) -> str:
     """A plan of several modules in one sentence for each of them.
 
     Args:
         plan: it.
         rates: slowdowns of devices.
+        packed: see `describe`.
     """
     parts = []
     for module in plan.modules:
         if not module.items:
-            parts.append(f"{module.module}: {describe(plan.view(module.module), rates)}")
+            parts.append(f"{module.module}: {describe(plan.view(module.module), rates, packed)}")
             continue
         lanes = module.by_lane
         devices = [device for lane in lanes for stage in lane.stages for device in stage.devices]

@@ -434,7 +434,7 @@ class _PackedSearch:
         prediction = Prediction(
             step_seconds=seconds, bound_seconds=min(seconds, self.cost.bound()), memory=self.cost.memory(made)
         )
-        reason = prefix + describe(made, self.problem.rates)
+        reason = prefix + describe(made, self.problem.rates, self.problem.packed)
         return made.replace(number=self.number, prediction=prediction, reason=reason)
 
     # -- the running plan

@@ -119,7 +119,7 @@ class PaddedPlans:
 
     def reason(self, plan: Plan) -> str:
         """See `PlacedPlans`."""
-        return describe(plan, self.problem.rates)
+        return describe(plan, self.problem.rates, self.problem.packed)
 
     def _cost(self, plan: Plan) -> ProfileCost:
         cost = task_of(setting_of(plan, self.problem).problem(self.problem)).cost
@@ -167,7 +167,7 @@ class PackedPlans:
 
     def reason(self, plan: Plan) -> str:
         """See `PlacedPlans`."""
-        return describe(plan, self.problem.rates)
+        return describe(plan, self.problem.rates, self.problem.packed)
 
 
 @dataclass(frozen=True)

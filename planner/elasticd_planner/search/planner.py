@@ -561,14 +561,16 @@ class Planner:
         """The chosen plan with its number, prediction and reason. `proved`: seconds that no plan beats, where
         an enumeration says so."""
         made = self.made(chosen.pipelines, chosen=True).replace(number=self.number)
-        return self._predicted(made, describe(made, self.problem.rates), proved)
+        return self._predicted(made, describe(made, self.problem.rates, self.problem.packed), proved)
 
     def as_given(self, given: Plan) -> Plan | str:
         """A plan from elsewhere as it is, with a number, this problem's idle devices, prediction and reason; or
         where memory is short for it."""
         idle = tuple(d.name for d in self.problem.cluster.devices if d.name not in set(given.members))
         made = with_carriers(given.replace(number=self.number, idle=idle, binding={}))
-        made = self._predicted(made, f"given by the job: {describe(made, self.problem.rates)}")
+        made = self._predicted(
+            made, f"given by the job: {describe(made, self.problem.rates, self.problem.packed)}"
+        )
         assert made.prediction is not None
         return given_plan.lacking(made.prediction.memory, self.problem.cluster) or made
 

@@ -6,18 +6,20 @@ from collections import Counter
 from collections.abc import Sequence
 
 from elasticd_planner.spec.cluster import Rates, rate_of
+from elasticd_planner.spec.packed_sequences import PackedSequences
 from elasticd_planner.spec.plan import ModulePlan, Pipeline, Plan, Stage
 
 #: How many of a kind are named before the rest is counted.
 NAMED = 8
 
 
-def describe(plan: Plan, rates: Rates) -> str:
+def describe(plan: Plan, rates: Rates, packed: PackedSequences | None = None) -> str:
     """One sentence: the shape and what is beside it (micro-batches, ZeRO, recomputation), where the slow
-    devices are, who is idle. What is long is counted."""
-    several = len(plan.modules) > 1
+    devices are, who is idle. What is long is counted. packed: the sequences that it is made for, which limit
+    its rows as memory does."""
+    several, limit = len(plan.modules) > 1, row_limit(plan, packed)
     text = "; ".join(
-        f"{module.module}: {_pipelines(module)}" if several else _pipelines(module) for module in plan.modules
+        (f"{module.module}: " if several else "") + _pipelines(module, limit) for module in plan.modules
     )
     if plan.micro_batch > 1:
         text += f"; micro-batches of {plan.micro_batch}"
@@ -32,14 +34,24 @@ def describe(plan: Plan, rates: Rates) -> str:
     return text
 
 
-def _pipelines(module: ModulePlan) -> str:
+def row_limit(plan: Plan, packed: PackedSequences | None) -> int | None:
+    """[tokens] of a row that no division exceeds, whatever memory holds; None: the sequences are not known."""
+    return None if packed is None else packed.most_tokens(plan.micro_batch)
+
+
+def row_tokens(pipeline: Pipeline, limit: int | None) -> tuple[int, ...]:
+    """The most tokens of a row that each packed lane gets; limit: see `row_limit`."""
+    return tuple(lane.capacity if limit is None else min(limit, lane.capacity) for lane in pipeline.packed)
+
+
+def _pipelines(module: ModulePlan, limit: int | None) -> str:
     pipelines = module.pipelines
-    forms = Counter(_form(pipeline) for pipeline in pipelines)
+    forms = Counter(_form(pipeline, limit) for pipeline in pipelines)
     listed = [form if count == 1 else f"{count} times {form}" for form, count in forms.items()]
     return f"{len(pipelines)} pipeline{'s' if len(pipelines) > 1 else ''}: {some(listed, '; ')}"
 
 
-def _form(pipeline: Pipeline) -> str:
+def _form(pipeline: Pipeline, limit: int | None) -> str:
     stages = " + ".join(
         f"{_groups(s)} x {s.layers} layer{'s' if s.layers > 1 else ''}"
         + (f" in {len(s.chunks)} chunks" if s.later else "")
@@ -49,15 +61,15 @@ def _form(pipeline: Pipeline) -> str:
         for s in pipeline.stages
     )
     if pipeline.packed:
-        return _in_rows(pipeline, stages)
+        return _in_rows(pipeline, stages, limit)
     counts = " + ".join(map(str, pipeline.micro_batches_by_lane))
     if pipeline.rows:
         return f"{len(pipeline.rows)} lanes of {stages} with {counts} micro-batches"
     return f"{stages} with {counts} micro-batches"
 
 
-def _in_rows(pipeline: Pipeline, stages: str) -> str:
-    rooms = [lane.capacity for lane in pipeline.packed]
+def _in_rows(pipeline: Pipeline, stages: str, limit: int | None) -> str:
+    rooms = row_tokens(pipeline, limit)
     tokens = f"{min(rooms)}" if min(rooms) == max(rooms) else f"{min(rooms)} to {max(rooms)}"
     rows = max(pipeline.micro_batches_by_lane)
     lanes = f"{len(rooms)} lanes of " if len(rooms) > 1 else ""
