@@ -213,8 +213,14 @@ class Leader:
                     self.feed.stepped(job, newest)
         if gain is not None:
             number = report.measurement.plan
-            text = f"plan {number} gained: {gain.words}"
-            data = {"number": number, "before": gain.before, "after": gain.after, "pause": gain.pause}
+            text = f"plan {number} {gain.about}: {gain.words}"
+            data = {
+                "number": number,
+                "before": gain.before,
+                "after": gain.after,
+                "pause": gain.pause,
+                "faulted": gain.faulted,
+            }
             self.record(CoordinatorNote(kind="gained", job=job, text=text, data=data))
 
     def _finished(self, up: FromClient, said: Finished) -> None:

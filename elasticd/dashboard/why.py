@@ -9,7 +9,9 @@ from typing import NamedTuple
 import msgspec
 from elasticd_planner.readable import readable, readable_seconds
 from elasticd_planner.spec.mesh import JobPlan, MeshPlan
+from elasticd_planner.spec.packed_sequences import PackedSequences
 from elasticd_planner.spec.plan import ModulePlan, Pipeline, Stage
+from elasticd_planner.spec.plan_summary import row_limit, row_tokens
 from elasticd_planner.value import Value
 
 from elasticd.coordinator.events.event_log import EventRecord, line
@@ -104,7 +106,7 @@ def did(
         part = cost.seconds / median(seconds) if len(seconds) >= LEAST_STEPS else None
         yield WhyLine("snapshots ", cost.words(part))
     if (gain := gained(record.number, told, steps)) is not None:
-        yield WhyLine("gained    ", gain.words)
+        yield WhyLine("fault     " if gain.faulted else "gained    ", gain.words)
 
 
 class SnapshotCost(Value, frozen=True, kw_only=True):
@@ -224,9 +226,13 @@ def gained(number: int, told: Sequence[EventRecord], steps: Sequence[StepRecord]
     """The gain of the switch to a plan: as its leader told it once it was measured, or from the steps."""
     for event in told:
         if event.kind == "gained" and event.data.get("number") == number:
-            return msgspec.convert({name: event.data.get(name) for name in Gain.__struct_fields__}, Gain)
+            kept = {name: event.data[name] for name in Gain.__struct_fields__ if name in event.data}
+            return msgspec.convert(kept, Gain)
     before = earlier_starts(number, told)
-    return gain_of(number, [step for step in steps if step.plan > before], pause_of(number, told))
+    fences = [
+        fence for event in told if event.kind == "fenced" and isinstance(fence := event.data.get("number"), int)
+    ]
+    return gain_of(number, [step for step in steps if step.plan > before], pause_of(number, told), fences)
 
 
 def earlier_starts(number: int, told: Sequence[EventRecord]) -> int:
@@ -252,13 +258,18 @@ def _use_on_mesh(made: MeshPlan, name: str) -> str:
     return f"{at}; {made.samples[lane]} of {made.global_batch} samples a step{with_others}"
 
 
-def use(made: JobPlan, name: str) -> str:
-    """A plan's use of a device, in a few words."""
+def packed_for(record: AnyHistoryRecord | None) -> PackedSequences | None:
+    """The sequences that a plan's rows are made for; None where they are padded, or not known."""
+    return record.problem.packed if isinstance(record, HistoryRecord) else None
+
+
+def use(made: JobPlan, name: str, packed: PackedSequences | None = None) -> str:
+    """A plan's use of a device, in a few words; packed: see `packed_for`."""
     if isinstance(made, MeshPlan):
         return _use_on_mesh(made, name)
     if len(made.modules) > 1:
         views = ((module.module, made.view(module.module)) for module in made.modules)
-        parts = [f"{module}: {use(view, name)}" for module, view in views if name in view.places]
+        parts = [f"{module}: {use(view, name, packed)}" for module, view in views if name in view.places]
         if parts:
             return "; ".join(parts)
     elif place := made.places.get(name):
@@ -266,7 +277,8 @@ def use(made: JobPlan, name: str) -> str:
         count = own.micro_batches
         taken = f"{count} micro-batch{'es' * (count > 1)} a step"
         if own.packed:
-            taken = f"about {count} row{'s' * (count > 1)} a step of at most {own.packed[0].capacity} tokens"
+            (tokens,) = row_tokens(own, row_limit(made, packed))
+            taken = f"about {count} row{'s' * (count > 1)} a step of at most {tokens} tokens"
         lane = f", lane {place.lane}" if made.pipelines[place.pipeline].rows else ""
         return (
             f"pipeline {place.pipeline}{lane}, layers {stage.named}, {stage.shares[place.position]} of "

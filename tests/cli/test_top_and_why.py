@@ -246,7 +246,7 @@ def test_why_tells_programs_the_same() -> None:
     told = json.loads(msgspec.json.encode(why.plan_told(record(7, {"a/1": 3.0}), EVENTS, STEPS)))
     assert told["plan"]["number"] == 7
     assert told["step_seconds"] == 1.25
-    assert told["gain"] == {"before": 3.0, "after": 1.25, "pause": 0.5}
+    assert told["gain"] == {"before": 3.0, "after": 1.25, "pause": 0.5, "faulted": False}
     assert [event["kind"] for event in told["events"]] == ["swapped"]
     assert json.loads(msgspec.json.encode(why.plan_told(record(7, {}), (), STEPS[:9])))["gain"] is None
     records = [record(6, {}), record(7, {"a/1": 3.0})]

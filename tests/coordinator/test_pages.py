@@ -219,6 +219,23 @@ def test_a_switch_with_few_steps_before_it_gained_nothing_that_is_known() -> Non
     assert gains(EventLog(), seconds((1, BEFORE - 1, 3.0), (2, 60, 1.0))) == []
 
 
+def test_a_plan_that_answers_a_fault_gained_nothing_by_itself() -> None:
+    """The plan before it could not run any more, however long its steps were."""
+    steps = seconds((1, 10, 2.0), (4, 60, 1.0))
+    fence = CoordinatorNote(kind="fenced", job="demo", text="", data={"number": 3, "gone": []})
+    journal = EventLog()
+    journal.tell(fence, time=1.0)
+    ((_, gain),) = gains(journal, steps)
+    assert (gain.faulted, gain.about) == (True, "after a fault")
+    assert "paid back" not in gain.words
+    for other in ({"number": 1}, {"number": 5}):
+        journal = EventLog()
+        journal.tell(msgspec.structs.replace(fence, data=other), time=1.0)
+        ((_, gain),) = gains(journal, steps)
+        assert not gain.faulted, "a fault before the plan before it, or after this one"
+        assert gain.words.endswith("paid back in 1 step")
+
+
 def test_a_later_leader_tells_the_gain_of_a_switch_before_it_and_none_twice() -> None:
     shop = Shop()
     steps = seconds((1, 10, 3.0), (2, 60, 1.0))

@@ -7,7 +7,7 @@ from elasticd_planner.spec.plan import Strategy
 
 from elasticd.coordinator.events.event_log import EventRecord
 from elasticd.coordinator.events.switch_gain import StepRecord
-from elasticd.dashboard.why import decided, earlier_starts, gained, module_changes, record_before, use
+from elasticd.dashboard.why import decided, did, earlier_starts, gained, module_changes, record_before, use
 from elasticd.records import HistoryRecord
 from tests.planner.models import cluster
 from tests.planner.test_module_measurements import ALONE, BOTH, problem_of, profiles
@@ -29,6 +29,20 @@ def test_a_plan_after_a_new_start_gained_nothing_over_the_plans_before_it() -> N
     assert gained(8, [], steps) is not None, "a switch of a job that trains"
     assert gained(8, [again(7)], steps) is None
     assert gained(8, [again(3)], steps) is not None
+
+
+def test_a_plan_after_a_fault_has_its_change_and_no_gain() -> None:
+    steps = [*(step(index, 7, 0.9) for index in range(5)), *(step(index, 9, 0.6) for index in range(5, 15))]
+    fence = EventRecord(id=1, time=1.0, kind="fenced", job="j", text="", data={"number": 8, "gone": ["a/0"]})
+    plan = image_model.plan_of(
+        [image_model.pipeline(1, image_model.stage(0, 2, ("a/0", 1)))],
+        [image_model.pipeline(5, image_model.stage(0, 2, ("a/0", 1)), image_model.stage(2, 5, ("a/1", 1)))],
+    )
+    record = HistoryRecord(number=9, plan=plan, problem=PROBLEM, reason="without a/0")
+    for told, about in (([], "gained"), ([fence], "fault")):
+        lines = {each.about.strip(): each.text for each in did(record, told, steps)}
+        assert lines[about].startswith("0.900 s a step before, 0.600 s after (1.50x)")
+        assert ("paid back" in lines[about]) == (about == "gained")
 
 
 def test_the_starts_before_a_plan_are_those_whose_numbers_are_below_it() -> None:

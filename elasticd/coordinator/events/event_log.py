@@ -32,6 +32,8 @@ STEPS = 20_000
 ANOTHER_START = ("started_again", "forgotten", "restart_mode")
 #: Kinds of events with which a job's time begins to be counted.
 BEGINS = ("job_gathered", "planning", "proposed")
+#: Fences of a job whose numbers are kept: a plan answers the newest of them.
+MOST_FENCES = 8
 #: Events of one leader before its ids reach those of the next one, which go on above them then.
 EVENTS_OF_A_TERM = 1 << 20
 
@@ -84,6 +86,7 @@ class EventLog:
         self._next = max(1, term * EVENTS_OF_A_TERM)
         self._gained: set[tuple[str, int]] = set()
         self._pauses: dict[str, tuple[int, float]] = {}  # by job: its newest plan, and the longest pause for it
+        self._fences: dict[str, deque[int]] = {}  # by job: the numbers of the newest
         self._clocks: dict[str, JobClock] = {}
         self._new_events: deque[EventRecord] = deque(maxlen=events)
         self._new_steps: dict[str, deque[StepRecord]] = {}
@@ -123,7 +126,7 @@ class EventLog:
 
     def _count(self, event: EventRecord) -> None:
         if event.kind in ANOTHER_START:
-            by_job: tuple[dict[str, Any], ...] = (self._clocks, self._pauses, self._swapped)
+            by_job: tuple[dict[str, Any], ...] = (self._clocks, self._pauses, self._fences, self._swapped)
             for counted in by_job:
                 counted.pop(event.job, None)
         if event.kind in BEGINS:
@@ -131,6 +134,8 @@ class EventLog:
         if event.kind == "swapped":
             self._paused(event)
             self._switched(event)
+        if event.kind == "fenced" and isinstance(number := event.data.get("number"), int):
+            self._fences.setdefault(event.job, deque(maxlen=MOST_FENCES)).append(number)
         known = self._clocks.get(event.job)
         for clock in self._clocks.values() if not event.job else () if known is None else (known,):
             clock.event(event.kind, event.data, event.time)
@@ -246,7 +251,7 @@ class EventLog:
         number, pause = self._pauses.get(job, (plan, 0.0))
         if last[BEFORE - 1].plan == plan or number != plan:
             return None
-        return gain_of(plan, last, pause)
+        return gain_of(plan, last, pause, self._fences.get(job, ()))
 
     def new(self, most_events: int, most_steps: int) -> Lines | None:
         """At most so many events, and steps of all jobs, that no call before returned; None where there are
@@ -276,6 +281,7 @@ class EventLog:
             self._new_steps,
             self._clocks,
             self._pauses,
+            self._fences,
             self._step_clocks,
             self._swapped,
         )
