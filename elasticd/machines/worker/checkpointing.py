@@ -87,6 +87,7 @@ class GiveUp(Value, frozen=True, kw_only=True):
     reason: str
     said: bool = False  # a rank failed, and says itself why
     failed_here: bool = False  # this rank is one that failed
+    first: bool = False  # it is the first of those, which logs it
 
 
 class Skip(Value, frozen=True, kw_only=True):
@@ -139,10 +140,17 @@ def _settle(state: CheckpointState, told: Sequence[tuple[int, Status]], rank: in
         return state, ()
     part = [status for at, status in told if at == state.step and status in _PART]
     if Status.FAILED in part:
-        here = told[rank] == (state.step, Status.FAILED)
-        return _give_up(state, "a rank could not write its part", said=True, failed_here=here)
+        failed = [place for place, word in enumerate(told) if word == (state.step, Status.FAILED)]
+        effect = GiveUp(
+            step=state.step,
+            reason="a rank could not write its part",
+            said=True,
+            failed_here=rank in failed,
+            first=rank == failed[0],
+        )
+        return _give_up(state, effect)
     if len(part) < state.members:
-        return _give_up(state, "a rank that began it left the plan")
+        return _give_up(state, GiveUp(step=state.step, reason="a rank that began it left the plan"))
     if any(status is not Status.WRITTEN for status in part):
         return state, ()
     if state.first:
@@ -150,10 +158,7 @@ def _settle(state: CheckpointState, told: Sequence[tuple[int, Status]], rank: in
     return msgspec.structs.replace(state, status=Status.FREE), ()
 
 
-def _give_up(
-    state: CheckpointState, reason: str, *, said: bool = False, failed_here: bool = False
-) -> CheckpointStep:
-    effect = GiveUp(step=state.step, reason=reason, said=said, failed_here=failed_here)
+def _give_up(state: CheckpointState, effect: GiveUp) -> CheckpointStep:
     return msgspec.structs.replace(state, status=Status.BUSY), (effect,)
 
 
@@ -163,7 +168,7 @@ def left(state: CheckpointState) -> CheckpointStep:
     state = msgspec.structs.replace(state, asked=False)
     if state.status is Status.FREE:
         return state, ()
-    return _give_up(state, "this rank left the plan")
+    return _give_up(state, GiveUp(step=state.step, reason="this rank left the plan"))
 
 
 def went_back(state: CheckpointState, step: int) -> CheckpointStep:
@@ -171,7 +176,7 @@ def went_back(state: CheckpointState, step: int) -> CheckpointStep:
     a start would take for the newest."""
     if state.status is Status.FREE or state.step <= step:
         return state, ()
-    return _give_up(state, f"the job went back to step {step}")
+    return _give_up(state, GiveUp(step=state.step, reason=f"the job went back to step {step}"))
 
 
 def asked(state: CheckpointState) -> CheckpointState:

@@ -210,14 +210,15 @@ class Saver:
             self._give_up(effect)
 
     def _give_up(self, effect: checkpointing.GiveUp) -> None:
+        """One rank logs it: the first that failed, which knows why, else the first of all."""
         self._given_up.add(effect.step)
-        if self._task is not None and self._task.rank == 0:
-            log.warning("the checkpoint of step %d is given up: %s", effect.step, effect.reason)
-            if not effect.said:
-                self._report_failed(self._task, f"gives it up: {effect.reason}")
-        if self._task is not None and effect.failed_here:
-            log.warning("%s: no checkpoint of step %d: it %s", self._device, effect.step, self._why_failed)
-            self._report_failed(self._task, self._why_failed)
+        first = self._task is not None and self._task.rank == 0
+        reports, logs = (effect.failed_here, effect.first) if effect.said else (first, first)
+        reason = self._why_failed if effect.said else f"gives it up: {effect.reason}"
+        if logs:
+            log.warning("no checkpoint of step %d: %s %s", effect.step, self._device, reason)
+        if reports and self._task is not None:
+            self._report_failed(self._task, reason)
         self._put(self._let_go)
 
     def _begin(self, step: int, layouts: Holdings, state: Callable[[], LocalState]) -> None:
@@ -259,7 +260,7 @@ class Saver:
                 now, step = time.monotonic(), self._state.step
                 if now - self._moved_at >= STALLED_SECONDS:
                     why = f"it did not come forward for {STALLED_SECONDS:g} s"
-                    log.warning("the checkpoint of step %d is given up: %s", step, why)
+                    log.warning("no checkpoint of step %d: %s gives it up: %s", step, self._device, why)
                     if self._task is not None:
                         self._report_failed(self._task, f"gives it up: {why}")
                     self._given_up.add(step)
