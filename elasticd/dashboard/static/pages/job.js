@@ -8,7 +8,7 @@ import { Page, chip, facts, head } from "../page.js";
 import "../experts.js";
 import "../output.js";
 import { deviceHref, part, planHref, recording, to } from "../source.js";
-import { toned } from "./cluster.js";
+import { over, toned } from "./cluster.js";
 /** @import { JobView, JobRow, LiveStep, RestartView, StageParts, StepColumns } from "../../tools/api.d.ts" */
 
 /** What a step's seconds went into, in the order of a bar. */
@@ -169,13 +169,13 @@ class JobPage extends Page {
               computation of the step divided over all devices by their slowdown, with no time for anything else
             </p>
           </header>
-          ${this.speed()}
+          ${this.speed(row)}
         </section>
-        <section class="panel half" aria-labelledby="step-title">${this.stages(view)}</section>
+        <section class="panel half" aria-labelledby="step-title">${this.stages(view, row)}</section>
         <section class="panel half" aria-labelledby="time-title">${this.spent(view, row)}</section>
         <section class="panel half" aria-labelledby="loss-title">
           <header><h2 id="loss-title">Loss</h2></header>
-          ${this.loss()}
+          ${this.loss(row)}
         </section>
         <section class="panel half" aria-labelledby="data-title">${data(view)}</section>
         ${view.experts ? experts(view.experts) : nothing}
@@ -195,7 +195,7 @@ class JobPage extends Page {
       [
         "within steps",
         html`${number(row.within_steps)}
-          <small>the last: ${of(row.predicted)} of predicted, ${of(row.bound)} of bound</small>`,
+        ${row.within_steps ? html`<small>the last: ${of(row.predicted)} of predicted, ${of(row.bound)} of bound</small>` : nothing}`,
       ],
       ["ETTR", percent(row.ettr)],
       ["goodput", percent(row.goodput)],
@@ -227,7 +227,9 @@ class JobPage extends Page {
         ]),
       )}
       ${this.trouble()}
-      <p class="row"><a href=${to(`/events?job=${part(this.job)}`)}>Events</a></p>
+      <p class="row">
+        <a href=${to(`/events?job=${part(this.job)}`)}>Events</a>
+      </p>
       <div class="panels">
         ${known.failure ? failure(known) : nothing}
         ${
@@ -256,9 +258,10 @@ class JobPage extends Page {
       </div>`;
   }
 
-  speed() {
+  /** @param {JobRow} row */
+  speed(row) {
     const columns = this.columns;
-    if (!columns || !columns.step.length) return html`<p class="empty">No step yet.</p>`;
+    if (!columns || !columns.step.length) return noStep(row);
     return html`<ed-chart
       label="Throughput"
       unit="tokens/s"
@@ -285,9 +288,10 @@ class JobPage extends Page {
     ></ed-chart>`;
   }
 
-  loss() {
+  /** @param {JobRow} row */
+  loss(row) {
     const columns = this.columns;
-    if (!columns || !columns.step.length) return html`<p class="empty">No step yet.</p>`;
+    if (!columns || !columns.step.length) return noStep(row);
     return html`<ed-chart
       label="Loss"
       unit="mean per token"
@@ -297,8 +301,8 @@ class JobPage extends Page {
     ></ed-chart>`;
   }
 
-  /** @param {JobView} view */
-  stages(view) {
+  /** @param {JobView} view  @param {JobRow} row */
+  stages(view, row) {
     const several = {
       module: new Set(view.stages.map((each) => each.module)).size > 1,
       lane: view.stages.some((each) => each.lane > 0),
@@ -322,7 +326,13 @@ class JobPage extends Page {
                 }))}
               ></ed-bars>
               ${view.lanes.length ? lanes(view) : nothing}`
-          : html`<p class="empty">Not measured yet.</p>`
+          : html`<p class="empty">
+              ${
+                over(row) && row.step
+                  ? "Not kept: the leader that saw the job's last step no longer leads."
+                  : "Not measured yet."
+              }
+            </p>`
       }`;
   }
 
@@ -383,6 +393,9 @@ class JobPage extends Page {
       </p>`;
   }
 }
+
+/** @param {JobRow} row */
+const noStep = (row) => html`<p class="empty">${over(row) ? "No step is kept." : "No step yet."}</p>`;
 
 /** The step that a moment belongs to. @param {StepColumns} columns  @param {number} time */
 function stepAt(columns, time) {
@@ -464,7 +477,7 @@ function data(view) {
                   ]
             ),
           ])
-        : html`<p class="empty">No batch yet.</p>`
+        : html`<p class="empty">${over(view.head) ? "No batch is kept." : "No batch yet."}</p>`
     }
     ${
       view.lengths && view.lengths.now.length
@@ -599,7 +612,9 @@ function restart(known, choose) {
         ${known.devices.map(
           (each) =>
             html`<tr>
-              <th scope="row"><a class="mono" href=${deviceHref(each.device)}>${each.device}</a></th>
+              <th scope="row">
+                <a class="mono" href=${deviceHref(each.device)}>${each.device}</a>
+              </th>
               ${
                 watched
                   ? html`<td class="num">${seconds(each.seconds)}</td>
@@ -624,7 +639,8 @@ function restart(known, choose) {
       watched
         ? nothing
         : html`<p class="small muted">
-            Its script says nothing of steps: a line <code>elasticd.watch()</code> does.
+            Its script says nothing of steps: a line
+            <code>elasticd.watch()</code> does.
           </p>`
     }`;
 }
