@@ -33,21 +33,41 @@ class ScriptRefusal(ValueError):
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
-        if threading.current_thread() is threading.main_thread() and not hasattr(sys, "ps1"):
-            _install()
+        refuse_in_one_line()
 
 
-def _install() -> None:
-    """Puts a hook before `sys.excepthook`; once, unless another one took its place."""
+#: The begin of torch's message where `init_process_group` lacks the variables that a launcher sets.
+_NO_LAUNCHER = "Error initializing torch.distributed using env:// rendezvous: environment variable "
+
+
+def without_launcher(error: BaseException) -> str:
+    """The remedy where `init_process_group` was called in a process that no launcher started; "" for any other
+    error."""
+    if not (isinstance(error, ValueError) and str(error).startswith(_NO_LAUNCHER)):
+        return ""
+    return (
+        "torch.distributed.init_process_group was called in a process that no launcher started: a script with "
+        "an elasticd.Job or an elasticd.live leaves that call out, since these make all process groups "
+        "themselves; any other is started with 'elasticd run SCRIPT' or torchrun"
+    )
+
+
+def refuse_in_one_line() -> None:
+    """Has this process end by one line, without a traceback, where nobody catches a `ScriptRefusal`, or an
+    `init_process_group` without a launcher. It puts a hook before `sys.excepthook`; once, unless another one
+    took its place."""
     before = sys.excepthook
+    if threading.current_thread() is not threading.main_thread() or hasattr(sys, "ps1"):
+        return
     if getattr(before, "__module__", "") == __name__:
         return
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if not isinstance(error, ScriptRefusal):
+        text = str(error) if isinstance(error, ScriptRefusal) else without_launcher(error)
+        if not text:
             before(kind, error, trace)
             return
-        reason = f"{error} ({user_line(error)})"
+        reason = f"{text} ({user_line(error)})"
         if not is_told(refused(reason)):
             say(reason)
 

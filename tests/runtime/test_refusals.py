@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields
 from pathlib import Path
 
@@ -14,9 +14,13 @@ import torch
 from torch import nn
 
 import elasticd
+from elasticd.runtime.api import watch as watching
+from elasticd.runtime.api.connection import refuse_torch_groups
+from elasticd.runtime.api.script import CannotRun, recipe_of
 from elasticd.runtime.model import module_sections
 from elasticd.runtime.model.model import ModelError
 from elasticd.system.torchrun_outcome import OUTCOME_VARIABLE, REFUSAL
+from elasticd.wire.unix_socket import ROUND_VARIABLE
 
 
 @pytest.fixture(autouse=True)
@@ -53,6 +57,41 @@ def test_refusal_under_elasticd_run_is_left_to_it(
     sys.excepthook(type(error), error, error.__traceback__)
     assert capsys.readouterr().err == ""
     assert json.loads((tmp_path / "error.json").read_text())[REFUSAL].startswith(str(error))
+
+
+@pytest.fixture
+def unlaunched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that nobody launched."""
+    for name in ("TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", ROUND_VARIABLE):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize("begin", [refuse_torch_groups, elasticd.watch])
+def test_torchs_groups_in_a_plain_process_are_refused_with_what_to_leave_out_or_to_start(
+    begin: Callable[[], object],
+    unlaunched: None,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """After an elasticd.Job, an elasticd.live or an elasticd.watch()."""
+    monkeypatch.setattr(watching, "_watch", None)
+    begin()
+    capsys.readouterr()
+    with pytest.raises(ValueError, match="env://") as caught:
+        torch.distributed.init_process_group("gloo")
+    sys.excepthook(type(caught.value), caught.value, caught.value.__traceback__)
+    said = capsys.readouterr().err
+    line = r"elasticd: torch.distributed.init_process_group .*test_refusals.py, line \d+\)\n"
+    assert re.fullmatch(line, said), said
+    assert "leaves that call out" in said
+    assert "'elasticd run SCRIPT'" in said
+
+
+def test_check_of_a_script_that_makes_torchs_group_names_the_remedy(unlaunched: None, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import torch.distributed as dist\n\ndist.init_process_group('gloo')\n")
+    with pytest.raises(CannotRun, match=rf"leaves that call out.*\({script}, line 3\)"):
+        recipe_of(str(script), ())
 
 
 class Whole(nn.Module):

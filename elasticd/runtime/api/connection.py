@@ -18,6 +18,7 @@ from elasticd.runtime.control.agent_client import AgentClient
 from elasticd.runtime.control.control import Control
 from elasticd.runtime.control.one_process import OneProcess, plan_alone, runs_alone
 from elasticd.runtime.engine.recipe import Recipe
+from elasticd.runtime.exits import refuse_in_one_line
 from elasticd.runtime.model.optimizer_check import ScriptOptimizer
 from elasticd.wire.unix_socket import default_path
 
@@ -39,8 +40,10 @@ class JobConnection(NamedTuple):
 
 def refuse_torch_groups() -> None:
     """Raises ValueError where the script of a launched process made torch's process group itself, and has one
-    that it makes later fail at once."""
-    if not runs_alone(os.environ):
+    that it makes later fail at once, with the remedy."""
+    if runs_alone(os.environ):
+        refuse_in_one_line()
+    else:
         leave_torch_groups(os.environ)
 
 

@@ -12,7 +12,7 @@ from elasticd.runtime.accelerator import CPU
 from elasticd.runtime.api.job import Job
 from elasticd.runtime.data.stream import Stream, first_samples
 from elasticd.runtime.engine.recipe import Recipe
-from elasticd.runtime.exits import JobStopped
+from elasticd.runtime.exits import JobStopped, without_launcher
 from elasticd.system.user_line import user_line
 
 #: Of a stream, what is tried.
@@ -63,6 +63,8 @@ def recipe_of(script: str, arguments: Sequence[str]) -> Recipe:
     except SystemExit as error:
         raise CannotRun(f"{script} ended before it made a Job: {error}") from None
     except Exception as error:
+        if remedy := without_launcher(error):
+            raise CannotRun(f"{remedy} ({user_line(error)})") from error
         raise CannotRun(
             f"{script} failed before it made a Job: {type(error).__name__}: {error} ({user_line(error)})"
         ) from error

@@ -28,6 +28,7 @@ from torch.optim.optimizer import (
 
 from elasticd.backoff import jittered
 from elasticd.codec.message import encode
+from elasticd.runtime.exits import refuse_in_one_line
 from elasticd.version import __version__
 from elasticd.wire import unix_socket
 from elasticd.wire.rendezvous import Lap, Watching
@@ -166,7 +167,11 @@ def _place() -> Watching | None:
     """This process in its rendezvous round, from the environment; None outside of restart mode."""
     place = os.environ.get(unix_socket.ROUND_VARIABLE)
     if place is None:
-        _say("watch() does nothing here: this process was not started by torchrun with mode=restart")
+        refuse_in_one_line()  # what follows is an `init_process_group`, which needs a launcher
+        _say(
+            "watch() does nothing here: this process was not started by 'elasticd run', or by torchrun with "
+            "mode=restart"
+        )
         return None
     number, nodes, least = map(int, place.split(","))
     return Watching(
