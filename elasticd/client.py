@@ -7,6 +7,7 @@ import os
 import platform
 import socket
 import ssl
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
@@ -15,6 +16,7 @@ from urllib.parse import quote, urlsplit
 import httpx2
 import msgspec
 
+from elasticd.backoff import Backoff
 from elasticd.codec.decoding import MessageDecoder, decoded_as
 from elasticd.codec.safe_text import for_terminal, json_for_terminal
 from elasticd.config.credentials import Credentials, credentials
@@ -38,13 +40,19 @@ from elasticd.local_cluster import settings as settings_of
 from elasticd.records import AnyHistoryRecord, JobSpec, Keys
 from elasticd.store.configured import etcd_options
 from elasticd.store.etcd import EtcdStore
-from elasticd.store.leader import read_leader
-from elasticd.store.protocol import StoreError, StoreRefused
+from elasticd.store.leader import ElectedLeader, read_leader
+from elasticd.store.protocol import Store, StoreError, StoreRefused
+from elasticd.system.logs import say
 
 #: Seconds that one request may take.
 REQUEST_TIMEOUT_SECONDS = 10.0
 #: Seconds without a word on the live feed, which has one each second, after which its leader is gone.
 FEED_TIMEOUT_SECONDS = 5.0
+#: Seconds for which commands wait for the next leader where one is gone. Its lease ends after 2, and then the
+#: election begins.
+ELECTION_SECONDS = 6.0
+#: Seconds between two looks for it, at most.
+_LOOK_SECONDS = 0.4
 T = TypeVar("T")
 _news = MessageDecoder[AnyNews](LINES, "the leader")
 
@@ -294,12 +302,14 @@ def _refusal_text(answer: httpx2.Response) -> str:
 
 
 @contextmanager
-def reach(config: str | None, coordinator: str | None) -> Iterator[ApiClient]:
+def reach(
+    config: str | None, coordinator: str | None, patience_seconds: float = ELECTION_SECONDS
+) -> Iterator[ApiClient]:
     """The coordinator at this URL, else the one that leads by the configured etcd, else that of the one
-    `elasticd up` on this machine. Raises `CannotReach` and ConfigError."""
+    `elasticd up` on this machine; patience_seconds: see `leader_url`. Raises `CannotReach` and ConfigError."""
     settings = settings_of(config) if coordinator is None else load(config)
     known = credentials(settings.security)  # what is wrong with them is said before anybody is asked
-    url = leader_url(settings) if coordinator is None else checked_url(coordinator)
+    url = leader_url(settings, patience_seconds) if coordinator is None else checked_url(coordinator)
     with ApiClient(url, known) as api:
         yield api
 
@@ -317,12 +327,13 @@ def checked_url(url: str) -> str:
     return url.rstrip("/")
 
 
-def leader_url(config: Config) -> str:
-    """The leader's address, by the key that it keeps in etcd. Raises `CannotReach`."""
+def leader_url(config: Config, patience_seconds: float = 0.0) -> str:
+    """The leader's address, by the key that it keeps in etcd. A cluster that had a leader may be about to elect
+    the next one, for which it waits so long. Raises `CannotReach`."""
     endpoints = ", ".join(config.etcd.endpoints)
     store = EtcdStore(etcd_options(config))
     try:
-        leader = read_leader(store, Keys(cluster=config.cluster.name).leader)
+        leader = _elected(store, Keys(cluster=config.cluster.name), patience_seconds)
     except StoreRefused as error:
         raise CannotReach(f"the etcd at {endpoints} refuses us: {error}") from error
     except StoreError as error:
@@ -341,3 +352,33 @@ def leader_url(config: Config) -> str:
             "coordinator with 'elasticd coordinator', or set the right name in section [cluster]"
         )
     return checked_url(leader.value)
+
+
+def _elected(store: Store, keys: Keys, patience_seconds: float) -> ElectedLeader | None:
+    """The leader; None where none is elected, after a wait if the cluster was led before. A leader whose port
+    is closed is gone, though its key is still there."""
+    deadline, pause = time.monotonic() + patience_seconds, Backoff(_LOOK_SECONDS / 4, _LOOK_SECONDS)
+    announced = False
+    while True:
+        leader = read_leader(store, keys.leader)
+        if patience_seconds <= 0 or (leader is not None and _listens(leader.value)):
+            return leader
+        if time.monotonic() >= deadline or store.get(keys.schema) is None:
+            return leader
+        if not announced:
+            gone = "nobody leads now" if leader is None else f"the leader at {leader.value} does not answer"
+            say(f"{gone}: waits up to {patience_seconds:g} s for an election")
+            announced = True
+        time.sleep(pause.next())
+
+
+def _listens(url: str) -> bool:
+    """Returns True unless the connection is refused: whatever else is wrong is for the request to find."""
+    place = urlsplit(url)
+    try:
+        socket.create_connection((place.hostname or "", place.port or 0), timeout=1.0).close()
+    except ConnectionRefusedError:
+        return False
+    except (OSError, ValueError):
+        return True
+    return True

@@ -77,7 +77,7 @@ def logs(
         for event in _wanted(events, kinds, jobs)[-last:] if last else ():
             _write(event, as_json)
     if follow:
-        for event in following(lambda: reach(config, coordinator), events[-1].id if events else 0):
+        for event in following(lambda: reach(config, coordinator, 0.0), events[-1].id if events else 0):
             if _wanted((event,), kinds, jobs):
                 _write(event, as_json)
 

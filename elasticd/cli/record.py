@@ -57,7 +57,7 @@ def _keep(kept: IO[bytes], config: str | None, coordinator: str | None, ends: fl
     lines, lost = 0, None
     while ends is None or time.monotonic() < ends:
         try:
-            with reach(config, coordinator) as api:
+            with reach(config, coordinator, 0.0) as api:
                 for line in api.recording():
                     lost = None
                     if line:

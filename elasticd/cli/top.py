@@ -67,7 +67,7 @@ def top(config: str | None, coordinator: str | None, every: float, once: bool, a
         while True:
             try:
                 # Found anew each time: after a leader's death the next one answers.
-                with reach(config, coordinator) as api:
+                with reach(config, coordinator, 0.0) as api:
                     while True:
                         live.update(drawn(*_asked(api)), refresh=True)
                         time.sleep(every)
