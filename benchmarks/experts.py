@@ -31,6 +31,7 @@ import torch
 
 from elasticd.models import next_token_loss
 from elasticd.models.huggingface.fused_experts import CutIn
+from tests.accelerators import test_experts as test_accelerators
 from tests.models import families, mixture, test_balance, test_experts
 from tests.models.layouts import Training
 from tests.models.texts import Text
@@ -223,7 +224,17 @@ def step_rows(steps: int = 12) -> Iterator[Row]:
     yield row(f"{title}, median of pairs", ratio, "", goal="<= 1.10", met=ratio <= 1.10)
 
 
+def waits_rows() -> Iterator[Row]:
+    """Two processes with an emulated accelerator each, which counts what its host waits for; the experts' own
+    code makes no wait."""
+    for name, waits in test_accelerators.most_waits().items():
+        goal = 0 if name == test_accelerators.COLUMNS else 1
+        title = f"host waits a sparse block and pass: {name}"
+        yield row(title, waits, "", goal=f"<= {goal}", met=waits <= goal)
+
+
 PARTS = {
+    "waits": Part(waits_rows, TRAINING, {}),
     "step": Part(step_rows, TRAINING, {"steps": 3}),
     "peers": Part(peers_rows, TRAINING, {"steps": 4}),
     "emulated": Part(module_rows("_expert_emulated"), TRAINING, {"smallest": True}),

@@ -36,7 +36,7 @@ from elasticd_planner.spec.plan import Plan
 from torch import Tensor
 from torch.autograd.grad_mode import set_multithreading_enabled
 
-from elasticd.runtime.accelerator import DeviceLost
+from elasticd.runtime.accelerator import DeviceLost, put
 from elasticd.runtime.comm.communicators import Peers
 from elasticd.runtime.comm.groups import Cancelled, PeerLost
 from elasticd.runtime.comm.running_group import OneDevice, running
@@ -802,7 +802,7 @@ class StageRunner:
                 parts = (sample_of(output, batch, at, row) for at in range(pieces))
                 counts = [sum_and_count(self.loss(*part))[1] for part in parts]
         device = tensors(output)[0].device
-        return torch.stack([torch.as_tensor(each, dtype=torch.float64, device=device) for each in counts])
+        return torch.stack([put(torch.as_tensor(each, dtype=torch.float64), device) for each in counts])
 
     def _cut(self, x: Bundle) -> Bundle:
         """This device's part of what came from another stage."""

@@ -28,6 +28,7 @@ from elasticd_planner.spec.plan import Stage
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from elasticd.runtime.accelerator import put
 from elasticd.runtime.comm.communicators import Mesh, Team
 from elasticd.runtime.comm.running_group import OneDevice
 from elasticd.runtime.model.graph_breaks import breaks_graphs
@@ -234,6 +235,13 @@ class _Block:
         for place, own in enumerate(holders.held):
             self._local[place, list(own)] = torch.arange(len(own), dtype=_NUMBERS)
         self._parameter = next(owner.parameters())
+        self._forms: dict[_Kind, Tensor] = {}
+
+    def _form(self, kind: _Kind, device: torch.device) -> Tensor:
+        """The form of rows as a tensor; each one is copied to the device once."""
+        if kind not in self._forms:
+            self._forms[kind] = put(torch.tensor(kind), device)
+        return self._forms[kind]
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """In the place of the module's own: of the rows of this lane."""
@@ -272,8 +280,8 @@ class _Block:
         to = self._holders.of(index)
         pairs = to == torch.arange(devices, device=index.device)[:, None, None]  # [devices, rows, k]
         goes = pairs.any(-1)
-        said = torch.tensor(kind or _NO_KIND, device=index.device).expand(devices, -1)
-        mine = torch.cat((goes.sum(1)[:, None], pairs.sum((1, 2))[:, None], said), 1)
+        form = self._form(kind or _NO_KIND, index.device).expand(devices, -1)
+        mine = torch.cat((goes.sum(1)[:, None], pairs.sum((1, 2))[:, None], form), 1)
         others = [place for place in range(devices) if place != exchange.here]
         every = torch.empty_like(mine)
         every[exchange.here] = mine[exchange.here]

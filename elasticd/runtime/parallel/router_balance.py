@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from elasticd.runtime.accelerator import put
 from elasticd.runtime.model.balance import LENGTHS_UNKNOWN, Balance, BalancedBlock
 from elasticd.runtime.model.graph_breaks import breaks_graphs
 from elasticd.runtime.model.rng import ModelRng
@@ -109,18 +110,17 @@ class RouterBalance:
         """
         row = current_row(device)
         if row is not None:
-            sizes = torch.tensor([piece.length for piece in row.pieces], device=device)
-            return row.sample_of_token, sizes
+            return row.sample_of_token, put(torch.tensor([piece.length for piece in row.pieces]), device)
         samples: Sequence[int] = self._drawing.samples or (0,)
         tokens = count // len(samples)
         if len(samples) == 1:
-            return torch.zeros(count, dtype=torch.long, device=device), torch.tensor([count], device=device)
+            return torch.zeros(count, dtype=torch.long, device=device), torch.full((1,), count, device=device)
         if self._length is None:
             raise ModelError(LENGTHS_UNKNOWN)
         sizes = torch.tensor([min(tokens, self._length(index)) for index in samples])
         place = torch.arange(len(samples))[:, None].expand(-1, tokens)
         place = place.where(torch.arange(tokens) < sizes[:, None], -1).reshape(-1)
-        return place.to(device), sizes.to(device)
+        return put(place, device), put(sizes, device)
 
     def gradient(
         self, logits: Tensor, index: Tensor, place: Tensor, sizes: Tensor, before: Tensor | None
