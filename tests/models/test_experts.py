@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 from itertools import cycle, islice
 from typing import Any, Literal
 
@@ -260,6 +261,37 @@ def test_placed_experts_of_transformers_train_cut_sequences_like_one_process(kin
     training = Cut(**given) if name.startswith("over lanes") and kind != "DeepseekV3" else Training(**given)
     whole = Whole(copy.deepcopy(model))
     assert apart(training, whole, fitting(PLACED[name], described.spec), theirs) < (NEAR, "")
+
+
+def drawn_plan(seed: int) -> Plan:
+    """A stage of one, two or three lanes beside a pipeline of two stages. Each expert is on one or two devices
+    of the lanes, which divide its rows in drawn parts."""
+    drawn = random.Random(seed)
+    lanes = drawn.choice([(3,), (2, 1), (1, 2), (1, 1, 2)])
+    names = [f"a/{number}" for number in range(sum(lanes))]
+    experts, splits = [], []
+    for _ in range(LAYERS):
+        holders = [sorted(drawn.sample(range(len(names)), drawn.choice([1, 2]))) for _ in range(EXPERTS)]
+        experts.append(
+            tuple(tuple(e for e, on in enumerate(holders) if place in on) for place in range(len(names)))
+        )
+        splits.append(
+            tuple((e, drawn.randrange(9), 1 + drawn.randrange(9)) for e, on in enumerate(holders) if on[1:])
+        )
+    members = [(name, drawn.choice([1, 2])) for name in names]
+    of = stage(0, LAYERS, *members, lanes=lanes if len(lanes) > 1 else ())
+    of = msgspec.structs.replace(of, experts=tuple(experts), splits=tuple(splits))
+    rows = tuple(3 - place for place in range(len(lanes)))
+    return plan_of((rows, [of]), (8 - sum(rows), [stage(0, 1, ("b/0", 1)), stage(1, LAYERS, ("b/1", 1))]))
+
+
+@pytest.mark.parametrize("seed", sizes.beside([0, 1], list(range(24))))
+def test_drawn_placements_train_packed_and_cut_rows_like_one_process(seed: int) -> None:
+    model = with_experts("Qwen3Moe")
+    described = elasticd.from_hf(model, experts="experts")
+    training = Cut(model=described, loss=next_token_loss, dataset=Text(41))
+    plan = fitting(drawn_plan(seed), described.spec)
+    assert apart(training, Whole(copy.deepcopy(model)), plan, theirs) < (NEAR, "")
 
 
 def only_first(scores: Tensor) -> Tensor:
@@ -589,6 +621,24 @@ def test_routers_that_depend_on_the_layout_are_refused_with_the_remedy(
 ) -> None:
     with pytest.raises(ModelError, match=said):
         elasticd.from_hf(made(kind, **{**MODELS[kind], **changes}))
+
+
+def test_experts_that_drop_rows_beyond_a_capacity_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of other samples decide which ones are dropped."""
+    from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+
+    forward = MixtralExperts.forward
+
+    def dropping(self: Any, rows: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        chosen = torch.nn.functional.one_hot(index, self.num_experts).flatten(0, 1)
+        place = (chosen.cumsum(0) * chosen).sum(-1).view_as(index)
+        kept = place <= len(rows) * index.shape[1] // self.num_experts
+        output: Tensor = forward(self, rows, index, weights * kept)
+        return output
+
+    monkeypatch.setattr(MixtralExperts, "forward", dropping)
+    with pytest.raises(ModelError, match="depends on the others of the micro-batch"):
+        elasticd.from_hf(made("Mixtral", **MODELS["Mixtral"]))
 
 
 def test_double_precision_with_grouped_matrices_is_refused_with_the_remedy() -> None:

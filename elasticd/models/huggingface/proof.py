@@ -308,12 +308,15 @@ def refuse_draws_and_state(copy: SmallModel) -> None:
 
 
 def refuse_other_tokens(copy: SmallModel) -> None:
-    """A layout decides how much padding is at the end of a sample, and which samples a micro-batch has."""
-    model, other = copy.model, copy.ids.clone()
-    other[-1, -1] = (other[-1, -1] + 1) % model.get_input_embeddings().weight.shape[0]
+    """A layout decides how much padding is at the end of a sample, and which samples a micro-batch has. Where
+    experts have a capacity, earlier samples take it from later ones."""
+    model, first, last = copy.model, copy.ids.clone(), copy.ids.clone()
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    first[0] = (first[0] + 1) % vocabulary
+    last[-1, -1] = (last[-1, -1] + 1) % vocabulary
     with torch.no_grad():
-        logits = logits_of(model(input_ids=other, **arguments(model)))
-    if difference(logits[:-1], copy.logits[:-1]) > copy.near:
+        behind, logits = (logits_of(model(input_ids=ids, **arguments(model))) for ids in (first, last))
+    if max(difference(behind[1:], copy.logits[1:]), difference(logits[:-1], copy.logits[:-1])) > copy.near:
         raise ModelError(
             f"what {copy.name} gives for a sample depends on the others of the micro-batch: {REMEDY}"
         )
