@@ -38,6 +38,7 @@ PRIVATE_TORCH = {
     "elasticd/runtime/comm/groups.py",
     "elasticd/runtime/comm/nccl.py",
     "elasticd/runtime/engine/compiled_blocks.py",
+    "elasticd/runtime/live/pointwise_sharding.py",
     "elasticd/runtime/live/world.py",
     "elasticd/runtime/model/torch_draws.py",
     "elasticd/runtime/parallel/attention_kernels.py",

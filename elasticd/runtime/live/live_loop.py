@@ -45,6 +45,7 @@ from elasticd.runtime.live.live_copy import LiveCopy
 from elasticd.runtime.live.live_state import LiveRefusal, SmallState
 from elasticd.runtime.live.loop_step import LoopStep, UsualMoves, counts_of
 from elasticd.runtime.live.moves import LiveMoves
+from elasticd.runtime.live.pointwise_sharding import PointwiseSharding
 from elasticd.runtime.live.refusals import (
     refuse_another_optimizer,
     refuse_kept_gradients,
@@ -105,6 +106,7 @@ class LiveLoop:
         self._measured: MeshLayouts | None = None  # of the plan that snapshots have files for
         self._step: LoopStep | None = None
         self._waits = CollectiveWaits(self._decided, self._where)
+        self._pointwise = PointwiseSharding()
         self._garbage = GarbageCollector()
         self._hooks: list[Any] = []
         self._began = self._waited = 0.0
@@ -198,6 +200,7 @@ class LiveLoop:
     def _steps(self) -> Generator[LoopStep, None, None]:
         self._end.uncaught.install()
         self._waits.install()
+        self._pointwise.install()
         self._hooks += [
             register_optimizer_step_pre_hook(self._before_update),
             register_optimizer_step_post_hook(self._after_update),
@@ -593,6 +596,7 @@ class LiveLoop:
             hook.remove()
         self._hooks.clear()
         self._waits.remove()
+        self._pointwise.remove()
         self._garbage.release()
 
     def _end_threads(self) -> None:

@@ -12,6 +12,7 @@ groups of a plan are let go, on a thread of their own, only after that.
 
 Groups of two worlds have equal names, since torch counts them from 0. DTensor's caches take an equal mesh for
 the same one, and would give results on the mesh of the other world, whose groups they keep: `clear_caches`.
+(`PointwiseSharding` has most of them filled again at no cost.)
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ BACKEND = "elasticd"
 #: The tables of `torch.distributed.distributed_c10d` by process group.
 _TABLES = ("_pg_map", "_pg_names", "_pg_group_ranks", "_pg_backend_config", "_pg_to_tag", "_tags_to_pg")
 
-#: DTensor's collectives, whose `wait_tensor` is replaced while a loop runs.
+#: DTensor's collectives, whose `wait_tensor` is replaced while a loop runs; and whether torch traces a graph.
 functional_collectives: Any = _functional_collectives
 
 #: Seconds between two looks for what holds process groups, and from the last holder's end to that of a group.
