@@ -54,7 +54,8 @@ OF_STATUS = re.compile(
     r"\b(not yet|exist yet|for now|(no|not an?) GPU (was|is) at hand|was at hand|do(es)? not exist"
     r"|(was|were|has|have)( not|n't) (been )?(run|tried|tested)( \w+)? (on|under|by us)"
     r"|never (run|been run|tried)|(have|has) (not|never) (run|been run) on|not implemented"
-    r"|on one (H100|GPU)\b(?! (each|per)))",
+    r"|on one (H100|GPU)\b(?! (each|per))|on an H100|\bGPU has (not )?run|device alone"
+    r"|(not there|does not do) yet)",
     re.IGNORECASE,
 )
 
@@ -84,6 +85,9 @@ def test_status_alone_says_what_has_run_where_and_what_is_missing() -> None:
         "This was\nnot run under Slurm by us",
         "that path has never run",
         "For now each piece is a whole sample.",
+        "No GPU has run it yet",
+        "that was run on an emulated device alone",
+        "they were compared with float64 on an H100",
     ],
 )
 def test_a_sentence_of_status_is_found_on_another_page(sentence: str) -> None:

@@ -60,8 +60,9 @@ MAX_RESTARTS = 10
     type=click.Choice(["auto", "live", "restart"]),
     default="auto",
     show_default=True,
-    help="live: the script makes an elasticd.Job. restart: it makes none, and all workers start again when one "
-    "fails. auto: live, and restart once the script asks for torch's own process group.",
+    help="live: the script makes an elasticd.Job or an elasticd.live. restart: it makes neither, and all "
+    "workers start again when one fails. auto: live, and restart once the script asks for torch's own process "
+    "group.",
 )
 @click.option(
     "--device-ids",
@@ -124,9 +125,9 @@ def run(
     Each worker sees one GPU, as cuda:0, and its LOCAL_RANK is 0. With several workers each computes with one
     thread, unless $OMP_NUM_THREADS says otherwise.
 
-    A script that makes no elasticd.Job runs in restart mode: one torchrun for this node's devices, as scripts
-    for torchrun expect it. The same command starts a job again that failed or was stopped, from its newest
-    checkpoint.
+    A script without elasticd.Job and elasticd.live runs in restart mode: one torchrun for this node's devices,
+    as scripts for torchrun expect it. The same command starts a job again that failed or was stopped, from its
+    newest checkpoint.
     """
     from elasticd.system.torchrun_launcher import THREADS_VARIABLE, Launch, launch
 

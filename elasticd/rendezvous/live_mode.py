@@ -134,7 +134,7 @@ class LiveHandler(RendezvousHandler):
         that call fails by itself: `elasticd.runtime.api.hello`.)"""
         self._how = "restart"
         if self._switches:
-            raise ModeSwitch("the script makes no elasticd.Job: it goes on in restart mode")
+            raise ModeSwitch("the script makes no elasticd.Job or elasticd.live: it goes on in restart mode")
         raise RendezvousRefusal(
             "the script calls torch.distributed.init_process_group, and made no elasticd.Job before: such a "
             "script runs in restart mode ('elasticd run' without --mode, or torchrun "

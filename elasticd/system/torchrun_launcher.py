@@ -175,7 +175,8 @@ def _launched(what: Launch, news: _News) -> tuple[int, str]:
     with noted(NOTICES) as signals, tempfile.TemporaryDirectory(prefix="elasticd-run-") as folder:
         ended = _run(what, what.mode, Path(folder), signals)
         if ended.restart_mode and not signals:
-            _say("the script makes no elasticd.Job: it goes on in restart mode (--mode restart starts so)")
+            makes = "the script makes no elasticd.Job or elasticd.live"
+            _say(f"{makes}: it goes on in restart mode (--mode restart starts so)")
             if what.fresh:
                 _say("--fresh has no say in the checkpoints of a script without a Job: those are its own")
             ended = _run(what, "restart", Path(folder), signals)

@@ -57,7 +57,8 @@ def test_script_without_a_job_goes_on_in_restart_mode_and_survives_a_killed_work
     command = ("--job", name, str(script), "--steps=40", "--pause=0.05", "--save-every=5", f"--folder={folder}")
     run = launches.run("a", *command)
     reaches(run, 12)
-    assert run.ours[-1].startswith("elasticd: the script makes no elasticd.Job: it goes on in restart mode")
+    makes = "elasticd: the script makes no elasticd.Job or elasticd.live"
+    assert run.ours[-1].startswith(f"{makes}: it goes on in restart mode")
     pids = workers(run)
     assert len(pids) == 2, run.said
     pids[0].send_signal(signal.SIGKILL)

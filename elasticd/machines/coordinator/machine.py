@@ -309,7 +309,7 @@ def _begun_again(state: CoordinatorState, node: str, up: FromClient, now: float)
     and goes on in restart mode; or a user starts a job again that is over. None where neither is so."""
     job = state.jobs[up.job]
     if isinstance(up.body, Leave) and up.body.how == "restart" and finished_jobs.is_without_job(job):
-        text = "no worker made an elasticd.Job: the job goes on in restart mode"
+        text = "no worker made an elasticd.Job or elasticd.live: the job goes on in restart mode"
         return _without(state, finished_jobs.replaced(state.jobs, up.job, text, "restart_mode"))
     if not isinstance(up.body, Join) or not finished_jobs.begins_again(job, up.body, now):
         return None
