@@ -17,6 +17,8 @@ from elasticd_planner.spec.plan import HeldExperts, SplitExperts
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 #: Experts on devices.
 SIZES = ((64, 8), (128, 16))
+#: Routers in training: from step to step.
+WINDOWS = (("a router that begins to learn", 20, 200), ("a trained router", 400, 600))
 #: Pairs of a row and an expert in a step.
 PAIRS = 32768
 #: Steps between two placements, and between two reports of a step's rows, which they are made from.

@@ -190,9 +190,11 @@ class _Search:
         ]
         for _ in range(2 * self._spare):
             few = [e for e in experts if len(rows[e]) < len(devices)]
-            heavy = max(few, key=lambda e: (self._weights[e] / len(rows[e]), -e), default=0)
+            if not few:
+                break
+            heavy = max(few, key=lambda e: (self._weights[e] / len(rows[e]), -e))
             part = self._weights[heavy] / len(rows[heavy])
-            if not few or part < LITTLE * self.bound * min(self._speed):
+            if part < LITTLE * self.bound * min(self._speed):
                 break
             left = light = -1
             if sum(map(len, rows)) - len(rows) >= self._spare:
