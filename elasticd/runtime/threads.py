@@ -44,6 +44,13 @@ class DaemonThreads:
         self._ended = False
         self._lock = threading.RLock()  # nothing is put behind the end; a finalizer may call in the midst
         self._queue: SimpleQueue[_Work] = SimpleQueue()
+        self._last: weakref.ref[Future[Any]] | None = None
+
+    @property
+    def idle(self) -> bool:
+        """True if the last call has ended; of one thread, all have."""
+        last = self._last() if self._last is not None else None
+        return last is None or last.done()
 
     def __call__(self, work: Callable[[], Any]) -> Future[Any]:
         """Has `work` called by a thread. The first call starts the threads.
@@ -63,6 +70,7 @@ class DaemonThreads:
                 _owners.add(self)
                 weakref.finalize(self, _end, self._queue, self._count)
             self._queue.put((work, future))
+            self._last = weakref.ref(future)
         return future
 
     def run(self, work: Callable[[], None]) -> None:

@@ -6,12 +6,13 @@ import gc
 import os
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
-from elasticd.runtime.data.prefetch import SampleError, SamplePrefetcher
+from elasticd.runtime.data.prefetch import SampleError, SamplePrefetcher, reading_threads
 from elasticd.runtime.model.rng import kept_states, seed_all
 from tests import forkserver
 
@@ -93,6 +94,66 @@ def test_threads_end_with_their_reader() -> None:
     for thread in mine:
         thread.join(PATIENCE)
     assert not any(thread.is_alive() for thread in mine)
+
+
+class Timed:
+    """Has the thread of each read, which takes so many seconds."""
+
+    def __init__(self, seconds: float = 0.0) -> None:
+        self.readers: list[threading.Thread] = []
+        self.seconds = seconds
+
+    def __len__(self) -> int:
+        return 1000
+
+    def __getitem__(self, index: int) -> int:
+        self.readers.append(threading.current_thread())
+        time.sleep(self.seconds) if self.seconds else None
+        return -index
+
+
+def taken(reader: SamplePrefetcher, indices: range) -> None:
+    """Takes samples, each of which is wanted before."""
+    for index in indices:
+        reader.want([index, index + 1])
+        assert reader.take(index) == -index
+
+
+def test_samples_that_lie_in_memory_are_read_by_the_thread_that_takes_them() -> None:
+    """Once some were watched: to hand one over takes longer."""
+    here, data = threading.current_thread(), Timed()
+    reader = SamplePrefetcher(data)
+    taken(reader, range(40))
+    assert here not in data.readers[:16]
+    assert {*data.readers[20:]} == {here}
+    assert not reader.here
+
+
+def test_samples_that_take_long_are_read_ahead_also_after_quick_ones() -> None:
+    here, data = threading.current_thread(), Timed(0.001)
+    reader = SamplePrefetcher(data)
+    taken(reader, range(40))
+    assert here not in data.readers
+    data.seconds = 0.0
+    taken(reader, range(40, 50))
+    data.seconds, data.readers = 0.02, []
+    taken(reader, range(50, 60))
+    assert 3 <= data.readers.count(here) <= 5, "until they have taken as long as all may"
+    assert here not in data.readers[-4:]
+
+
+def test_a_quick_sample_is_read_by_no_other_thread_than_those_that_read_the_same_file_now() -> None:
+    threads, held = reading_threads(1), Counting(1)
+    data = Timed()
+    quick, other = SamplePrefetcher(data, threads), SamplePrefetcher(held, threads)
+    taken(quick, range(40))
+    other.want([1])
+    data.readers.clear()
+    threading.Timer(0.1, held.through.set).start()
+    assert quick.take(50) == -50
+    assert threading.current_thread() not in data.readers, "it waited for the other read"
+    assert quick.take(51) == -51
+    assert data.readers[1:] == [threading.current_thread()]
 
 
 class RandomSamples:

@@ -193,12 +193,13 @@ TORCH_DRAWS: list[Callable[[], object]] = [
 
 @pytest.mark.parametrize("draw", [*TORCH_DRAWS, *HOST_DRAWS])
 def test_each_draw_between_two_looks_is_seen(draw: Callable[[], object]) -> None:
-    with ModelRng().kept():
+    drawing = ModelRng()
+    with drawing.kept():
         for seeded in (True, False):
             if seeded:
                 rng.seed_all(5)
             for _ in range(4):
-                passes = rng.UnseededPasses("blocks.0", torch.zeros(1))
+                passes = rng.UnseededPasses(drawing, "blocks.0", torch.zeros(1))
                 assert not passes.drew
                 draw()
                 assert passes.drew

@@ -1,7 +1,9 @@
 """Prefetching: samples of a map-style dataset are read ahead of training, in threads of their own.
 
 A sample is known by its index alone, so a new plan invalidates nothing: samples that this device still needs
-stay as they were read, and only the others are dropped.
+stay as they were read, and only the others are dropped. Two threads take the interpreter's lock from each other
+with each operation, which costs more than it takes to read a sample that lies in memory: the training thread
+reads those, when it needs them.
 """
 
 from __future__ import annotations
@@ -12,7 +14,9 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, wait
 from contextlib import nullcontext
 from functools import partial
+from math import inf
 from operator import getitem
+from time import perf_counter
 from typing import Any, NamedTuple, Protocol
 
 from elasticd.runtime.model.rng import STATES, watching_thread
@@ -25,6 +29,8 @@ log = logging.getLogger(__name__)
 #: generators, so that a draw is surely seen; more beside training, and then one of so many. It takes some 15
 #: microseconds.
 _ALONE, _WATCHED, _EVERY = 4, 16, 8
+#: Seconds that a read by the training thread takes at most, in the mean, and how many more all may take.
+_QUICK_SECONDS, _SPARE_SECONDS = 1e-4, 0.05
 
 
 class Dataset(Protocol):
@@ -93,6 +99,8 @@ class SamplePrefetcher:
         self.here = self._threads is None
         self._reads = 0
         self._judged = False  # a sample that was taken had been read alone
+        self._left = _SPARE_SECONDS  # that reads of the training thread may still take beyond the mean
+        self._quickest = inf  # of the reads of the threads [s]
         self._wanted: dict[SampleKey, deque[Future[_Read]]] = {}
 
     def want(self, keys: Iterable[SampleKey]) -> None:
@@ -101,9 +109,11 @@ class SamplePrefetcher:
         if self.here:
             return
         wanted: dict[SampleKey, deque[Future[_Read]]] = defaultdict(deque)
+        quick = self._is_quick
         for key in keys:
             ahead = self._wanted.get(key)
-            wanted[key].append(ahead.popleft() if ahead else self._ask(key))
+            if ahead or not quick:
+                wanted[key].append(ahead.popleft() if ahead else self._ask(key))
         self._drop()
         self._wanted = wanted
 
@@ -117,7 +127,10 @@ class SamplePrefetcher:
             if self.here:
                 return self._read(key)()
             ahead = self._wanted.get(key)
-            read = (ahead.popleft() if ahead else self._ask(key)).result()
+            read = self._read_quickly(key) if not ahead and self._is_quick else None
+            if read is None:
+                read = (ahead.popleft() if ahead else self._ask(key)).result()
+                self._quickest = min(self._quickest, read.seconds)
             if read.drew or not (read.alone or self._judged):  # others draw, or seed, meanwhile
                 read = self._ask(key, alone=True).result()
             self._judged = True
@@ -132,6 +145,23 @@ class SamplePrefetcher:
         if isinstance(key, SamplePart):
             return partial(self._dataset.part, *key)  # type: ignore[attr-defined]
         return partial(getitem, self._dataset, key)
+
+    @property
+    def _is_quick(self) -> bool:
+        """True if the training thread reads what is not read ahead: enough samples were watched, and took no
+        longer than it takes to hand one over."""
+        return self._reads >= _WATCHED and self._quickest <= _QUICK_SECONDS and self._left > 0
+
+    def _read_quickly(self, key: SampleKey) -> _Read | None:
+        """Reads a sample in this thread. None: one of the others reads, perhaps of a dataset with the same
+        file."""
+        if self._threads is None or not self._threads.idle:
+            return None
+        self._reads += 1
+        read = _watched(self._read(key), watch=self._reads % _EVERY == 0, alone=False)
+        self._left -= read.seconds - _QUICK_SECONDS
+        self._left = min(self._left, _SPARE_SECONDS)
+        return read
 
     def _read_here(self) -> None:
         log.info(
@@ -171,11 +201,16 @@ class _Read(NamedTuple):
     sample: Any
     drew: bool  #: a generator moved meanwhile
     alone: bool  #: nobody seeded or restored one meanwhile, so that `drew` misses nothing
+    seconds: float  #: that it took
 
 
 def _watched(read: Callable[[], Any], *, watch: bool, alone: bool) -> _Read:
+    began = perf_counter()
     if not watch:
-        return _Read(read(), drew=False, alone=False)
-    with STATES if alone else nullcontext(), watching_thread() as draws:
         sample = read()
-    return _Read(sample, draws.drew, alone)
+        return _Read(sample, drew=False, alone=False, seconds=perf_counter() - began)
+    with STATES if alone else nullcontext(), watching_thread() as draws:
+        began = perf_counter()
+        sample = read()
+        seconds = perf_counter() - began
+    return _Read(sample, draws.drew, alone, seconds)

@@ -20,6 +20,7 @@ from elasticd.runtime.engine.activation_checkpoint import CheckpointedBlock
 from elasticd.runtime.engine.compiled_blocks import BlockCalls
 from elasticd.runtime.engine.step_state import MicroBatchState
 from elasticd.runtime.model.bundle import Bundle, Gradients, sizes, tensors
+from elasticd.runtime.model.host_generators import host_seeds
 from elasticd.runtime.model.rng import Draws, ModelRng, watching
 from elasticd.runtime.model.section_passes import GraphSegment, SectionWatch, back
 from elasticd.runtime.parallel.expert_pairs import ExpertPairs
@@ -115,6 +116,7 @@ class PassWatch(SectionWatch):
         self._on_section_done = on_section_done
         self.steps, self.draws, self.paced, self.packed, self.last = 0, False, True, False, False
         self._notes, self._communicated, self.reached = False, 0.0, None
+        self._draws_from_host = False  # a backward pass draws from Python's generator or NumPy's
         self.everywhere = True
 
     @property
@@ -212,8 +214,14 @@ class PassWatch(SectionWatch):
 
     def backward(self, segment: GraphSegment, given: Gradients) -> None:
         """See `SectionWatch`."""
-        draws, last = watching() if self.looks else nullcontext(Draws()), segment.parts[-1].sections[-1]
-        with self._drawing.keyed(f"{last}, backward"), draws as drawn:
+        drawing, place = self._drawing, f"{segment.parts[-1].sections[-1]}, backward"
+        seldom = self.looks or self.draws or self._draws_from_host
+        if drawing.may_leave_seeds_out and not seldom and host_seeds.undrawn():
+            drawing.seed_torch(f"{place}/0".encode())
+            back(segment, given)
+            self._draws_from_host = not host_seeds.undrawn()
+            return
+        with drawing.keyed(place), watching() if self.looks else nullcontext(Draws()) as drawn:
             back(segment, given)
         self.draws = self.draws or drawn.drew
 

@@ -697,16 +697,14 @@ class StageRunner:
                 return state, state.targets
         if chunk.before is None:
             x = self._precision.entering(x) if self._precision else x
-        x = self._sections(state, chunk, graphs, x)
-        counted: float | Tensor = 0
+        x = self._computed(state, chunk, graphs, x, batch)
         if chunk.after is None:
-            counted = self._loss_of(state, x, batch)
             telemetry.passed("head")
         else:
             telemetry.passed("head" if chunk.ends_with_head else "forward")
             x = x if chunk.ends_with_head else self._joined(x)
             self._leaves(act, chunk, x, state.ids)
-        return state, counted
+        return state, state.targets
 
     def _refuse_stand_in(self, error: Exception, index: int) -> None:
         """Raises NothingRead where a forward pass failed after a sample of the step could not be read, here or
@@ -752,38 +750,55 @@ class StageRunner:
         watch.state, watch.micro, watch.first = state, micro, chunk is self._chunks[0]
         watch.training = self._modules[next(iter(chunk.passes))].training
 
-    def _sections(
-        self, state: MicroBatchState, chunk: StageChunk, graphs: list[list[PassPart]], x: Any
+    def _computed(
+        self, state: MicroBatchState, chunk: StageChunk, graphs: list[list[PassPart]], x: Any, batch: Any
     ) -> Bundle:
-        """The sections of a forward pass. Where none draws random numbers, none has a seed."""
+        """The sections of a forward pass, and the loss behind a head. Where none of them draws random numbers,
+        none has a seed. Whether the loss draws, the first steps of a training show.
+
+        Returns:
+            The output of the last section.
+        """
         self._stopwatch.where.at(FORWARD)
-        unseeded = chunk.unseeded(graphs) if self._drawing.may_leave_seeds_out else None
+        ends, unseeded = chunk.after is None, None
+        if self._drawing.may_leave_seeds_out:
+            unseeded = chunk.unseeded(graphs)
         if unseeded is not None:
-            passes = UnseededPasses(chunk.name, x)
+            passes = UnseededPasses(self._drawing, chunk.name, x)
             state.segments, out = forth(unseeded, x, self._watch)
+            keys_loss = self._loss_draws or self._watch.looks or not torch.is_grad_enabled()
+            if ends and not keys_loss:
+                self._loss_of(state, out, batch)
             if not passes.drew:
+                if ends and keys_loss:
+                    self._keyed_loss(state, out, batch)
                 return out
             chunk.drew()
             x = passes.entered()
         state.segments, out = forth(graphs, x, self._watch)
+        if ends:
+            self._keyed_loss(state, out, batch)
         return out
 
-    def _loss_of(self, state: MicroBatchState, output: Bundle, batch: Any) -> float | Tensor:
-        """Computes the loss of a micro-batch. Returns the count of its targets."""
+    def _keyed_loss(self, state: MicroBatchState, output: Bundle, batch: Any) -> None:
+        """The loss of a micro-batch, its draws keyed."""
+        watches = self._watch.looks and torch.is_grad_enabled()
+        with self._drawing.keyed("loss"), watching() if watches else nullcontext(Draws()) as draws:
+            self._loss_of(state, output, batch)
+        self._loss_draws = self._loss_draws or draws.drew
+
+    def _loss_of(self, state: MicroBatchState, output: Bundle, batch: Any) -> None:
+        """Computes the loss of a micro-batch, and the count of its targets."""
         logits = self._precision.leaving(output) if self._precision else output
         self._stopwatch.where.at(LOSS)
-        watches = self._captured is not None and self._watch.looks
-        with self._drawing.keyed("loss"), watching() if watches else nullcontext(Draws()) as draws:
-            state.loss, counted = sum_and_count(self.loss(logits, batch))  # on every member of the last stage
-            if self._asks_targets and torch.is_grad_enabled():
-                state.of_samples = self._targets_of(logits, batch, counted)
-        self._loss_draws = self._loss_draws or draws.drew
+        state.loss, counted = sum_and_count(self.loss(logits, batch))  # on every member of the last stage
+        if self._asks_targets and torch.is_grad_enabled():
+            state.of_samples = self._targets_of(logits, batch, counted)
         if isinstance(counted, Tensor) and counted.device.type == "cpu":
             counted = counted.item()
         state.targets = counted
         if _none(counted):  # a loss that was made of a mean is NaN here
             state.loss = torch.zeros_like(state.loss)
-        return counted
 
     def _targets_of(self, output: Bundle, batch: Any, count: float | Tensor) -> Tensor:
         """The targets of each sample of a micro-batch: of several the loss says those of each alone."""

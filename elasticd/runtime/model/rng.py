@@ -239,6 +239,11 @@ class ModelRng:
         digest.update(place)
         return int.from_bytes(digest.digest(), "little") & _SEEDS
 
+    def seed_torch(self, place: bytes) -> None:
+        """Seeds torch's generators for a place, as `seed_of` has it, that draws from no others as far as is
+        known."""
+        seed_torch(self.seed_of(place), self.generators)
+
     @contextmanager
     def _keyed(self, place: str, samples: Sequence[int] | None) -> Iterator[None]:
         # What needs no other rank is done by one thread at a time: ranks in threads share the generators.
@@ -319,7 +324,7 @@ class SeededSection:
             with drawing.keyed(self._section):
                 output = self._module(entered)
         elif self._unseeded and host_seeds.undrawn():
-            seed_torch(drawing.seed_of(self._place), drawing.generators)
+            drawing.seed_torch(self._place)
             again = entered if type(entered) is Tensor else _again(entered)
             versions = _versions(again)
             output = self._module(entered)
@@ -372,22 +377,25 @@ class UnseededPasses:
     the passes are repeated with seeds.
     """
 
-    def __init__(self, sections: str, entered: Any) -> None:
+    def __init__(self, drawing: ModelRng, sections: str, entered: Any) -> None:
         """
         Args:
+            drawing: keeps the generators' states around them.
             sections: their names, for people.
             entered: what the first one is called with.
         """
         self._sections, self._again = sections, _again(entered)
-        self._versions, self._changes, self._torchs = _versions(self._again), _changes, _places()
-        # After a seed of ours a few words of the host's generators say it.
-        self._host = None if host_seeds.undrawn() else _other_states()
+        self._versions, self._generators = _versions(self._again), drawing.generators
+        if not host_seeds.undrawn():  # after a seed a few words of the host's generators say whether one draws
+            seed_all(drawing.seed_of(f"{sections}/0".encode()), drawing.generators)
+        self._changes, self._torchs = _changes, _places(drawing.generators)
 
     @property
     def drew(self) -> bool:
         """True if somebody drew since, or if nobody can tell because generators were seeded meanwhile."""
-        host = not host_seeds.undrawn() if self._host is None else _other_states() != self._host
-        return host or self._changes != _changes or _places() != self._torchs
+        if not host_seeds.undrawn() or self._changes != _changes:
+            return True
+        return _places(self._generators) != self._torchs
 
     def entered(self) -> Any:
         """The input that the passes are to be repeated with.
@@ -485,10 +493,10 @@ def states() -> list[object]:
 _WORDS = slice(24, 24 + 624 * 8)
 
 
-def _places() -> list[bytes]:
-    """Of the states of torch's generators a few bytes that each draw changes."""
+def _places(torchs: Iterable[torch.Generator]) -> list[bytes]:
+    """Of the states of torch's generators, the host's first, a few bytes that each draw changes."""
     with STATES:
-        host, *others = [generator.get_state().numpy() for generator in generators()]
+        host, *others = [generator.get_state().numpy() for generator in torchs]
     parts = host[_MARKED : _WORDS.start + 16], host[_WORDS.stop :]
     return [part.tobytes() for part in (*parts, *others)]
 
