@@ -23,7 +23,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from elasticd.system.torch_build import DEVICE_VARIABLE, driver_is_there, visible
+from elasticd.system.torch_build import AMD, DEVICE_VARIABLE, NVIDIA, driver_is_there, gpu_is_there, visible
 from elasticd.wire.unix_socket import SLOT_VARIABLE
 
 log = logging.getLogger(__name__)
@@ -516,6 +516,8 @@ def placed(asked: str | None, environ: Mapping[str, str]) -> Accelerator:
         raise NoDevice(f"device {asked!r}: this torch ({torch.__version__}) {has}")
     count = torch.accelerator.device_count()
     if not count:
+        if not asked and kind == "cuda" and not _gpu_may_be_there():
+            return CPU  # the index's default build of torch, on a machine without GPUs
         raise NoDevice(
             f"this torch ({torch.__version__}) is built for {kind}, and finds no such device: look whether its "
             f"driver is loaded, or ask for the CPU by {DEVICE_VARIABLE}=cpu"
@@ -531,6 +533,11 @@ def placed(asked: str | None, environ: Mapping[str, str]) -> Accelerator:
         shared = "" if index else f"; {DEVICE_VARIABLE}={kind}:0 has all workers of this node share one"
         raise NoDevice(f"{kind}:{place}: this process sees {count} of {kind} alone{shared}")
     return Accelerator(torch.device(kind, place), shared=bool(index))
+
+
+def _gpu_may_be_there() -> bool:
+    """Returns True if this machine has a GPU of the kind that this torch was built for, or its driver."""
+    return driver_is_there() or gpu_is_there(NVIDIA if torch.version.cuda else AMD)
 
 
 def _hidden(environ: Mapping[str, str]) -> bool:

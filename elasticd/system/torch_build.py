@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from itertools import takewhile
+from pathlib import Path
 
 import msgspec
 from elasticd_planner.value import Value
@@ -19,6 +20,12 @@ CONNECTIONS_VARIABLE, CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS", 32
 #: One of these is there where a driver of GPUs that torch calls CUDA is: NVIDIA's (three, one of them of Linux
 #: under Windows), AMD's.
 DRIVERS = ("/dev/nvidiactl", "/dev/nvmap", "/usr/lib/wsl/lib/libcuda.so.1", "/dev/kfd")
+#: PCI devices of this machine, each a folder, whether a driver is loaded for them or not.
+PCI = Path("/sys/bus/pci/devices")
+#: The vendors, as PCI numbers them, of what torch calls CUDA.
+NVIDIA, AMD = "0x10de", "0x1002"
+#: How the class of a PCI device begins that is a GPU: a display controller.
+_DISPLAY = "0x03"
 #: The module that answers, in the interpreter that workers run in.
 _ANSWERS = "elasticd.runtime.torch_answer"
 #: Begins the line of the answer.
@@ -53,6 +60,20 @@ def visible(variable: str) -> tuple[str, ...]:
 def driver_is_there() -> bool:
     """Returns True if this machine has a driver of GPUs."""
     return any(map(os.path.exists, DRIVERS))
+
+
+def gpu_is_there(vendor: str) -> bool:
+    """Returns True if this machine has a GPU of a vendor, or does not list its devices."""
+    if not PCI.is_dir():
+        return True
+    for device in PCI.iterdir():
+        try:
+            of_vendor = (device / "vendor").read_text().strip() == vendor
+            if of_vendor and (device / "class").read_text().startswith(_DISPLAY):
+                return True
+        except OSError:
+            continue
+    return False
 
 
 def torch_build() -> TorchBuild:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import mmap
+from pathlib import Path
 
 import pytest
 import torch
 
 from elasticd.runtime import accelerator
 from elasticd.runtime.accelerator import CPU, Accelerator, NoDevice, placed
+from elasticd.system import torch_build
 
 SIZE = 1 << 20
 
@@ -47,13 +49,14 @@ def test_the_cpu_is_an_accelerator_whose_work_is_done_at_once() -> None:
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> object:
-    """Sets what torch was built for, the devices that it finds, and whether there is a driver."""
+    """Sets what torch was built for, the devices that it finds, and whether there is a driver, or a GPU."""
 
-    def of(built: str | None, count: int = 0, *, driver: bool = False) -> None:
+    def of(built: str | None, count: int = 0, *, driver: bool = False, gpu: bool = True) -> None:
         device = torch.device(built) if built is not None else None
         monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_: device)
         monkeypatch.setattr(torch.accelerator, "device_count", lambda: count)
         monkeypatch.setattr(accelerator, "driver_is_there", lambda: driver)
+        monkeypatch.setattr(accelerator, "gpu_is_there", lambda vendor: gpu)
 
     return of
 
@@ -99,6 +102,32 @@ def test_a_worker_that_has_a_torchrun_of_its_own_goes_by_its_slot(machine, kind,
 def test_without_any_device_it_is_the_cpu(machine) -> None:  # type: ignore[no-untyped-def]
     machine(None)
     assert placed(None, {}) is CPU
+
+
+def test_a_torch_for_gpus_trains_on_the_cpu_of_a_machine_that_has_none(machine) -> None:  # type: ignore[no-untyped-def]
+    """It is the build that pip takes by default."""
+    machine("cuda", 0, gpu=False)
+    assert placed(None, {}) is CPU
+    with pytest.raises(NoDevice, match="finds no such device"):
+        placed("cuda", {})
+    machine("cuda", 0, driver=True, gpu=False)
+    with pytest.raises(NoDevice, match="finds no such device"):
+        placed(None, {})
+
+
+def test_a_gpu_is_a_display_of_its_vendor_whatever_else_that_makes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch_build, "PCI", tmp_path / "devices")
+    assert torch_build.gpu_is_there(torch_build.NVIDIA), "nobody knows"
+    for vendor, kind in (("0x10de", "0x040300"), ("0x1002", "0x030200"), ("0x1af4", "0x020000")):
+        folder = tmp_path / "devices" / vendor
+        folder.mkdir(parents=True)
+        (folder / "vendor").write_text(f"{vendor}\n")
+        (folder / "class").write_text(f"{kind}\n")
+    (tmp_path / "devices" / "3").mkdir()
+    assert torch_build.gpu_is_there(torch_build.AMD)
+    assert not torch_build.gpu_is_there(torch_build.NVIDIA), "a sound controller"
 
 
 @pytest.mark.parametrize(
