@@ -103,9 +103,9 @@ class Watch:
             handled=parts(self.handled),
             delayed=parts(self.delayed),
             held_up=self.held_up,
-            step=job.rates.step,
+            step=job.detection.rates.step,
             connected=len(self.leading.connections),
-            planned=job.token,
+            planned=job.planning.token,
             beside=self.beside,
         )
         self.beside = 0.0

@@ -10,7 +10,7 @@ The machine is a function of state, event and time, so that this is enough to de
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal, TypeVar
 
 import msgspec
@@ -40,6 +40,7 @@ from elasticd.machines.job.state.events import (
     Unwritten,
     Write,
 )
+from elasticd.machines.job.state.job_state import PARTS
 
 VERSION = 1
 #: The events of the machine by what recordings call them.
@@ -83,7 +84,8 @@ class Line(StoredValue, frozen=True, kw_only=True, tag="recording-line"):
     def state(self) -> CoordinatorState:
         """The leader's state in a `began` line. Raises `msgspec.DecodeError` where the body is no state."""
         # Not strict: what JSON has no number for is text.
-        return _decoded(CoordinatorState, bytes(self.body), strict=False)
+        body = _map_jobs(msgspec.json.decode(self.body), _in_parts)
+        return _decoded(CoordinatorState, msgspec.json.encode(body), strict=False)
 
     def event(self) -> Event:
         """The event in a `heard` line. Raises `msgspec.DecodeError` for a kind or a body that this release does
@@ -120,10 +122,32 @@ def _tagged(value: Any, name: str = "") -> Any:
     return {**tag, **{key: _tagged(each, key) for key, each in value.items()}}
 
 
+def _map_jobs(body: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
+    """The body of a leader's state, with each of its jobs changed."""
+    if not isinstance(body, dict) or not isinstance(jobs := body.get("jobs", {}), dict):
+        return body
+    return body | {"jobs": {name: change(job) if isinstance(job, dict) else job for name, job in jobs.items()}}
+
+
+def _in_parts(flat: dict[str, Any]) -> dict[str, Any]:
+    """A job as `JobState` has it, from one whose parts' fields are beside its own."""
+    job = dict(flat)
+    for part, kind in PARTS.items():
+        job[part] = {key: job.pop(key) for key in kind.__struct_encode_fields__ if key in job}
+    return job
+
+
+def _flat(job: dict[str, Any]) -> dict[str, Any]:
+    """A job with the fields of its parts beside its own: recordings have had no parts since release 0.1."""
+    own = {key: value for key, value in job.items() if key not in PARTS}
+    return {**own, **{key: value for part in PARTS for key, value in job[part].items()}}
+
+
 def began(state: CoordinatorState, at: float, time: float) -> bytes:
     """A line with the leader's whole state: JSON with its newline. `at` and `time` are those of `Line`.
     Infinite numbers become text."""
-    return _line("began", at, time, _finite(msgspec.to_builtins(state, enc_hook=as_mapping)))
+    body = _map_jobs(msgspec.to_builtins(state, enc_hook=as_mapping), _flat)
+    return _line("began", at, time, _finite(body))
 
 
 def heard(event: Event, at: float, time: float) -> bytes:

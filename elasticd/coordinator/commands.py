@@ -131,7 +131,7 @@ class Commands:
             return {node: release for node, release in releases.items() if is_first(release)}
         job = self._job(name)
         _check_goes_on(job)
-        if job.unadopted is not None and seconds > 0:
+        if job.takeover.unadopted is not None and seconds > 0:
             why = f"job {name} is left alone, and cannot be told to make a last checkpoint: run 'elasticd adopt"
             raise ApiError(
                 "conflict", f"{why} {name}' first, or end it without one by 'elasticd stop --now {name}'"

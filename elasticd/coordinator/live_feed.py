@@ -565,7 +565,9 @@ def _of_rates(state: CoordinatorState, told: _Told, next_id: Callable[[], str]) 
 
 def _same_rates(job: JobState, before: JobState | None) -> bool:
     over = job.phase in OVER
-    return before is not None and before.rates is job.rates and (before.phase in OVER) == over
+    return (
+        before is not None and before.detection.rates is job.detection.rates and (before.phase in OVER) == over
+    )
 
 
 def _of_job(
@@ -583,7 +585,7 @@ def _of_job(
         plan=job.number,
         over=job.phase in OVER,
         time=time,
-        checkpoints=tuple(one for one in job.published if not is_dead(job, one))[-16:],
+        checkpoints=tuple(one for one in job.checkpoints.published if not is_dead(job, one))[-16:],
     )
     if value != told.live_jobs.get(job.job):
         told.live_jobs[job.job] = value
@@ -604,8 +606,8 @@ def _of_job(
         if halts != told.halts.get(job.job, {}):
             told.halts[job.job] = halts
             yield live.put(next_id(), "halts", job.job, halts)
-    rows = job.expert_rows.mean
-    if rows and (before is None or before.expert_rows.mean is not rows):
+    rows = job.learned.expert_rows.mean
+    if rows and (before is None or before.learned.expert_rows.mean is not rows):
         yield live.put(next_id(), "experts", job.job, rows)
 
 
@@ -615,7 +617,7 @@ def _proposed(job: JobState) -> JobPlan | None:
 
 def _due(job: JobState, at: float) -> bool:
     """Returns True if its status may change by time alone: nothing came for a while."""
-    return at - job.progress.at > 1.0
+    return at - job.steps.progress.at > 1.0
 
 
 def measurements(job: JobState, plan: JobPlan, found: Mapping[str, Measurement]) -> live.MeasuredStep | None:
@@ -668,7 +670,7 @@ def _of_items(module: str, taken: Sequence[Measurement | None]) -> np.ndarray[An
 
 def _judged(job: JobState, members: tuple[str, ...]) -> np.ndarray[Any, np.dtype[np.float32]]:
     """Detection's result for each member's last step [members, 2]: slowdown and evidence."""
-    settings = job.rates
+    settings = job.detection.rates
     devices = settings.devices
     judged = np.full((len(members), 2), np.nan, dtype=np.float32)
     if isinstance(devices, Devices) and devices.names[: len(members)] == members:

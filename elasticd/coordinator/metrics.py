@@ -395,8 +395,8 @@ def _modules_of(job: JobState) -> Iterator[tuple[str, tuple[str, ...], float]]:
         yield "elasticd_job_module_compute_seconds", (each.module,), each.seconds
         if each.items:
             yield "elasticd_job_module_items", (each.module,), each.items_a_sample
-    if job.expert_rows.mean:
-        yield "elasticd_job_experts_uneven", (), job.expert_rows.uneven
+    if job.learned.expert_rows.mean:
+        yield "elasticd_job_experts_uneven", (), job.learned.expert_rows.uneven
 
 
 def _waits_of(
@@ -405,7 +405,11 @@ def _waits_of(
     """The waits of a job that is not over: hung workers, steps without an update, seconds in a phase."""
     hung = sum(worker.halted is not None and not worker.halted.waits for worker in job.workers.values())
     yield "elasticd_job_hung_workers", (), hung
-    yield "elasticd_job_steps_without_update", (), job.left_out.count if job.left_out is not None else 0
+    yield (
+        "elasticd_job_steps_without_update",
+        (),
+        job.steps.left_out.count if job.steps.left_out is not None else 0,
+    )
     yield "elasticd_job_waiting_seconds", (), phase_time.waited_seconds(job, reading.at)
     if clock is not None and clock.time is not None:
         yield "elasticd_job_stalled_seconds", (), max(0.0, reading.now - clock.time.last)
@@ -415,7 +419,7 @@ def _waits_of(
 
 def _times_of(job: JobState, clock: ClockReading, now: float) -> Iterator[tuple[str, tuple[str, ...], float]]:
     """The parts of the wall time of a job that is not over."""
-    asked = clock.stop_asked_at if job.stopping else None
+    asked = clock.stop_asked_at if job.ending.stopping else None
     yield "elasticd_job_stopping_seconds", (), max(0.0, now - asked) if asked is not None else 0.0
     if (since := _checkpointed(job, clock)) is not None:
         yield "elasticd_job_checkpoint_age_seconds", (), max(0.0, now - since)
@@ -475,10 +479,10 @@ def _end_of(job: JobState) -> Iterator[tuple[str, tuple[str, ...], float]]:
     """The phase of a job, whether it failed, and how far it came."""
     for phase in JobPhase:
         yield "elasticd_job_phase", (phase.value,), float(job.phase is phase)
-    wanted = job.orderly or stop_request.on_request(job.reason)
+    wanted = job.ending.orderly or stop_request.on_request(job.reason)
     failed = job.phase is JobPhase.STOPPED and not wanted
     yield "elasticd_job_failed", (), float(failed)
-    yield "elasticd_job_step", (), job.progress.step
+    yield "elasticd_job_step", (), job.steps.progress.step
 
 
 def _gauges_of(job: JobState) -> Iterator[tuple[str, tuple[str, ...], float]]:
@@ -489,7 +493,9 @@ def _gauges_of(job: JobState) -> Iterator[tuple[str, tuple[str, ...], float]]:
         "elasticd_job_plan_number": job.number,
         "elasticd_job_members": len(plan.members) if plan is not None else 0,
         "elasticd_job_standby": len(plan.idle) if plan is not None else 0,
-        "elasticd_job_last_switch_seconds": job.moved[-1].pause_seconds if job.moved else None,
+        "elasticd_job_last_switch_seconds": job.switching.moved[-1].pause_seconds
+        if job.switching.moved
+        else None,
         "elasticd_job_snapshot_step": job.snapshots.whole.step if job.snapshots.whole is not None else None,
     }
     yield from ((name, (), value) for name, value in values.items() if value is not None)

@@ -110,9 +110,9 @@ def slowness(state: CoordinatorState, devices: Collection[str] | None = None) ->
     Those of jobs that are over are not among them."""
     persistent_steps = state.settings.detect.persistent_steps
     return {
-        device: job.rates.slowness(device, persistent_steps)
+        device: job.detection.rates.slowness(device, persistent_steps)
         for job in state.measuring
-        for device in job.rates.troubled
+        for device in job.detection.rates.troubled
         if devices is None or device in devices
     }
 
@@ -167,12 +167,12 @@ def job_status(
         job=job.job,
         phase=job.phase.value,
         reason=stop_request.awaited(job) or job.reason or phase_time.missing(job) or awaits or _left_out(job),
-        orderly=job.orderly,
-        stopping=bool(job.stopping),
+        orderly=job.ending.orderly,
+        stopping=bool(job.ending.stopping),
         checkpoint=_checkpoint(job, at),
         plan=None if brief else job.plan,
         proposal=job.proposal.number if job.proposal is not None else None,
-        step=job.progress.step,
+        step=job.steps.progress.step,
         snapshot=job.snapshots.whole.step if job.snapshots.whole is not None else None,
         loss=speed.newest.loss if speed is not None else None,
         tokens_per_second=speed.tokens_per_second if speed is not None else None,
@@ -181,7 +181,7 @@ def job_status(
         predicted_seconds=job.predicted_seconds,
         prediction_guessed=job.prediction_guessed,
         exception=_exception(job),
-        batch=job.batch,
+        batch=job.steps.batch,
         members=() if brief else member_list(job),
         modules=tuple(_module(each, brief=brief) for each in module_times(job)),
         experts=_experts(job, brief=brief),
@@ -190,7 +190,7 @@ def job_status(
 
 def _experts(job: JobState, *, brief: bool) -> ExpertsStatus | None:
     """The load of experts, and which devices have them; the devices are left out where a job's members are."""
-    plan, known = job.plan, job.expert_rows
+    plan, known = job.plan, job.learned.expert_rows
     if not isinstance(plan, Plan) or not known.mean or known.plan != plan.number:
         return None
     plan = plan.loss_view
@@ -229,12 +229,14 @@ def _module(times: ModuleTimes, *, brief: bool) -> ModuleStatus:
 
 
 def _checkpoint(job: JobState, at: float) -> CheckpointStatus | None:
-    published, unmade = newest(job), job.unmade
+    published, unmade = newest(job), job.checkpoints.unmade
     if published is None and unmade is None:
         return None
     return CheckpointStatus(
-        step=published.step if published is not None else job.read_step,
-        age_seconds=max(0.0, at - job.checkpoint_at) if job.checkpoint_at is not None else None,
+        step=published.step if published is not None else job.checkpoints.read_step,
+        age_seconds=max(0.0, at - job.checkpoints.checkpoint_at)
+        if job.checkpoints.checkpoint_at is not None
+        else None,
         failed_step=unmade.step if unmade is not None else None,
         failure=unmade.reason if unmade is not None else "",
     )
@@ -242,7 +244,7 @@ def _checkpoint(job: JobState, at: float) -> CheckpointStatus | None:
 
 def _left_out(job: JobState) -> str:
     """Says that the newest steps change no weight."""
-    return job.left_out.words if job.left_out is not None and job.phase in LIVE else ""
+    return job.steps.left_out.words if job.steps.left_out is not None and job.phase in LIVE else ""
 
 
 def member_list(job: JobState) -> tuple[MemberStatus, ...]:
@@ -259,9 +261,11 @@ def member_list(job: JobState) -> tuple[MemberStatus, ...]:
 
 
 def _exception(job: JobState) -> ExceptionStatus | None:
-    if not job.thrown or job.thrown[-1].step + 1 < job.progress.step:  # the loop's body has a step that is made
+    if (
+        not job.ending.thrown or job.ending.thrown[-1].step + 1 < job.steps.progress.step
+    ):  # the loop's body has a step that is made
         return None
-    last = job.thrown[-1]
+    last = job.ending.thrown[-1]
     return ExceptionStatus(
         device=last.device, step=last.step, kind=last.kind, message=last.text, traceback=last.traceback
     )

@@ -90,7 +90,7 @@ def replay(
     return Replayed(
         decisions=tuple(again.decisions),
         recorded=tuple(recorded),
-        step=max((job.rates.step for job in again.state.jobs.values()), default=-1),
+        step=max((job.detection.rates.step for job in again.state.jobs.values()), default=-1),
         events=again.events,
         ended=again.ended,
     )
@@ -131,8 +131,8 @@ class _Again:
         self._last = at
         self._due.clear()
         for job in state.jobs.values():
-            if job.asked is not None:
-                self._ask(job.job, job.asked.token, job.asked.problem, at)
+            if job.planning.asked is not None:
+                self._ask(job.job, job.planning.asked.token, job.planning.asked.problem, at)
 
     def hear(self, event: Event, at: float) -> None:
         self.events += 1

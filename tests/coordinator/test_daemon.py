@@ -132,7 +132,7 @@ def test_job_lives_from_its_join_to_its_end() -> None:
             )
             this = alpha if first.node == "alpha" else beta
             await this.tell(first.up(Report(measurement=measured, loss=2.5, tokens=512)))
-            await until(lambda: coordinator.leading.state.jobs[JOB].progress.step == 5)
+            await until(lambda: coordinator.leading.state.jobs[JOB].steps.progress.step == 5)
             _, found = await get(coordinator, "/v1/status")
             (job,) = found["jobs"]
             assert (job["phase"], job["plan"]["number"], job["proposal"]) == ("running", 1, None)
@@ -285,7 +285,7 @@ def test_new_coordinator_goes_on_with_the_jobs_of_the_last() -> None:
             await until(lambda: worker.device in second.leading.state.jobs[JOB].workers)
             body = Join(job=JOB, min_nodes=2, max_nodes=2, pid=99)
             await alpha.tell(FromClient(client="t1", job=JOB, device="", incarnation="", body=body))
-            await until(lambda: "alpha" in second.leading.state.jobs[JOB].joiners)
+            await until(lambda: "alpha" in second.leading.state.jobs[JOB].start.joiners)
             assert not alpha.bodies("t1"), "a torchrun that had joined before is told nothing"
 
     asyncio.run(body())
@@ -613,7 +613,7 @@ def test_a_node_whose_words_have_too_much_written_is_heard_more_slowly_and_no_ot
                 return name
 
             def published() -> list[str]:
-                return [one.name for one in coordinator.leading.state.jobs[JOB].published]
+                return [one.name for one in coordinator.leading.state.jobs[JOB].checkpoints.published]
 
             said = 0
             while not coordinator.leading.shares.wait(

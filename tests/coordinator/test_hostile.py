@@ -99,11 +99,11 @@ class Calm:
                 worker.up(Report(measurement=measured, loss=loss, tokens=tokens))
             )
         self.steps += 1
-        await until(lambda: self._coordinator.leading.state.jobs[JOB].progress.step == self.steps)
+        await until(lambda: self._coordinator.leading.state.jobs[JOB].steps.progress.step == self.steps)
 
     def check(self) -> None:
         job = self._coordinator.leading.state.jobs[JOB]
-        assert (job.phase, job.number, job.fence, job.proposal) == (JobPhase.RUNNING, 1, None, None)
+        assert (job.phase, job.number, job.losses.fence, job.proposal) == (JobPhase.RUNNING, 1, None, None)
         told = {event.kind for event in self._coordinator.leading.journal.events() if event.job == JOB}
         assert not told & {"fenced", "aborted", "worker_lost", "stopped", "finished", "defect"}
         assert all(not this.closed for this in self._agents.values())

@@ -83,7 +83,7 @@ def decided(coordinator: Coordinator) -> Any:
     state = coordinator.leading.state
     job = state.jobs[JOB]
     nodes = [(name, node.paces, node.drain_asked) for name, node in sorted(state.nodes.items())]
-    return job.phase, job.stopping, nodes, coordinator.leading.changes, state.settings
+    return job.phase, job.ending.stopping, nodes, coordinator.leading.changes, state.settings
 
 
 def test_every_route_that_changes_something_is_asked_here() -> None:
@@ -120,7 +120,7 @@ def test_while_etcd_is_away_nothing_is_changed_and_the_answer_says_so(monkeypatc
                 assert MemoryStore(server).get(key) is None, "no later leader does what was refused"
             monkeypatch.setattr(commands, "WRITE_SECONDS", 60.0)
             assert (await post(coordinator, *ASKS["stop"]))[0] == 200
-            assert coordinator.leading.state.jobs[JOB].stopping == "stopped by alice"
+            assert coordinator.leading.state.jobs[JOB].ending.stopping == "stopped by alice"
 
     asyncio.run(body())
 
@@ -196,8 +196,8 @@ def test_the_next_leader_goes_on_with_a_stop() -> None:
             assert (record.by, record.seconds, record.at > 1e9) == ("alice", 60.0, True)
         async with coordinating(server) as second, agent(second, node_record("alpha")) as alpha:
             job = second.leading.state.jobs[JOB]
-            assert job.stopping == "stopped by alice"
-            assert 0 < job.stop_at - second.leading.now() <= 60.0
+            assert job.ending.stopping == "stopped by alice"
+            assert 0 < job.ending.stop_at - second.leading.now() <= 60.0
             (shown,) = (await get(second, "/v1/status"))[1]["jobs"]
             assert shown["stopping"] is True
             await until(lambda: "alpha" in second.leading.state.nodes)

@@ -26,7 +26,9 @@ def test_a_whole_set_is_told_to_all_that_keep_it_and_shown() -> None:
             join = Join(job=JOB, min_nodes=2, max_nodes=2, pid=7)
             for node in (alpha, beta):
                 await node.tell(FromClient(client="t", job=JOB, device="", incarnation="", body=join))
-            await until(lambda: JOB in (jobs := coordinator.leading.state.jobs) and len(jobs[JOB].joined) == 2)
+            await until(
+                lambda: JOB in (jobs := coordinator.leading.state.jobs) and len(jobs[JOB].start.joined) == 2
+            )
             snapshots = tuple(held(device) for device in DEVICES)
             await alpha.tell(SnapshotInventory(job=JOB, snapshots=snapshots, plans=(plan(DEVICES),)))
             await until(lambda: "alpha" in coordinator.leading.state.jobs[JOB].snapshots.kept)
@@ -53,7 +55,9 @@ def test_node_without_a_part_in_a_job_has_no_say_in_its_snapshots() -> None:
         ):
             join = Join(job=JOB, min_nodes=1, max_nodes=1, pid=7)
             await alpha.tell(FromClient(client="t", job=JOB, device="", incarnation="", body=join))
-            await until(lambda: JOB in (jobs := coordinator.leading.state.jobs) and bool(jobs[JOB].joined))
+            await until(
+                lambda: JOB in (jobs := coordinator.leading.state.jobs) and bool(jobs[JOB].start.joined)
+            )
             await mallory.tell(FromClient(client="t", job=JOB, device="", incarnation="", body=join))
             claimed = tuple(held(device) for device in ["alpha/0"])
             await mallory.tell(SnapshotInventory(job=JOB, snapshots=claimed, plans=(plan(["alpha/0"]),)))

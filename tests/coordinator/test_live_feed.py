@@ -26,8 +26,8 @@ from elasticd.coordinator.daemon import Coordinator
 from elasticd.dashboard.known import ClusterNow
 from elasticd.machines.coordinator.restart_jobs import RestartJob
 from elasticd.machines.job.state.events import CoordinatorNote
-from elasticd.machines.job.state.expert_rows import ExpertRows
 from elasticd.machines.job.state.job_state import JobState
+from elasticd.machines.job.state.parts.expert_rows import ExpertRows
 from elasticd.records import Proposal
 from elasticd.wire.node_health import Health
 from tests.cli.support import call
@@ -429,7 +429,7 @@ def test_the_load_of_experts_is_told_whenever_it_is_another() -> None:
 
     def heard(rows: dict[int, tuple[float, ...]]) -> list[Any]:
         known = known_of(world)
-        job = msgspec.structs.replace(world.job, expert_rows=ExpertRows(forecast=ExpertForecast().after(rows)))
+        job = world.job.changed("learned", expert_rows=ExpertRows(forecast=ExpertForecast().after(rows)))
         state = msgspec.structs.replace(known.state, jobs={**known.state.jobs, job.job: job})
         changes = live_feed._changes(msgspec.structs.replace(known, state=state), told, lambda: "")
         return values(changes, "experts")

@@ -259,10 +259,10 @@ def test_the_age_of_the_newest_checkpoint_and_of_a_wish_to_stop_are_metrics_of_a
     clock.event("checkpoint", {"step": 1}, 140.0)
     clock.event("checkpoint", {"step": 2}, 145.0)
     clock.event("stopping", {"by": "alice"}, 147.0)
-    found = scraped(replace(able, stopping="stopped by alice"), 150.0)
+    found = scraped(able.changed("ending", stopping="stopped by alice"), 150.0)
     assert found["elasticd_job_checkpoint_age_seconds", labels] == 5.0
     assert found["elasticd_job_stopping_seconds", labels] == 3.0
-    found = scraped(replace(able, stopping="stopped by alice", phase=JobPhase.STOPPED), 150.0)
+    found = scraped(replace(able, phase=JobPhase.STOPPED).changed("ending", stopping="stopped by alice"), 150.0)
     assert ("elasticd_job_stopping_seconds", labels) not in found
     assert ("elasticd_job_checkpoint_age_seconds", labels) not in found, "an old job alarms nobody"
 
@@ -288,7 +288,7 @@ def exposed(phase: JobPhase, now: float, *, orderly: bool) -> str:
             device="a/0", plan=1, step=step, tokens=40, block_seconds=0.1, block_work=1.0, step_seconds=0.1
         )
         journal.report("j", Report(measurement=measurement, loss=2.0, tokens=40), 100.0 + step)
-    job = msgspec.structs.replace(fresh("j", phase, 0.0), orderly=orderly)
+    job = fresh("j", phase, 0.0).changed("ending", orderly=orderly)
     state = CoordinatorState(epoch=1, jobs={"j": job})
     seen = LeaderReading(state=state, clocks=journal.readings, now=now, listeners=1)
     return LeaderMetrics("test").text(seen).decode()

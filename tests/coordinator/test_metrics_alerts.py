@@ -26,7 +26,8 @@ from elasticd.machines.coordinator import machine
 from elasticd.machines.coordinator.machine import CoordinatorState
 from elasticd.machines.coordinator.node_links import Links, Measured
 from elasticd.machines.job.state.events import AgentDown, AgentUp, CoordinatorNote, CoordinatorTick
-from elasticd.machines.job.state.job_state import JobPhase, JobState, LeftOut, Worker, fresh
+from elasticd.machines.job.state.job_state import JobPhase, JobState, Part, Worker, fresh
+from elasticd.machines.job.state.parts.job_steps import LeftOut
 from elasticd.wire.main_thread import Halted
 from elasticd.wire.node_health import DeviceHealth, Health
 from elasticd.wire.worker import Report
@@ -106,6 +107,11 @@ class Script:
         job = msgspec.structs.replace(self.state.jobs["j"], **changes)
         self.state = msgspec.structs.replace(self.state, jobs={**self.state.jobs, "j": job})
 
+    def change(self, part: Part, **changes: Any) -> None:
+        """Changes fields of a part of job "j"."""
+        job = self.state.jobs["j"].changed(part, **changes)
+        self.state = msgspec.structs.replace(self.state, jobs={**self.state.jobs, "j": job})
+
     def happens(self, event: Any) -> None:
         self.state, _ = machine.step(self.state, event, self.at)
 
@@ -174,12 +180,15 @@ def running() -> Script:
 
 def waits(phase: JobPhase) -> Script:
     """A job that does not begin, as somebody does not come."""
-    changes = {"joiners": {"alpha": None}} if phase is JobPhase.GATHERING else {"spec": spec()}
-    return Script(msgspec.structs.replace(fresh("j", phase, CLOCK), **changes))
+    job = fresh("j", phase, CLOCK)
+    if phase is JobPhase.GATHERING:
+        return Script(job.changed("start", joiners={"alpha": None}))
+    return Script(msgspec.structs.replace(job, spec=spec()))
 
 
-def ends(script: Script, **changes: Any) -> None:
-    script.set(phase=JobPhase.STOPPED, since=script.at, **changes)
+def ends(script: Script, *, reason: str = "", orderly: bool = False) -> None:
+    script.set(phase=JobPhase.STOPPED, since=script.at, reason=reason)
+    script.change("ending", orderly=orderly)
 
 
 def hung(script: Script) -> None:
@@ -192,7 +201,7 @@ def worker(**changes: Any) -> Worker:
 
 
 def slow(script: Script) -> None:
-    script.set(rates=RateState(devices={"alpha/0": DeviceRate(rate=3.0)}))
+    script.change("detection", rates=RateState(devices={"alpha/0": DeviceRate(rate=3.0)}))
 
 
 def slow_link(script: Script) -> None:
@@ -261,7 +270,7 @@ def node_away(minutes: int) -> Script:
 
 def stopping(script: Script) -> None:
     script.tell("stopping", by="alice")
-    script.set(stopping="stopped by alice")
+    script.change("ending", stopping="stopped by alice")
 
 
 def store_away(script: Script) -> None:
@@ -294,7 +303,7 @@ WRONG: dict[str, tuple[Callable[[], Script], str]] = {
     "no dashboard listens": (lambda: after(no_dashboard), "NoDashboard"),
     "a worker hangs": (lambda: after(hung), "WorkerHangs"),
     "steps change no weight": (
-        lambda: after(lambda script: script.set(left_out=LeftOut(first=1, count=9, why="nan"))),
+        lambda: after(lambda script: script.change("steps", left_out=LeftOut(first=1, count=9, why="nan"))),
         "NoProgress",
     ),
     "half of the time is lost": (lambda: running().minutes(60, lambda script: script.trained(30.0)), "LowETTR"),

@@ -20,7 +20,9 @@ FLAPPING = tuple(Episode(start=start, stop=start + 12, rate=2.0) for start in (2
 
 
 def devices(rates: RateState, persistent_steps: int = 200) -> dict[str, DeviceStatus]:
-    job = msgspec.structs.replace(fresh("j", JobPhase.RUNNING, 0.0), rates=rates, plan=PLAN)
+    job = msgspec.structs.replace(fresh("j", JobPhase.RUNNING, 0.0), plan=PLAN).changed(
+        "detection", rates=rates
+    )
     nodes = {
         name: NodeState(record=node_record(name), connected=True, since=0.0) for name in ("a", "b", "unused")
     }
@@ -100,10 +102,10 @@ def test_a_job_that_waits_for_a_worker_outside_of_a_step_says_so() -> None:
 def test_a_device_is_as_slow_as_the_job_measures_that_runs() -> None:
     """A job that is over measures nothing any more, whatever it measured at its end."""
     slow = RateState(devices={"a/0": DeviceRate(rate=4.6)})
-    over = msgspec.structs.replace(fresh("before", JobPhase.DONE, 0.0), rates=slow)
+    over = fresh("before", JobPhase.DONE, 0.0).changed("detection", rates=slow)
     runs = fresh("now", JobPhase.RUNNING, 0.0)
     state = CoordinatorState(epoch=1, jobs={"before": over, "now": runs})
     assert state.slowdowns == {}
-    runs = msgspec.structs.replace(runs, rates=slow)
+    runs = runs.changed("detection", rates=slow)
     state = CoordinatorState(epoch=1, jobs={"before": over, "now": runs})
     assert state.slowdowns == {"a/0": 4.6}

@@ -102,8 +102,10 @@ def test_a_jobs_page_has_the_seconds_of_each_module() -> None:
 def test_status_and_metrics_have_the_busiest_device_of_each_module() -> None:
     problem = problem_of(ALONE, profiles(), cluster(1, 2))
     steps = (Step.of(measured(ALONE, 3)),)
-    job = JobState(
-        job="j", phase=JobPhase.RUNNING, since=0.0, plan=ALONE, last_steps=steps, modules=problem.modules
+    job = (
+        JobState(job="j", phase=JobPhase.RUNNING, since=0.0, plan=ALONE)
+        .changed("steps", last_steps=steps)
+        .changed("learned", modules=problem.modules)
     )
     vision, language = module_times(job)
     assert (vision.module, vision.devices, vision.busiest) == ("vision", 1, ENCODER)
@@ -122,13 +124,10 @@ def test_status_has_the_devices_of_each_module_with_their_shares_of_the_items() 
             reports[device].modules["vision"], items=items, tokens=items * 32, slowdown=slowdown
         )
         reports[device] = msgspec.structs.replace(reports[device], modules={"vision": vision})
-    job = JobState(
-        job="j",
-        phase=JobPhase.RUNNING,
-        since=0.0,
-        plan=BOTH,
-        last_steps=(Step.of(reports.values()),),
-        modules=problem_of(BOTH, profiles(), cluster(1, 2)).modules,
+    job = (
+        JobState(job="j", phase=JobPhase.RUNNING, since=0.0, plan=BOTH)
+        .changed("steps", last_steps=(Step.of(reports.values()),))
+        .changed("learned", modules=problem_of(BOTH, profiles(), cluster(1, 2)).modules)
     )
     vision, language = module_times(job)
     assert [(each.device, each.items, each.share, each.planned_share) for each in vision.by_device] == [

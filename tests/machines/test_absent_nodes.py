@@ -86,7 +86,7 @@ def needing(what: str) -> JobState:
     if what == "a snapshot":
         sets = SnapshotSets().replaced("alpha", [held("alpha/0")], ())
         return msgspec.structs.replace(job, snapshots=sets)
-    return msgspec.structs.replace(job, unmet={"alpha/0": "i"})
+    return job.changed("takeover", unmet={"alpha/0": "i"})
 
 
 @pytest.mark.parametrize("what", ["a plan", "a snapshot", "an unmet worker"])

@@ -113,7 +113,7 @@ def test_new_leader_goes_on_with_an_adopted_job() -> None:
     world.new_leader()
     world.settle()
     world.tick(5.0)
-    assert (world.phase, world.job.number, world.job.unadopted) == (JobPhase.RUNNING, 1, None)
+    assert (world.phase, world.job.number, world.job.takeover.unadopted) == (JobPhase.RUNNING, 1, None)
 
 
 def test_job_that_is_adopted_without_one_of_its_workers_recovers() -> None:
@@ -137,7 +137,7 @@ def test_workers_that_end_while_their_job_is_left_alone_end_it() -> None:
         world.leave_cleanly(device, "the script ended")
         world.settle()
     assert world.phase is JobPhase.STOPPED
-    assert world.job.orderly
+    assert world.job.ending.orderly
     assert "its workers ended, and etcd did not have their plan: the script ended" in world.job.reason
 
 
@@ -158,7 +158,7 @@ def test_job_that_etcd_knows_is_not_taken_for_one_that_it_lacks() -> None:
     world.say(AdoptAsked(job=JOB, by="alice"))
     world.settle()
     world.tick(5.0)
-    assert (world.phase, world.job.number, world.job.unadopted) == (JobPhase.RUNNING, 1, None)
+    assert (world.phase, world.job.number, world.job.takeover.unadopted) == (JobPhase.RUNNING, 1, None)
 
 
 def test_of_two_plans_that_workers_run_the_later_one_is_adopted() -> None:

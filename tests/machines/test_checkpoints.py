@@ -122,7 +122,7 @@ def test_a_name_that_no_checkpoint_has_is_not_published(name: str) -> None:
     world.up("alpha/0", Saved(name=name, step=10, plan=9))
     world.settle()
     assert record(world) is None
-    assert not world.job.unpublished
+    assert not world.job.checkpoints.unpublished
 
 
 def test_checkpoints_that_a_worker_sees_are_bounded_and_the_newest_count() -> None:
@@ -158,7 +158,7 @@ def test_a_checkpoint_of_a_plan_that_is_not_recorded_yet_is_published_once_it_is
     found = record(world)
     assert found is not None
     assert [one.name for one in found.published] == [early.name]
-    assert [one.name for one in world.job.unpublished] == [far.name]
+    assert [one.name for one in world.job.checkpoints.unpublished] == [far.name]
 
 
 def test_checkpoints_of_plans_to_come_are_bounded() -> None:
@@ -166,7 +166,7 @@ def test_checkpoints_of_plans_to_come_are_bounded() -> None:
     world.start()
     for step in range(100):
         save(world, step, plan=1 << 40)
-    assert len(world.job.unpublished) == MOST_WAITING
+    assert len(world.job.checkpoints.unpublished) == MOST_WAITING
 
 
 @pytest.mark.parametrize("who", ["another incarnation", "a plan to come", "a job that is over"])

@@ -41,7 +41,7 @@ def test_progress_counts_the_updates_that_were_applied() -> None:
     first = msgspec.structs.replace(report.measurement, step=0)
     world.up(plan.members[0], Report(measurement=first, loss=2.0, tokens=64))
     world.settle()
-    assert world.job.progress.step == 1
+    assert world.job.steps.progress.step == 1
 
 
 # -- members that leave early ----------------------------------------------------------------------------------
@@ -70,7 +70,7 @@ def test_members_that_all_leave_end_the_job_at_once_with_their_reason() -> None:
     world.settle()
     assert world.phase is JobPhase.STOPPED
     assert world.job.reason.startswith(f"its workers left before the last step: {WHY}")
-    assert world.job.orderly, "a script that leaves its loop has not failed"
+    assert world.job.ending.orderly, "a script that leaves its loop has not failed"
 
 
 def test_member_that_leaves_while_a_plan_is_proposed_ends_the_job_too() -> None:
@@ -168,7 +168,7 @@ def test_the_first_plan_waits_for_workers_whose_agent_was_started_again(phase: J
         assert world.phase is phase
     restarted(world, "beta")
     assert world.phase is JobPhase.ASSEMBLING
-    assert world.job.asked is None, "the plan that was asked for has no worker of beta"
+    assert world.job.planning.asked is None, "the plan that was asked for has no worker of beta"
     assert "the first plan is made once its workers have come back to it" in world.notes[-1].text
     if phase is JobPhase.ASSEMBLING:  # its torchrun starts another
         world.workers["alpha/1"] = FakeWorker(device="alpha/1", incarnation="another")
@@ -225,7 +225,7 @@ def test_job_whose_worker_is_turned_away_does_not_wait_for_it() -> None:
     other = msgspec.structs.replace(world.records["alpha"], node="gamma", agent="agent-gamma")
     world.say(AgentUp(record=other))
     world.settle()
-    both = msgspec.structs.replace(fresh("late", JobPhase.ASSEMBLING, 0.0), joined=("alpha", "gamma"))
+    both = fresh("late", JobPhase.ASSEMBLING, 0.0).changed("start", joined=("alpha", "gamma"))
     world.state = msgspec.structs.replace(world.state, jobs={**world.state.jobs, "late": both})
     for node, device in (("gamma", "gamma/0"), ("alpha", "alpha/0")):
         up = FromClient(client=f"x{device}", job="late", device=device, incarnation="y", body=late)
@@ -244,8 +244,8 @@ def test_rate_of_a_standby_worker_goes_with_it() -> None:
     plan = world.plan()
     assert plan is not None
     assert "beta/1" not in plan.members, "so slow that it stands by"
-    assert world.job.rates.rates["beta/1"] > 3
+    assert world.job.detection.rates.rates["beta/1"] > 3
     world.kill("beta/1")
     world.settle()
     assert world.phase is JobPhase.RUNNING
-    assert "beta/1" not in world.job.rates.rates
+    assert "beta/1" not in world.job.detection.rates.rates

@@ -9,7 +9,8 @@ import pytest
 from elasticd_planner.spec.measurement import Measurement
 
 from elasticd.machines.job.state.events import Received
-from elasticd.machines.job.state.job_state import JobPhase, JobSettings, Joiner, Worker, fresh
+from elasticd.machines.job.state.job_state import JobPhase, JobSettings, Worker, fresh
+from elasticd.machines.job.state.parts.job_start import Joiner
 from elasticd.wire.coordinator import FromClient, Unreached, Unread
 from elasticd.wire.rendezvous import Joined, Leave
 from elasticd.wire.worker import Hello, Report
@@ -31,7 +32,7 @@ def test_gathering_waits_a_second_for_more_than_the_least() -> None:
     assert world.phase is JobPhase.GATHERING
     world.tick(0.2)
     assert world.phase is JobPhase.ASSEMBLING
-    assert world.job.joined == ("alpha", "beta")
+    assert world.job.start.joined == ("alpha", "beta")
 
 
 def test_gathering_forgets_who_left() -> None:
@@ -44,7 +45,7 @@ def test_gathering_forgets_who_left() -> None:
     assert world.phase is JobPhase.GATHERING
     world.disconnect("beta")
     world.settle()
-    assert not world.job.joiners
+    assert not world.job.start.joiners
 
 
 def test_what_a_job_waits_for_before_it_begins_is_shown_and_told_once() -> None:
@@ -174,7 +175,7 @@ def test_device_that_another_job_has_stops_no_job_that_its_node_takes_no_part_in
     assert "in use by job other" in reason
     assert world.phase is JobPhase.ASSEMBLING
     joiner = Joiner(node="beta", client="t", pid=1, min_nodes=1, max_nodes=2, answered=True)
-    job = msgspec.structs.replace(world.job, joined=("alpha", "beta"), joiners={"beta": joiner})
+    job = world.job.changed("start", joined=("alpha", "beta"), joiners={"beta": joiner})
     world.state = msgspec.structs.replace(world.state, jobs={**world.state.jobs, JOB: job})
     from_beta(world, strange(world))
     assert world.phase is JobPhase.STOPPED, "its others would wait for it for ever"
@@ -197,7 +198,7 @@ def test_torchrun_leaves_for_its_own_node_alone() -> None:
     world.say(Received(node="beta", message=leave))
     world.settle()
     assert world.phase is JobPhase.ASSEMBLING
-    assert world.job.joined == ("alpha",)
+    assert world.job.start.joined == ("alpha",)
 
 
 def test_nodes_beyond_the_most_are_refused() -> None:
@@ -206,7 +207,7 @@ def test_nodes_beyond_the_most_are_refused() -> None:
         world.join(name, 2, 2)
     for _ in range(6):
         world._event(world.inbox.popleft())
-    assert world.job.joined == ("alpha", "beta")
+    assert world.job.start.joined == ("alpha", "beta")
     (reason,) = refused(world, "tgamma")
     assert "already has all the nodes that --nnodes lets it have (alpha, beta)" in reason
 
@@ -234,8 +235,8 @@ def test_measurements_without_any_work_do_not_end_the_leader() -> None:
             world.up(device, Report(measurement=empty))
     world.settle()
     assert world.phase is JobPhase.RUNNING
-    assert world.job.profile is not None
-    assert not world.job.profile.fitted
+    assert world.job.learned.profile is not None
+    assert not world.job.learned.profile.fitted
 
 
 def test_settings_that_make_no_sense_are_refused() -> None:
@@ -290,11 +291,11 @@ def test_torchrun_that_comes_while_the_first_plan_is_made_is_none_of_those_that_
     world = planning(("alpha", "beta", "gamma"), most=3)
     world.join("gamma", 2, 3)
     world.settle()
-    assert world.job.joined == ("alpha", "beta")
+    assert world.job.start.joined == ("alpha", "beta")
     if leaves:
         world.leave("gamma")
         world.settle()
-        assert {*world.job.joiners} == {"alpha", "beta"}
+        assert {*world.job.start.joiners} == {"alpha", "beta"}
     for device in ("beta/0", "beta/1"):
         world.kill(device)
     world.settle()

@@ -151,30 +151,30 @@ def test_device_that_keeps_changing_is_left_alone_and_the_event_says_why() -> No
 def test_condition_that_lasts_after_all_is_answered_without_asking_the_planner_again() -> None:
     world = restless(8)
     before = world.kinds().count("planning")
-    deferred = world.job.deferred
+    deferred = world.job.planning.deferred
     assert deferred is not None
-    world.train(deferred.step - world.job.rates.step - 1)
+    world.train(deferred.step - world.job.detection.rates.step - 1)
     assert number(world) == 2 + FREE
     world.planner_waits = True
     world.train(4)
     assert number(world) == 3 + FREE
-    assert world.job.deferred is None
+    assert world.job.planning.deferred is None
     assert world.kinds().count("planning") == before
 
 
 def test_kept_answer_is_dropped_when_another_device_changes() -> None:
     world = restless(8)
-    assert world.job.deferred is not None
+    assert world.job.planning.deferred is not None
     world.rates = {"alpha/0": 3.0}
     world.train(8)
     assert number(world) == 3 + FREE, "that device is not restless"
-    assert world.job.deferred is None
+    assert world.job.planning.deferred is None
 
 
 def test_price_of_a_switch_is_the_measured_one() -> None:
     world = slowed()
     members = world.recorded[3].members
-    cost = [(moved.number, moved.bytes_lacking, moved.pause_seconds) for moved in world.job.moved]
+    cost = [(moved.number, moved.bytes_lacking, moved.pause_seconds) for moved in world.job.switching.moved]
     assert cost[-1][0] == 3, "not the first plan, for which nothing moves"
     assert cost[-1][1] >= 10 * len(members)
     assert cost[-1][2] == 0.1
@@ -186,7 +186,7 @@ def test_price_of_a_switch_is_the_measured_one() -> None:
 
 def test_price_that_was_measured_keeps_a_plan_that_the_guess_would_change() -> None:
     world = fitted()
-    job = msgspec.structs.replace(world.job, moved=(Moved(number=2, bytes_lacking=1000, pause_seconds=1e4),))
+    job = world.job.changed("switching", moved=(Moved(number=2, bytes_lacking=1000, pause_seconds=1e4),))
     world.state = msgspec.structs.replace(world.state, jobs={**world.state.jobs, JOB: job})
     world.rates = {"beta/1": 3.0}
     world.train(8)
@@ -322,7 +322,7 @@ def test_workers_that_all_leave_early_end_the_job_with_a_reason() -> None:
         world.say(Received(node=worker.node, message=world.lost(worker, clean=True)))
     world.settle()
     assert world.phase is JobPhase.STOPPED
-    assert world.job.orderly
+    assert world.job.ending.orderly
     assert world.job.reason.startswith("its workers left before the last step: exit status 0")
 
 
@@ -355,7 +355,7 @@ def test_answer_for_rates_that_moved_since_is_dropped_and_asked_again() -> None:
     world = fitted()
     world.rates = {"beta/1": 3.0}
     world.planner_waits = True
-    while world.job.asked is None:
+    while world.job.planning.asked is None:
         world.train(1)
     first = world.planning
     world.rates = {"beta/1": 6.0}

@@ -29,14 +29,14 @@ def started(profile: ModelProfile | None, monkeypatch: object) -> World:
 
 def test_the_first_plan_is_made_from_the_profile_that_the_job_brings(monkeypatch: object) -> None:
     made = started(GIVEN, monkeypatch)
-    assert made.job.profile == GIVEN
+    assert made.job.learned.profile == GIVEN
     plan = made.plan()
     assert plan is not None
     assert plan.prediction is not None
     tokens, layers = 64 * 8, GIVEN.layers
     least = tokens * layers * BLOCK.seconds / 4  # four devices, nothing but blocks
     assert plan.prediction.step_seconds > least
-    guessed = started(None, monkeypatch).job.profile
+    guessed = started(None, monkeypatch).job.learned.profile
     assert guessed is not None
     assert guessed.block.seconds == derive(model(), 64.0, 1, flops=made.settings.flops).block.seconds
 
@@ -52,7 +52,7 @@ def test_a_first_profile_counts_what_waits_for_memory_where_its_bandwidth_is_kno
 def test_steps_that_were_measured_are_believed_more(monkeypatch: object) -> None:
     made = started(GIVEN, monkeypatch)
     made.train(16)
-    profile = made.job.profile
+    profile = made.job.learned.profile
     assert profile is not None
     assert profile.fitted
     plan = made.plan()
@@ -68,7 +68,7 @@ def measured_enough() -> World:
     """A world at the end of the last step that the fit needs."""
     made = World()
     made.start()
-    while len(made.job.sampled) < made.settings.fit_steps:
+    while len(made.job.learned.sampled) < made.settings.fit_steps:
         made.train()
         assert made.steps < 20
     assert "fitted" not in made.kinds()
@@ -86,13 +86,13 @@ def test_the_first_report_of_a_step_has_the_profile_fitted_and_the_last_one_has_
         made.up(device, made.report(plan, device))
     made.turn()
     assert made.kinds()[-1] == "fitted"
-    assert made.job.profile is not None
-    assert made.job.profile.fitted
+    assert made.job.learned.profile is not None
+    assert made.job.learned.profile.fitted
     assert made.planning is None
     while made.inbox:
         made.turn()
     assert made.planning is not None
-    assert made.planning.problem.profile == made.job.profile
+    assert made.planning.problem.profile == made.job.learned.profile
 
 
 def test_a_step_is_predicted_anew_by_the_fitted_profile() -> None:
@@ -102,7 +102,7 @@ def test_a_step_is_predicted_anew_by_the_fitted_profile() -> None:
     assert plan is not None
     assert plan.prediction is not None
     assert made.job.predicted_seconds == plan.prediction.step_seconds
-    sampled = made.job.sampled
+    sampled = made.job.learned.sampled
     made.planner_waits = True  # no other plan takes its place
     made.train(2)
     (fitted,) = [note for note in made.notes if note.kind == "fitted"]
@@ -116,8 +116,8 @@ def test_a_step_is_predicted_anew_by_the_fitted_profile() -> None:
 
 def test_steps_of_a_plan_that_was_replaced_meanwhile_teach_nothing() -> None:
     made = measured_enough()
-    other = tuple(msgspec.structs.replace(step, plan=0) for step in made.job.sampled)
-    jobs = {JOB: msgspec.structs.replace(made.job, sampled=other)}
+    other = tuple(msgspec.structs.replace(step, plan=0) for step in made.job.learned.sampled)
+    jobs = {JOB: made.job.changed("learned", sampled=other)}
     made.state = msgspec.structs.replace(made.state, jobs=jobs)
     made.train(2)
     assert not {"fitted", "refused"} & {*made.kinds()}
@@ -146,7 +146,7 @@ def test_the_bytes_that_one_of_four_workers_measured_are_those_of_the_job(
     assert made.job.spec is not None
     assert made.job.spec.measured_bytes == measured
     assert made.plan() is not None
-    profile = made.job.profile
+    profile = made.job.learned.profile
     assert profile is not None
     assert profile.activation_bytes(profile.block, profile.share_units) == pytest.approx(1000 * profile.tokens)
     made.new_leader()

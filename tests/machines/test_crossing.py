@@ -116,4 +116,4 @@ def test_a_slow_link_is_no_devices_slowness() -> None:
     assert "alpha - beta is slow" in note.text
     assert "probed" in note.text
     assert "slow" not in world.kinds()
-    assert world.job.rates.rates == {}
+    assert world.job.detection.rates.rates == {}

@@ -12,7 +12,7 @@ from elasticd_planner.spec.step_measurements import Step
 
 from elasticd.machines.job import replan
 from elasticd.machines.job.measurements import data_lengths
-from elasticd.machines.job.state.job_state import JobPhase, JobSettings, JobState
+from elasticd.machines.job.state.job_state import JobPhase, JobSettings, JobState, Part
 from elasticd.machines.job.state.transaction import Transaction
 from elasticd.records import ModuleSpec, ProfileRecord
 from tests.machines.cast import spec
@@ -34,11 +34,11 @@ def shifted() -> World:
     world = running()
     world.train(40)
     assert "shifted" not in world.kinds(), "as long as the spec says"
-    before = world.job.profile
+    before = world.job.learned.profile
     assert before is not None
     world.length = 256
     world.train(10)
-    after = world.job.profile
+    after = world.job.learned.profile
     assert after is not None
     assert round(after.tokens / before.tokens, 6) == 4
     return world
@@ -63,14 +63,14 @@ def test_a_plan_is_asked_for_and_made_where_that_pays() -> None:
 def test_back_again_is_a_shift_too_and_gives_the_profile_that_was() -> None:
     world = running()
     world.train(40)
-    before = world.job.profile
+    before = world.job.learned.profile
     assert before is not None
     world.length = 256
     world.train(60)
     world.length = 64
     world.train(60)
     assert world.kinds().count("shifted") == 2
-    profile = world.job.profile
+    profile = world.job.learned.profile
     assert profile is not None
     assert abs(profile.block.cut_activation / before.block.cut_activation - 1) < 1e-9
     assert abs(profile.tokens / before.tokens - 1) < 1e-9
@@ -84,15 +84,15 @@ def test_lengths_that_are_not_those_of_the_spec_are_told_once_they_are_known() -
     world.train(40)
     assert world.kinds().count("shifted") == 1
     assert "assumed, 64 tokens in the mean" in next(n.text for n in world.notes if n.kind == "shifted")
-    assert world.job.profile is not None
-    assert world.job.lengths is not None
-    assert round(world.job.lengths.mean) == 128
+    assert world.job.learned.profile is not None
+    assert world.job.data.lengths is not None
+    assert round(world.job.data.lengths.mean) == 128
 
 
 def test_what_a_token_takes_in_longer_sequences_is_measured_not_guessed_from_shapes() -> None:
     """The world's devices take 1 ms for a token whatever sequence it is in; by shapes it would be more."""
     world = shifted()
-    before, after = world.job.lengths, world.job.profile
+    before, after = world.job.data.lengths, world.job.learned.profile
     assert before is not None
     assert after is not None
     assert world.job.spec is not None
@@ -108,19 +108,13 @@ def test_lengths_that_are_others_than_assumed_teach_the_module_with_the_loss() -
         """A turn of a leader that notes."""
 
         job = JobState(
-            job="j",
-            phase=JobPhase.RUNNING,
-            since=0.0,
-            spec=spec(sample_tokens=16.0),
-            plan=BOTH,
-            profile=problem.profile,
-            modules=problem.modules,
-        )
+            job="j", phase=JobPhase.RUNNING, since=0.0, spec=spec(sample_tokens=16.0), plan=BOTH
+        ).changed("learned", profile=problem.profile, modules=problem.modules)
         settings = JobSettings()
         kinds: ClassVar[list[str]] = []
 
-        def set(self, **changes: object) -> None:
-            self.job = msgspec.structs.replace(self.job, **changes)
+        def change(self, part: Part, **changes: object) -> None:
+            self.job = self.job.changed(part, **changes)
 
         def note(self, kind: str, *_: object, **__: object) -> None:
             self.kinds.append(kind)
@@ -136,12 +130,12 @@ def test_lengths_that_are_others_than_assumed_teach_the_module_with_the_loss() -
             for each in measured(BOTH, at)
         ]
         step = Step.of(reports)
-        turn.set(last_steps=(step,))
+        turn.change("steps", last_steps=(step,))
         data_lengths.measured(turn, step)
     assert Learned.kinds == ["shifted"]
-    assert turn.job.profile is not None
-    assert turn.job.profile.block.seconds == pytest.approx(1e-3, rel=0.05)
-    assert turn.job.prediction is not None
+    assert turn.job.learned.profile is not None
+    assert turn.job.learned.profile.block.seconds == pytest.approx(1e-3, rel=0.05)
+    assert turn.job.learned.prediction is not None
 
 
 @pytest.mark.parametrize("trainable", [True, False])
@@ -167,16 +161,13 @@ def test_images_of_another_size_teach_the_encoders_profile_and_make_none_slow(
             since=0.0,
             spec=msgspec.structs.replace(spec(), modules=modules),
             plan=plan,
-            profile=problem.profile,
-            modules=(known,),
-            taught_by=1,
-        )
+        ).changed("learned", profile=problem.profile, modules=(known,), taught_by=1)
         settings = JobSettings()
         kinds: ClassVar[list[str]] = []
         now, nodes = 0.0, {}  # type: ignore[var-annotated]
 
-        def set(self, **changes: object) -> None:
-            self.job = msgspec.structs.replace(self.job, **changes)
+        def change(self, part: Part, **changes: object) -> None:
+            self.job = self.job.changed(part, **changes)
 
         def note(self, kind: str, *_: object, **__: object) -> None:
             self.kinds.append(kind)
@@ -195,10 +186,10 @@ def test_images_of_another_size_teach_the_encoders_profile_and_make_none_slow(
     assert not Watched.kinds
     train(range(30, 60), rows=64, vision=1.5)
     assert Watched.kinds == ["shifted"]
-    assert not turn.job.rates.rates
-    (now,) = turn.job.modules
+    assert not turn.job.detection.rates.rates
+    (now,) = turn.job.learned.modules
     assert now.rows_an_item == pytest.approx(64)
     assert now.profile.tokens == pytest.approx(64)
     assert now.profile.block.seconds == pytest.approx(1.5 * VISION, rel=0.03)
     train(range(60, 90), rows=64, vision=1.5, rates={ENCODER: 3.0})
-    assert turn.job.rates.rates == {ENCODER: pytest.approx(3.0, rel=0.05)}
+    assert turn.job.detection.rates.rates == {ENCODER: pytest.approx(3.0, rel=0.05)}

@@ -279,7 +279,7 @@ def test_a_stop_of_a_job_whose_members_can_none_be_reached_ends_without_a_checkp
         world.stop()
     world.end()
     assert "cannot be reached, and nobody else holds the state" in world.job.reason
-    assert not world.job.orderly
+    assert not world.job.ending.orderly
 
 
 class EndingWalk(Ending):

@@ -21,7 +21,7 @@ from elasticd.coordinator.metrics import _modules_of
 from elasticd.coordinator.status import _experts
 from elasticd.machines.job.measurements import expert_rows
 from elasticd.machines.job.state.events import Configured
-from elasticd.machines.job.state.job_state import JobPhase, JobSettings, JobState
+from elasticd.machines.job.state.job_state import JobPhase, JobSettings, JobState, Part
 from elasticd.machines.job.state.transaction import Transaction
 from elasticd.records import JobSpec, ModuleSpec
 from tests.machines.test_recovery import running
@@ -76,6 +76,9 @@ def turn_of(plan: Plan = PLAN, **settings: Any) -> Any:
         def set(self, **changes: object) -> None:
             self.job = msgspec.structs.replace(self.job, **changes)
 
+        def change(self, part: Part, **changes: object) -> None:
+            self.job = self.job.changed(part, **changes)
+
     return Kept()
 
 
@@ -95,16 +98,16 @@ def test_a_load_that_one_device_has_most_of_is_planned_for_and_not_asked_for_twi
     turn = turn_of()
     for step in (0, 10):
         expert_rows.reported(cast(Transaction, turn), report(step, HOT))
-    load = turn.job.experts
+    load = turn.job.learned.experts
     assert load is not None
     assert load.rows == dict.fromkeys(range(LAYERS), HOT)
-    assert turn.job.expert_rows.chosen == 2.0
+    assert turn.job.learned.expert_rows.chosen == 2.0
     assert 0 < load.part < 1
     own = [p for p in MODEL.kinds[0] if p.experts]
     assert load.expert_bytes == sum(int(np.prod(p.shape)) for p in own) / EXPERTS * 4
     for step in range(20, 60, 10):
         expert_rows.reported(cast(Transaction, turn), report(step, HOT))
-    assert turn.job.experts is load
+    assert turn.job.learned.experts is load
 
 
 def test_reports_of_several_lanes_add_up_and_the_mean_follows_the_newest() -> None:
@@ -113,7 +116,7 @@ def test_reports_of_several_lanes_add_up_and_the_mean_follows_the_newest() -> No
     for step in range(0, 40, 10):
         expert_rows.reported(cast(Transaction, turn), report(step, HOT))
         expert_rows.reported(cast(Transaction, turn), report(step, HOT[::-1], "n0/2"))
-    assert turn.job.expert_rows.mean[0][0] == HOT[0] + HOT[-1]
+    assert turn.job.learned.expert_rows.mean[0][0] == HOT[0] + HOT[-1]
 
 
 @pytest.mark.parametrize("rows", [(100,) * EXPERTS, (13, 10, 12, 9, 11, 10, 9, 12)])
@@ -121,22 +124,22 @@ def test_an_even_load_and_one_that_is_uneven_by_chance_ask_for_nothing(rows: tup
     turn = turn_of()
     for step in range(0, 60, 10):
         expert_rows.reported(cast(Transaction, turn), report(step, rows))
-    assert turn.job.experts is None
+    assert turn.job.learned.experts is None
 
 
 def test_with_fixed_experts_nothing_is_asked_for() -> None:
     turn = turn_of(experts="fixed")
     for step in (0, 10, 20):
         expert_rows.reported(cast(Transaction, turn), report(step, HOT))
-    assert turn.job.experts is None
-    assert turn.job.expert_rows.work["n0/0"] > 1  # what devices have to do is known all the same
+    assert turn.job.learned.experts is None
+    assert turn.job.learned.expert_rows.work["n0/0"] > 1  # what devices have to do is known all the same
 
 
 def test_a_device_whose_experts_are_hot_is_no_straggler_and_a_slow_one_is() -> None:
     turn = turn_of(experts="fixed")
     for step in (0, 10):
         expert_rows.reported(cast(Transaction, turn), report(step, HOT))
-    load = costed(MODEL, 50, turn.job.expert_rows.mean, 2.0)
+    load = costed(MODEL, 50, turn.job.learned.expert_rows.mean, 2.0)
     assert load is not None
     work, uneven = expert_work(PLAN, load, {})
     assert uneven == pytest.approx(600 / 200 - 1)
@@ -159,9 +162,9 @@ def test_the_part_of_experts_that_was_measured_counts_in_the_place_of_the_shapes
     parts = []
     for measured in (None, ExpertProfile(part=0.9, chosen=2, count=EXPERTS)):
         turn = turn_of()
-        turn.set(profile=msgspec.structs.replace(derive(MODEL, 50, 1), experts=measured))
+        turn.change("learned", profile=msgspec.structs.replace(derive(MODEL, 50, 1), experts=measured))
         expert_rows.reported(cast(Transaction, turn), report(0, HOT))
-        parts.append((turn.job.experts.part, turn.job.expert_rows.work["n0/0"]))
+        parts.append((turn.job.learned.experts.part, turn.job.learned.expert_rows.work["n0/0"]))
     assert parts[0][0] < 0.8
     assert parts[1] == (0.9, pytest.approx(1 + 0.9 * 2))  # its experts have 600 rows of 800, and not 200
 
@@ -169,7 +172,7 @@ def test_the_part_of_experts_that_was_measured_counts_in_the_place_of_the_shapes
 def test_a_load_is_known_once_all_lanes_have_reported_a_step() -> None:
     turn = turn_of()
     expert_rows.reported(cast(Transaction, turn), report(0, HOT))
-    assert turn.job.experts is not None
+    assert turn.job.learned.experts is not None
     assert expert_rows.work(cast(Transaction, turn), PLAN)["n0/0"] > 1  # before the step is judged
 
 
@@ -182,7 +185,7 @@ def test_a_load_of_a_language_model_beside_an_encoder_is_planned_for() -> None:
     alone_encodes = msgspec.structs.replace(report(0, HOT, "n1/0"), tokens=0, expert_rows={})
     expert_rows.reported(cast(Transaction, turn), alone_encodes)
     expert_rows.reported(cast(Transaction, turn), report(0, HOT))
-    load = turn.job.experts
+    load = turn.job.learned.experts
     assert load is not None
     assert load.rows == dict.fromkeys(range(LAYERS), HOT)
     assert not expert_rows.unjudged(cast(Transaction, turn), BESIDE)
@@ -202,7 +205,7 @@ def test_until_a_load_is_known_no_device_is_judged_and_a_restored_one_is_used() 
     assert withheld == [True] * 10 + [False] * 2
     load = costed(MODEL, 50, dict.fromkeys(range(LAYERS), HOT), 2.0)
     restored = turn_of()
-    restored.set(experts=load)
+    restored.change("learned", experts=load)
     assert not expert_rows.unjudged(cast(Transaction, restored), PLAN)
     assert expert_rows.work(cast(Transaction, restored), PLAN)["n0/0"] > 1
 
@@ -212,34 +215,38 @@ def test_a_step_that_a_lane_did_not_report_changes_nothing() -> None:
     turn = turn_of(plan)
     for device in ("n0/0", "n0/2"):
         expert_rows.reported(cast(Transaction, turn), report(0, HOT, device))
-    known = turn.job.expert_rows.mean
+    known = turn.job.learned.expert_rows.mean
     expert_rows.reported(cast(Transaction, turn), report(10, HOT[::-1]))
     expert_rows.reported(cast(Transaction, turn), report(20, HOT[::-1]))
-    assert turn.job.expert_rows.mean == known == dict.fromkeys(range(LAYERS), tuple(2 * row for row in HOT))
+    assert (
+        turn.job.learned.expert_rows.mean
+        == known
+        == dict.fromkeys(range(LAYERS), tuple(2 * row for row in HOT))
+    )
 
 
 def test_a_report_counts_once_and_after_a_roll_back_again() -> None:
     turn = turn_of()
     for _ in range(2):
         expert_rows.reported(cast(Transaction, turn), report(20, HOT))
-    assert (turn.job.expert_rows.forecast.reports, turn.job.expert_rows.mean[0]) == (1, HOT)
+    assert (turn.job.learned.expert_rows.forecast.reports, turn.job.learned.expert_rows.mean[0]) == (1, HOT)
     turn.set(plan=PLAN.replace(number=4))
     expert_rows.reported(cast(Transaction, turn), msgspec.structs.replace(report(10, HOT), plan=4))
-    assert (turn.job.expert_rows.forecast.reports, turn.job.expert_rows.step) == (2, 10)
+    assert (turn.job.learned.expert_rows.forecast.reports, turn.job.learned.expert_rows.step) == (2, 10)
 
 
 def test_after_an_even_time_a_load_as_uneven_as_before_is_planned_for() -> None:
     turn = turn_of()
     expert_rows.reported(cast(Transaction, turn), report(0, HOT))
-    before = turn.job.expert_rows.decided
+    before = turn.job.learned.expert_rows.decided
     assert before > 0
     for step in range(10, 200, 10):
         expert_rows.reported(cast(Transaction, turn), report(step, (100,) * EXPERTS))
-    assert turn.job.expert_rows.decided == 0
-    turn.set(experts=None)
+    assert turn.job.learned.expert_rows.decided == 0
+    turn.change("learned", experts=None)
     for step in range(200, 400, 10):
         expert_rows.reported(cast(Transaction, turn), report(step, HOT))
-    assert turn.job.experts is not None
+    assert turn.job.learned.experts is not None
 
 
 @pytest.mark.parametrize("rows", [(), (1, 2), (-5, *HOT[1:])])
@@ -247,16 +254,16 @@ def test_rows_that_are_none_of_the_model_do_not_count(rows: tuple[int, ...]) -> 
     turn = turn_of()
     expert_rows.reported(cast(Transaction, turn), report(0, rows))
     expert_rows.reported(cast(Transaction, turn), report(10, HOT))
-    assert turn.job.expert_rows.mean[0] == HOT
+    assert turn.job.learned.expert_rows.mean[0] == HOT
 
 
 def test_a_plan_for_another_reason_is_made_for_the_newest_load() -> None:
     turn = turn_of()
     for step in range(0, 40, 10):
         expert_rows.reported(cast(Transaction, turn), report(step, (100,) * EXPERTS))
-    assert turn.job.experts is None
+    assert turn.job.learned.experts is None
     expert_rows.renewed(cast(Transaction, turn))
-    assert turn.job.experts.rows[0] == (100,) * EXPERTS
+    assert turn.job.learned.experts.rows[0] == (100,) * EXPERTS
 
 
 def test_lanes_that_share_experts_have_the_rows_of_all_lanes() -> None:
@@ -299,7 +306,7 @@ def test_a_running_job_is_planned_anew_when_fewer_copies_of_experts_are_allowed(
     world = running()
     world.train(12)
     load = ExpertLoad(rows={0: (3.0, 1.0)}, part=0.5, expert_bytes=1)
-    job = msgspec.structs.replace(world.job, experts=load)
+    job = world.job.changed("learned", experts=load)
     world.state = msgspec.structs.replace(world.state, jobs={**world.state.jobs, job.job: job})
     world.train(2)
     world.planner_waits = True

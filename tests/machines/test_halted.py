@@ -69,7 +69,7 @@ def test_the_one_that_all_others_wait_for_is_fenced_off_with_its_stack_in_the_ev
     pass_time(world, 3.0)
     assert recovered(world)
     assert "beta/1" not in members(world)
-    assert {*world.job.gone} == {"beta/1"}
+    assert {*world.job.losses.gone} == {"beta/1"}
     (note,) = [note for note in world.notes if note.kind == "halted"]
     assert (note.data["device"], note.data["stack"]) == ("beta/1", STACK)
     fenced = next(note.text for note in world.notes if note.kind == "fenced")
@@ -215,11 +215,11 @@ def test_a_jobs_only_device_that_hangs_beside_an_idle_one_is_given_up_for_it_bey
     assert world.phase is JobPhase.RUNNING, world.job.reason
     assert members(world) == {"beta/0"}
     assert world.proposals[-1].checkpoints == ("step-4",)
-    step = world.job.progress.step
+    step = world.job.steps.progress.step
     hangs(world, "beta/0")
     world.deaf.discard("alpha/0")
     pass_time(world, 300.0)
-    assert (world.phase, world.job.progress.step) == (JobPhase.RUNNING, step), "no device is to blame"
+    assert (world.phase, world.job.steps.progress.step) == (JobPhase.RUNNING, step), "no device is to blame"
 
 
 @pytest.mark.parametrize("lacking", ["a copy", "a limit"])
@@ -346,13 +346,13 @@ def test_a_fence_waits_for_one_that_is_in_its_scripts_own_code() -> None:
     pass_time(world, 60.0)
     assert world.phase is JobPhase.RECOVERING
     assert "beta/0 (in its script's own code) answers the fence once it is out of there" in world.job.reason
-    assert {*world.job.gone} == {"beta/1"}
+    assert {*world.job.losses.gone} == {"beta/1"}
     moves(world, "beta/0")
     world.thaw("beta/0")
     pass_time(world)
     assert recovered(world)
     assert "beta/0" in world.job.workers
-    assert {*world.job.gone} == {"beta/1"}
+    assert {*world.job.losses.gone} == {"beta/1"}
 
 
 @pytest.mark.parametrize("how", ["frozen", "limit", "unknown"])
@@ -372,7 +372,7 @@ def test_it_does_not_wait_for_one_that_is_frozen_or_beyond_the_limit(how: str) -
     world.kill("beta/1")
     pass_time(world, 60.0)
     assert recovered(world), world.job.reason
-    assert {*world.job.gone} == {"beta/0", "beta/1"}
+    assert {*world.job.losses.gone} == {"beta/0", "beta/1"}
 
 
 def test_another_incarnations_halt_means_nothing_and_what_is_kept_is_bounded() -> None:
@@ -423,7 +423,7 @@ def test_a_fence_waits_for_a_plans_first_steps() -> None:
     world.thaw("beta/0")
     pass_time(world)
     assert recovered(world)
-    assert {*world.job.gone} == {"beta/1"}
+    assert {*world.job.losses.gone} == {"beta/1"}
 
 
 # -- in a switch -----------------------------------------------------------------------------------------------
@@ -562,11 +562,11 @@ def test_members_at_different_places_of_the_script_meet_again_under_the_plan_in_
     asks(world, "alpha/0")
     waits(world, "alpha/1", "beta/0", "beta/1")
     pass_time(world, 8.0)
-    assert world.job.fence is None, "one may be about to come"
+    assert world.job.losses.fence is None, "one may be about to come"
     pass_time(world, 4.0)
     assert recovered(world)
     assert len(members(world)) == 4
-    assert world.job.gone == {}
+    assert world.job.losses.gone == {}
     fenced = next(note.text for note in world.notes if note.kind == "fenced")
     assert f"alpha/0 is in job.state_dict(), alpha/1 is in step {world.steps}: every member must call" in fenced
 
@@ -584,7 +584,7 @@ def test_members_that_can_come_together_are_left_alone(also: str) -> None:
     else:
         waits(world, *OTHERS, "beta/1")
     pass_time(world, 15.0)
-    assert world.job.fence is None
+    assert world.job.losses.fence is None
 
 
 def test_two_different_tasks_are_different_places() -> None:

@@ -8,7 +8,7 @@ import msgspec
 from elasticd_planner.spec.step_measurements import Step
 
 from elasticd.machines.job.measurements import lane_shares
-from elasticd.machines.job.state.job_state import JobPhase, JobState
+from elasticd.machines.job.state.job_state import JobPhase, JobState, Part
 from elasticd.machines.job.state.transaction import Transaction
 from tests.machines.test_recovery import running
 from tests.planner.test_module_measurements import BOTH, ENCODER, measured
@@ -27,13 +27,13 @@ def test_a_share_that_has_changed_is_told_once_and_not_the_one_that_a_plan_begin
     (note,) = [note for note in world.notes if note.kind == "shares"]
     assert f"the lane of {heads[-1]} takes 2.00 times as long as a normal one" in note.text
     assert "it gets 0.50 of a share of tokens. No state moved." in note.text
-    assert world.job.shares[heads[-1]] == 128
+    assert world.job.lanes.shares[heads[-1]] == 128
 
 
 def test_jobs_that_pad_tell_nothing() -> None:
     world = running()
     world.train(3)
-    assert world.job.shares == {}
+    assert world.job.lanes.shares == {}
 
 
 def test_a_share_of_items_is_told_with_its_module_and_goes_with_the_plan() -> None:
@@ -46,8 +46,8 @@ def test_a_share_of_items_is_told_with_its_module_and_goes_with_the_plan() -> No
         def __init__(self) -> None:
             self.job = job
 
-        def set(self, **changes: object) -> None:
-            self.job = msgspec.structs.replace(self.job, **changes)
+        def change(self, part: Part, **changes: object) -> None:
+            self.job = self.job.changed(part, **changes)
 
         def note(self, kind: str, text: str, **_: object) -> None:
             told.append(f"{kind}: {text}")
@@ -68,4 +68,4 @@ def test_a_share_of_items_is_told_with_its_module_and_goes_with_the_plan() -> No
     (text,) = told
     assert text.startswith(f"shares: the lane of {ENCODER} in vision takes 3.00 times as long as a normal one")
     assert "it gets 0.33 of a share of images. No state moved." in text
-    assert turn.job.item_shares == {"vision": {ENCODER: 192, "n1/0": 64}}
+    assert turn.job.lanes.item_shares == {"vision": {ENCODER: 192, "n1/0": 64}}

@@ -166,7 +166,7 @@ def test_nobody_is_fenced_off_while_the_steps_go_on() -> None:
     world.cut.clear()
     world.reconnect("beta")
     world.settle()
-    assert world.job.unmet == {}
+    assert world.job.takeover.unmet == {}
     assert world.job.all_reported
 
 
@@ -196,7 +196,7 @@ def test_those_that_ended_before_their_agent_came_back_are_lost(when: str) -> No
 def test_a_second_takeover_knows_them_still() -> None:
     world = taken_over(running())
     world = taken_over(world)
-    assert world.job.unmet == BETA
+    assert world.job.takeover.unmet == BETA
     world.say(AgentDown(node="alpha"))
     world.settle()
     wait(world, 20)

@@ -281,7 +281,7 @@ def test_shares_follow_a_rank_at_a_third_of_its_speed_and_its_recovery() -> None
 
 def test_a_leader_whose_store_is_empty_leaves_the_job_alone_and_adopts_its_mesh() -> None:
     world = wiped(running("shard"))
-    assert world.job.unadopted is not None
+    assert world.job.takeover.unadopted is not None
     adopt(world)
     train_until(world, lambda: world.phase is JobPhase.RUNNING)
     assert world.mesh.shape == (4,)

@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elasticd.machines.job import replan
-from elasticd.machines.job.state.job_state import Basis, Deferred, JobPhase, JobSettings, JobState
+from elasticd.machines.job.state.job_state import JobPhase, JobSettings, JobState
+from elasticd.machines.job.state.parts.plan_requests import Basis, Deferred
 from elasticd.machines.job.state.transaction import Transaction
 from tests.planner.models import cluster
 from tests.planner.test_module_measurements import BOTH, problem_of, profiles

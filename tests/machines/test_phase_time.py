@@ -42,7 +42,7 @@ def test_torchruns_that_wait_for_others_are_told_that_none_came() -> None:
     assert world.phase is JobPhase.STOPPED
     assert world.job.reason.startswith("waits for 1 of 3 nodes (alpha, beta are there)")
     assert "assemble_seconds" in world.job.reason
-    assert not world.job.orderly
+    assert not world.job.ending.orderly
     assert all(isinstance(world.told[f"t{node}"][-1], Rejected) for node in ("alpha", "beta"))
     assert waited_seconds(world.job, world.now) == 0.0
 
@@ -100,7 +100,7 @@ def test_job_whose_torchruns_went_with_the_leader_before_it_began_ends() -> None
     world.new_leader()
     world.settle()
     world.tick(899.0)
-    assert (world.phase, world.job.joined) == (JobPhase.ASSEMBLING, ())
+    assert (world.phase, world.job.start.joined) == (JobPhase.ASSEMBLING, ())
     world.tick(2.0)
     assert world.phase is JobPhase.STOPPED
     assert world.job.reason.startswith("the torchruns of its workers have not come back")
@@ -154,8 +154,8 @@ def test_job_that_waits_for_such_a_member_without_steps_is_fenced() -> None:
     assert world.phase is JobPhase.ABORTING
     world.tick(2.0)
     assert world.phase is not JobPhase.ABORTING
-    assert world.job.fence is not None
-    assert "alpha/1 did not say" in world.job.fence.reason
+    assert world.job.losses.fence is not None
+    assert "alpha/1 did not say" in world.job.losses.fence.reason
 
 
 @pytest.mark.parametrize("taken_over", [False, True])

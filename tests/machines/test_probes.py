@@ -35,10 +35,10 @@ def test_the_first_plan_waits_for_the_probes_and_counts_with_them() -> None:
         assert not world.proposals, "not all were probed"
         world.probe(device, 4.0 if device == "beta/1" else 1.0)
         world.settle()
-    assert world.job.rates.rates == {"beta/1": 4.0}
+    assert world.job.detection.rates.rates == {"beta/1": 4.0}
     (told,) = [note for note in world.notes if note.kind == "slow"]
     assert "beta/1 is slow" in told.text
-    problem = world.job.decided
+    problem = world.job.planning.decided
     assert problem is not None
     assert problem.rates == {"beta/1": 4.0}
 
@@ -52,7 +52,7 @@ def test_a_device_that_does_not_answer_is_waited_for_a_while() -> None:
     assert not world.proposals
     world.tick(world.settings.probe_seconds)
     assert world.proposals
-    assert world.job.rates.rates == {}
+    assert world.job.detection.rates.rates == {}
 
 
 def test_a_standby_device_that_recovers_is_planned_with_again_and_a_member_is_not_judged() -> None:
@@ -70,12 +70,12 @@ def test_a_standby_device_that_recovers_is_planned_with_again_and_a_member_is_no
     for _ in range(3):
         world.probe(member, 9.0)
     world.settle()
-    assert member not in world.job.rates.rates, "it works: its steps say how fast it is"
+    assert member not in world.job.detection.rates.rates, "it works: its steps say how fast it is"
     world.rates.clear()
     for _ in range(2):
         world.probe("beta/1")
         world.settle()
-    assert world.job.rates.rates == {}
+    assert world.job.detection.rates.rates == {}
     assert "recovered" in world.kinds()
     world.train(10)
     plan = world.plan()

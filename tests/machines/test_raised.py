@@ -82,7 +82,7 @@ def test_one_in_the_midst_of_an_update_is_lost() -> None:
     throw(world, "beta/1", holds=False)
     world.settle()
     assert recovered(world)
-    assert world.job.gone == {"beta/1": "i0-beta/1"}
+    assert world.job.losses.gone == {"beta/1": "i0-beta/1"}
 
 
 def test_the_same_on_another_device_ends_the_job_with_its_state_saved() -> None:
@@ -97,7 +97,7 @@ def test_the_same_on_another_device_ends_the_job_with_its_state_saved() -> None:
     world.settle()
     assert world.phase is JobPhase.RUNNING
     assert members(world) == before, "no device after device: all of them save what they hold"
-    assert {*world.job.gone} <= {"beta/1"}
+    assert {*world.job.losses.gone} <= {"beta/1"}
     saved(world, "alpha/0")
     reason = ended(world)
     assert "the script's code raised ValueError: bad sample 18" in reason
@@ -122,7 +122,7 @@ def test_the_same_on_one_device_after_the_other_ends_the_job(steps: int) -> None
         for _ in range(6):
             world.tick(1.0)
         world.train(steps)
-    assert bool(world.job.failing) == (steps == 1)
+    assert bool(world.job.ending.failing) == (steps == 1)
     if steps == 1:
         saved(world, "beta/0")
         assert "on beta/0), as on alpha/1 before; the state" in ended(world)
@@ -154,7 +154,7 @@ def test_another_exception_or_step_is_another_try(changes: dict[str, Any], again
     assert alike(thrown, other) == again
     world.outcome(worker, other)
     world.settle()
-    assert bool(world.job.failing) == again
+    assert bool(world.job.ending.failing) == again
     assert ("alpha/1" in members(world)) == again
 
 
@@ -294,7 +294,7 @@ def test_what_is_over_is_not_begun_anew_for_a_new_leader() -> None:
     assert world.kinds().count("raised") == 1
     throw(world, "alpha/0")
     world.settle()
-    assert world.job.failing, "and the new leader knows that it was tried before"
+    assert world.job.ending.failing, "and the new leader knows that it was tried before"
 
 
 def test_devices_that_a_new_leader_never_met_may_try_the_step() -> None:
@@ -357,7 +357,7 @@ def test_what_ends_all_members_alike_ends_the_job_with_it(deaths: int) -> None:
     world.settle()
     assert "SampleError: sample 7" in ended(world)
     assert ended(world).count("the state is saved") == 1
-    assert world.job.thrown[-1].traceback == "in __getitem__"
+    assert world.job.ending.thrown[-1].traceback == "in __getitem__"
 
 
 def test_a_worker_that_comes_in_the_step_that_ends_the_job_is_turned_away() -> None:
@@ -371,7 +371,7 @@ def test_a_worker_that_comes_in_the_step_that_ends_the_job_is_turned_away() -> N
             world.settle()
             world.workers.pop(device)
             world.train(1)
-    assert world.job.failing
+    assert world.job.ending.failing
     (other,) = members(world) - {"beta/0"}
     another = FakeWorker(device=other, incarnation="another")
     world.say(Received(node=node_of(other), message=another.up(world.hello(another))))
@@ -387,4 +387,4 @@ def test_the_step_that_failed_is_called_as_the_script_calls_it() -> None:
     world.settle()
     (note,) = [note for note in world.notes if note.kind == "raised"]
     assert f"(in step {world.steps - 1}, on beta/1)" in note.text
-    assert note.data["step"] == world.job.thrown[-1].step == world.steps - 1
+    assert note.data["step"] == world.job.ending.thrown[-1].step == world.steps - 1

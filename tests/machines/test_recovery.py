@@ -53,7 +53,7 @@ def test_a_death_is_fenced_and_the_survivors_go_on() -> None:
     assert "beta/1" not in plan.members
     assert plan.number > before.number + 1, "the fence has a number of its own"
     assert world.kinds().count("fenced") == 1
-    assert world.job.fence is None, "the record ends the fault"
+    assert world.job.losses.fence is None, "the record ends the fault"
     world.train(3)
     assert world.phase is JobPhase.RUNNING
 
@@ -138,7 +138,7 @@ def test_a_death_before_the_first_swap_starts_the_job_anew_whichever_comes_first
     world.kill("beta/1")
     world.settle()
     assert world.phase is JobPhase.RECOVERING or first == "the words"
-    assert (world.job.remedy is not None) == (first == "the plan")
+    assert (world.job.planning.remedy is not None) == (first == "the plan")
     world.deaf, world.planner_waits = set(), False
     world.thaw("alpha/0")
     for _ in range(5):
@@ -323,7 +323,7 @@ def test_who_has_not_heard_the_last_vote_is_told_its_outcome() -> None:
     world.deaf = set(world.workers)
     world.kill("beta/1")
     world.settle()
-    fence = world.job.fence
+    fence = world.job.losses.fence
     assert fence is not None
     ahead, *behind = [device for device in plan.members if device != "beta/1"]
     number, step = plan.number, world.steps
@@ -429,10 +429,10 @@ def test_an_agent_that_is_only_started_again_does_not_cost_its_workers_when_anot
     world.kill("beta/1")
     world.settle()
     assert world.phase is JobPhase.RECOVERING
-    assert world.job.fence is not None
-    assert {*world.job.fence.gone} == {"beta/1"}
+    assert world.job.losses.fence is not None
+    assert {*world.job.losses.fence.gone} == {"beta/1"}
     world.cut.clear()
-    world.fence_at(world.job.fence, {"gamma"})
+    world.fence_at(world.job.losses.fence, {"gamma"})
     world.reconnect("gamma")
     world.settle()
     assert recovered(world)
@@ -451,7 +451,7 @@ def test_an_answer_that_names_a_worker_lost_since_is_dropped() -> None:
     assert answer.plan is not None
     propose(turn, answer.plan, world_problem(world), "it was asked for before")
     assert turn.job.phase is JobPhase.RUNNING
-    assert turn.job.decided is None, "another is asked for"
+    assert turn.job.planning.decided is None, "another is asked for"
     assert not turn.effects
 
 
@@ -472,7 +472,7 @@ def test_what_is_asked_for_is_dropped_when_a_plan_made_before_it_is_proposed() -
     world.settle()
     assert world.phase is JobPhase.RECOVERING
     world.turn()  # the planner's answer
-    assert world.job.remedy is not None
+    assert world.job.planning.remedy is not None
     world.restart("beta")
     world.settle()
     asked = world.planning

@@ -54,7 +54,7 @@ def test_the_first_plan_waits_for_the_all_reduces_and_is_predicted_from_them() -
     assert not world.proposals, "one group has not answered yet"
     world.answer("beta/0", 2 * SECONDS)
     assert world.proposals
-    basis = world.job.decided
+    basis = world.job.planning.decided
     assert basis is not None
     assert basis.profile.collective_seconds == {2: 1.5 * SECONDS}
     assert not basis.profile.fitted
@@ -69,8 +69,8 @@ def test_workers_that_do_not_answer_are_waited_for_a_while() -> None:
     assert not world.proposals
     world.tick(world.settings.probe_seconds)
     assert world.proposals
-    assert world.job.profile is not None
-    assert world.job.profile.collective_seconds == {2: SECONDS}
+    assert world.job.learned.profile is not None
+    assert world.job.learned.profile.collective_seconds == {2: SECONDS}
 
 
 def test_what_is_no_time_or_was_not_asked_for_is_not_believed() -> None:
@@ -80,8 +80,8 @@ def test_what_is_no_time_or_was_not_asked_for_is_not_believed() -> None:
     world.answer("alpha/0", -1.0)
     world.answer("beta/0", math.inf)
     assert world.proposals
-    assert world.job.profile is not None
-    assert world.job.profile.collective_seconds == {}
+    assert world.job.learned.profile is not None
+    assert world.job.learned.profile.collective_seconds == {}
     assert "rehearsed" not in world.kinds()
 
 
@@ -90,17 +90,17 @@ def test_steps_teach_what_was_only_rehearsed() -> None:
     world.gathered()
     for node in ("alpha", "beta"):
         world.answer(f"{node}/0", SECONDS)
-    assert world.job.rehearsed == {2}
+    assert world.job.learned.rehearsed == {2}
     world.train(1)
     plan = world.plan()
     assert plan is not None
     widths = {len(stage.devices) for _, _, stage in plan.walk()}
     world.train(world.settings.fit_steps + 3)
-    assert world.job.profile is not None
-    assert world.job.profile.fitted
-    assert world.job.rehearsed == {2} - widths
+    assert world.job.learned.profile is not None
+    assert world.job.learned.profile.fitted
+    assert world.job.learned.rehearsed == {2} - widths
     if 2 in widths:
-        assert world.job.profile.collective_seconds[2] != SECONDS
+        assert world.job.learned.profile.collective_seconds[2] != SECONDS
 
 
 def test_workers_of_a_release_that_does_not_rehearse_are_not_asked() -> None:

@@ -71,8 +71,8 @@ def test_a_job_whose_sequences_may_be_cut_is_planned_with_as_many_lanes_as_there
     world.of_spec = {"packed": PackedSequences(sequences=8.0, lengths=even(64.0), longest=64, linear=96)}
     world.start()
     world.settle()
-    assert world.job.decided is not None
-    assert world.job.decided.lanes == len(world.job.decided.devices) > 1
+    assert world.job.planning.decided is not None
+    assert world.job.planning.decided.lanes == len(world.job.planning.decided.devices) > 1
     world.train(12)
     world.planner_waits = True
     allowed(world, 1, lanes=1)

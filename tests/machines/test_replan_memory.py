@@ -59,7 +59,7 @@ def test_blocks_and_numbers_of_the_users_choice_are_counted_once(monkeypatch: An
     numbers = Numbers(compute="float32", master="float64", gradients="float64")
     made = started(monkeypatch, numbers=numbers, recomputed=(0, 1))
     made.train(16)
-    profile = made.job.profile
+    profile = made.job.learned.profile
     assert profile is not None
     assert profile.fitted
     assert (profile.gradient_factor, profile.optimizer_factor) == (2.0, 6.0)

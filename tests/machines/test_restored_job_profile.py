@@ -11,7 +11,7 @@ from tests.machines.world import World
 
 
 def taught(job: JobState) -> tuple[object, ...]:
-    return job.profile, job.taught_by, job.predicted_seconds
+    return job.learned.profile, job.learned.taught_by, job.predicted_seconds
 
 
 def next_leaders(world: World) -> JobState:

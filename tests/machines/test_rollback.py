@@ -41,7 +41,7 @@ def save(world: Vaulted) -> str:
 
 
 def publish(world: Vaulted, published: tuple[PublishedCheckpoint, ...]) -> None:
-    job = msgspec.structs.replace(world.job, published=published)
+    job = world.job.changed("checkpoints", published=published)
     world.state = msgspec.structs.replace(world.state, jobs={JOB: job})
 
 
@@ -77,10 +77,10 @@ def test_without_snapshots_the_newest_checkpoint_is_gone_on_from(loss: str) -> N
     assert proposal.recovery is not None
     assert (proposal.recovery.step, proposal.recovery.sources) == (-1, {})
     assert world.gone_back == [4]
-    assert world.job.progress.step == world.steps
+    assert world.job.steps.progress.step == world.steps
     assert f"the state is read from checkpoint {name}" in reason(world, proposal.number)
     world.train(2)
-    assert world.job.progress.step == world.steps
+    assert world.job.steps.progress.step == world.steps
 
 
 @pytest.mark.parametrize("newer", ["snapshot", "checkpoint"])
@@ -106,7 +106,7 @@ def test_a_checkpoint_beyond_the_step_that_the_job_went_back_to_is_never_used() 
     world.every = NEVER
     world.train(2)
     dead = save(world)
-    published = world.job.published
+    published = world.job.checkpoints.published
     assert [one.name for one in published] == [dead]
     publish(world, ())  # nobody can read it now
     world.kill("beta/1")
@@ -166,12 +166,12 @@ def test_a_checkpoint_that_is_whole_as_the_job_goes_back_is_gone_on_from_or_dead
     saved = of_later_step(world)
     gone_back(world, lambda: world.up("alpha/0", saved), at)
     if world.steps == saved.step:
-        assert [(one.name, one.dead) for one in world.job.published] == [(saved.name, False)]
+        assert [(one.name, one.dead) for one in world.job.checkpoints.published] == [(saved.name, False)]
     else:
         assert world.steps < saved.step
-        assert all(one.dead for one in world.job.published)
-        assert saves_now(world) == len(world.job.published)
-    assert world.job.unpublished == ()
+        assert all(one.dead for one in world.job.checkpoints.published)
+        assert saves_now(world) == len(world.job.checkpoints.published)
+    assert world.job.checkpoints.unpublished == ()
 
 
 def test_one_that_was_published_is_marked_and_another_is_made_for_the_next_start() -> None:
@@ -187,7 +187,7 @@ def test_one_that_was_published_is_marked_and_another_is_made_for_the_next_start
     world.settle()
     wait(world)
     assert recovered(world), world.job.reason
-    assert [one.dead for one in world.job.published] == [True]
+    assert [one.dead for one in world.job.checkpoints.published] == [True]
     assert saves_now(world) == 1
     world.new_leader()
     world.settle()

@@ -192,7 +192,7 @@ def test_where_a_host_refused_the_next_switch_does_without() -> None:
     worker, world.deaf = world.workers[moved.aside[0]], set()
     world.outcome(worker, StayedOnPlan(number=moved.number, step=world.steps, reason="the host has no memory"))
     world.settle()
-    assert world.job.no_aside
+    assert world.job.switching.no_aside
     world.train(40)
     assert {p.number for p in world.proposals if p.aside} == {moved.number}
     assert any("it could move in place" in note.text for note in world.notes if note.kind == "refused")
@@ -213,7 +213,7 @@ def test_a_move_in_place_that_fails_is_recovered_from_by_the_snapshots() -> None
     world.outcome(world.workers["beta/1"], PeersLost(step=step, reason="reset while it moved in place"))
     world.settle()
     world.tick(0.6)
-    fence = world.job.fence
+    fence = world.job.losses.fence
     assert fence is not None
     world.deaf = set()
     for device in world.workers:

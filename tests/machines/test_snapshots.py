@@ -66,7 +66,7 @@ def test_state_that_died_with_its_holder_is_read_from_the_newest_snapshots() -> 
     assert proposal.old == before
     assert len({*proposal.recovery.snapshots.values()}) == 3, "all that live read a part"
     assert world.gone_back == [3]
-    assert world.job.progress.step == world.steps
+    assert world.job.steps.progress.step == world.steps
     told = [note.text for note in world.notes if note.kind in ("proposed", "recorded")][-2:]
     assert f"snapshots of step {world.steps} in memory on alpha, beta" in told[0]
     assert f"goes on from step {world.steps}, 3 before the last" in told[1]

@@ -94,7 +94,7 @@ def test_same_exception_twice_ends_the_job_whether_on_one_device_or_on_two(secon
     answer = leader.answers(second)[-1]
     assert isinstance(answer, Rejected)
     assert "KeyError: 'inputs'" in answer.reason
-    assert leader.job.thrown[-1].traceback == "another"
+    assert leader.job.ending.thrown[-1].traceback == "another"
 
 
 def test_another_exception_or_a_killed_worker_does_not_end_the_job() -> None:
@@ -154,7 +154,7 @@ def test_job_that_stopped_is_started_again_by_who_started_after_its_end_and_by_n
     leader.begin(age=0.1)
     assert leader.job.phase is JobPhase.ASSEMBLING
     assert leader.kinds().count("started_again") == 1
-    assert leader.job.thrown == ()
+    assert leader.job.ending.thrown == ()
 
 
 def test_job_that_finished_is_started_again_by_fresh_alone_and_its_numbers_go_on() -> None:
@@ -165,7 +165,7 @@ def test_job_that_finished_is_started_again_by_fresh_alone_and_its_numbers_go_on
     assert isinstance(leader.answers(0)[-1], Closed)
     assert "--fresh" in leader.answers(0)[-1].reason
     leader.begin(age=0.1, fresh=True)
-    assert (leader.job.phase, leader.job.highest, leader.job.fresh) == (JobPhase.ASSEMBLING, 7, True)
+    assert (leader.job.phase, leader.job.highest, leader.job.start.fresh) == (JobPhase.ASSEMBLING, 7, True)
 
 
 def test_job_whose_worker_lives_on_is_started_again_once_that_has_ended() -> None:

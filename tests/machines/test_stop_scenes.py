@@ -45,7 +45,7 @@ def test_plan_that_was_asked_for_before_the_stop_is_not_proposed_after_it() -> N
     world.planner_waits = False
     world.settle()
     assert (world.phase, len(world.proposals)) == (JobPhase.RUNNING, proposals)
-    assert world.job.asked is None
+    assert world.job.planning.asked is None
 
 
 def test_node_that_is_gone_while_a_proposal_is_given_up_is_fenced_once_the_steps_stop() -> None:

@@ -130,7 +130,7 @@ def test_a_new_leader_ends_it_whether_the_workers_had_heard_or_not(heard: bool) 
     world.new_leader()
     world.settle()
     if not heard:
-        assert world.job.stopping == "stopped by alice@host"
+        assert world.job.ending.stopping == "stopped by alice@host"
         before = len(told(world))
         assert before > 2, "the new leader tells both nodes' agents again"
         tell(world, *world.workers)
@@ -165,7 +165,10 @@ def test_a_new_leader_gives_the_workers_the_time_that_is_left() -> None:
     for elapsed, left in ((0.0, 100.0), (30.0, 70.0), (500.0, 0.0)):
         found = msgspec.structs.replace(job, stop_seconds=elapsed)
         state = machine.takeover(9, [found], world.settings, 1000.0)
-        assert (state.jobs[JOB].stopping, state.jobs[JOB].stop_at) == ("stopped by alice@host", 1000.0 + left)
+        assert (state.jobs[JOB].ending.stopping, state.jobs[JOB].ending.stop_at) == (
+            "stopped by alice@host",
+            1000.0 + left,
+        )
 
 
 def test_a_job_that_finishes_has_no_reason_left_of_a_fault_before() -> None:

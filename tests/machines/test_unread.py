@@ -84,7 +84,7 @@ def test_a_member_of_a_plan_trains_on_under_a_new_leader_that_cannot_decode_its_
     assert world.refused() == []
     assert (world.plan(), recovered(world)) == (plan, True)
     world.train(2)
-    assert world.job.progress.step == world.steps
+    assert world.job.steps.progress.step == world.steps
     world.opens(ODD, world.workers[ODD].incarnation)  # its agent links up again
     world.train(2)
     assert "fenced" not in world.kinds()

@@ -60,7 +60,7 @@ class Walk(World):
             if self.phase in OVER:
                 return
             getattr(self, move)()
-            waited = {(device, one) for device, one in self.job.unmet.items()}
+            waited = {(device, one) for device, one in self.job.takeover.unmet.items()}
             bound = {each for plan in self.job.candidates for each in plan.binding.items()}
             assert waited <= bound, "who is waited for may hold a copy"
 

@@ -153,7 +153,7 @@ class World(Checked):
         crash = self.events == self.crash_at
         self.state, effects = machine.step(self.state, event, self.now)
         for job in self.state.jobs.values():
-            assert job.asked is None or job.phase in ASKING
+            assert job.planning.asked is None or job.phase in ASKING
         if crash and self.crash_how == "before":
             effects = ()
         for effect in effects:

@@ -35,7 +35,7 @@ def needed(jobs: Mapping[str, JobState], nodes: Collection[str]) -> set[str]:
         if job.phase in OVER:
             continue
         names |= {worker.node for worker in job.workers.values() if not worker.left}
-        names |= {node_of(device) for device in job.unmet}
+        names |= {node_of(device) for device in job.takeover.unmet}
         names |= {node_of(device) for plan in job.candidates for device in (*plan.members, *plan.idle)}
         names |= {node for node, sets in job.snapshots.kept.items() if sets}
     return names & {*nodes}

@@ -40,8 +40,8 @@ def due(
         job.job
         for job in jobs.values()
         if job.phase is JobPhase.GATHERING
-        and not job.joiners
-        and ((job.abandoned and not job.highest) or now - job.since >= EMPTY_SECONDS)
+        and not job.start.joiners
+        and ((job.start.abandoned and not job.highest) or now - job.since >= EMPTY_SECONDS)
     ]
     unbegun = {name: _never_began(now - jobs[name].since) for name in left if jobs[name].highest}
     if left:  # nothing was written of them, but for the history of earlier starts
@@ -125,7 +125,7 @@ def _without(jobs: Mapping[str, JobState], gone: Mapping[str, str]) -> Forgotten
 
 def _reached(job: JobState) -> dict[str, int]:
     """The progress of a job: its steps, and the highest number of its plans."""
-    return {"step": job.progress.step, "number": job.highest}
+    return {"step": job.steps.progress.step, "number": job.highest}
 
 
 def _never_began(seconds: float) -> str:

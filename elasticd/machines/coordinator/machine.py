@@ -75,7 +75,7 @@ class CoordinatorState(Value, frozen=True, kw_only=True):
     @property
     def slowdowns(self) -> dict[str, float]:
         """The measured slowdown of each device that is slow, by its name."""
-        return {device: rate for job in self.measuring for device, rate in job.rates.rates.items()}
+        return {device: rate for job in self.measuring for device, rate in job.detection.rates.rates.items()}
 
 
 Result = tuple[CoordinatorState, tuple[Effect, ...]]
@@ -320,7 +320,7 @@ def _begun_again(state: CoordinatorState, node: str, up: FromClient, now: float)
     text = f"started again: it was {job.phase.value}" + (f" before ({job.reason})" if job.reason else "")
     forgotten = finished_jobs.replaced(state.jobs, up.job, text, "started_again")
     gathering = fresh(up.job, JobPhase.GATHERING, now)
-    again = msgspec.structs.replace(gathering, highest=job.highest, earlier=job.highest)
+    again = msgspec.structs.replace(gathering, highest=job.highest).changed("start", earlier=job.highest)
     state, effects = _without(state, forgotten)
     return msgspec.structs.replace(state, jobs={**state.jobs, up.job: again}), effects
 
@@ -329,7 +329,7 @@ def _is_first_report(state: CoordinatorState, up: FromClient) -> bool:
     """Returns True if a worker tells of a switch, and not again: to a new leader agents say all that still
     holds."""
     job = state.jobs.get(up.job)
-    worker = job.workers.get(up.device) if job is not None and job.settle_until is None else None
+    worker = job.workers.get(up.device) if job is not None and job.takeover.settle_until is None else None
     return isinstance(up.body, Switched) and worker is not None and worker.swapped < up.body.number
 
 

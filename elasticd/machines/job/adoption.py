@@ -45,10 +45,12 @@ def meet(turn: Transaction, node: str, up: FromClient, body: Hello) -> None:
     if turn.job.phase is JobPhase.GATHERING:
         turn.enter(JobPhase.ASSEMBLING)
     turn.worker(assembly.new_worker(turn, node, up, body))
-    adopts, running = turn.job.unadopted is not None, _newer(turn.job.unadopted, body.running)
+    adopts, running = turn.job.takeover.unadopted is not None, _newer(turn.job.takeover.unadopted, body.running)
     assert running is not None
     spec = assembly.with_known_bytes(body.spec, turn.job.spec)
-    turn.set(unadopted=running, spec=spec, world_size=body.world_size, arrived=turn.now)
+    turn.set(spec=spec)
+    turn.change("takeover", unadopted=running)
+    turn.change("start", world_size=body.world_size, arrived=turn.now)
     turn.set(reason=words(turn.job))
     if not adopts:
         turn.note("waiting", turn.job.reason, number=running.plan.number)
@@ -64,8 +66,8 @@ def _newer(one: RunningPlan | None, other: RunningPlan | None) -> RunningPlan | 
 
 def words(job: JobState) -> str:
     """The reason of a job that is left alone, for people."""
-    assert job.unadopted is not None
-    plan = job.unadopted.plan
+    assert job.takeover.unadopted is not None
+    plan = job.takeover.unadopted.plan
     absent = [device for device, one in plan.binding.items() if job.worker(device, one) is None]
     there = f"; of its members {', '.join(absent[:8])} {'is' if len(absent) == 1 else 'are'} not heard of"
     return (
@@ -76,21 +78,23 @@ def words(job: JobState) -> str:
 
 def adopt(turn: Transaction, event: AdoptAsked) -> None:
     """Writes the plan back, as its members say that they run it. The job is then as a new leader finds it."""
-    before, running = turn.job, turn.job.unadopted
+    before, running = turn.job, turn.job.takeover.unadopted
     assert running is not None
     assert before.spec is not None
     record = PlanRecord(plan=running.plan, epoch=turn.epoch, step=running.step)
     after = restored(Stored(job=before.job, spec=before.spec, plan=record), turn.now, turn.settings)
     met = {device: worker.incarnation for device, worker in before.workers.items()}
     turn.job = msgspec.structs.replace(
-        after,
-        highest=max(after.highest, running.highest),
-        workers=before.workers,
-        world_size=before.world_size,
-        joiners=before.joiners,
-        arrived=before.arrived,
-        unmet={device: one for device, one in after.unmet.items() if met.get(device) != one},
+        after, highest=max(after.highest, running.highest), workers=before.workers
     )
+    turn.change(
+        "start",
+        world_size=before.start.world_size,
+        joiners=before.start.joiners,
+        arrived=before.start.arrived,
+    )
+    unmet = {device: one for device, one in after.takeover.unmet.items() if met.get(device) != one}
+    turn.change("takeover", unmet=unmet)
     text = f"{event.by} has plan {record.plan.number} written to etcd again, as its workers run it"
     turn.write(
         before.spec, record, notes=(turn.told("recorded", text, number=record.plan.number, step=record.step),)
@@ -145,6 +149,6 @@ def hear(turn: Transaction, kind: type, heard: tuple[Any, ...]) -> None:
 
 def refusal(job: JobState) -> str:
     """Why a job cannot be adopted, or nothing where it can."""
-    if job.unadopted is None:
+    if job.takeover.unadopted is None:
         return f"job {job.job} is {job.phase.value}, and what it runs is in etcd: there is nothing to adopt"
     return ""

@@ -20,7 +20,8 @@ from elasticd.machines.job.lifecycle.drain import only_drained
 from elasticd.machines.job.lifecycle.job_end import AGAIN, ANEW, affirm, stop
 from elasticd.machines.job.lifecycle.stop_request import BY_REQUEST
 from elasticd.machines.job.lost_workers import lost
-from elasticd.machines.job.state.job_state import JobPhase, JobState, Joiner, Worker, stranger
+from elasticd.machines.job.state.job_state import JobPhase, JobState, Worker, stranger
+from elasticd.machines.job.state.parts.job_start import Joiner
 from elasticd.machines.job.state.transaction import Transaction
 from elasticd.records import AnyJobSpec, JobSpec, MeshJobSpec, ModuleSpec, Thrown
 from elasticd.version import __version__
@@ -37,24 +38,24 @@ def join(turn: Transaction, node: str, up: FromClient, body: Join) -> None:
     if wrong := _disagreement(turn, _place(node, body), body):
         turn.send(node, up.client, Rejected(reason=wrong))
     elif not failed_to_start(turn, _place(node, body), body.failure, node, up):
-        if _place(node, body) not in turn.job.joiners:
-            turn.set(arrived=turn.now)
+        if _place(node, body) not in turn.job.start.joiners:
+            turn.change("start", arrived=turn.now)
         remember(turn, node, up, body)
-        turn.set(fresh=turn.job.fresh or body.fresh)
+        turn.change("start", fresh=turn.job.start.fresh or body.fresh)
 
 
 def join_assembling(turn: Transaction, node: str, up: FromClient, body: Join) -> None:
     """A torchrun asks while workers are starting: one of those that take part, whose answer was lost or which
     was started again, or one that comes late. A new leader counts the nodes again."""
     job, place = turn.job, _place(node, body)
-    if job.joined and failed_to_start(turn, place, body.failure, node, up):
+    if job.start.joined and failed_to_start(turn, place, body.failure, node, up):
         return
     job = turn.job
-    if place in job.joined:
+    if place in job.start.joined:
         if not _has_workers(turn, place):
             remember(turn, node, up, body)
             _answered(turn, place)
-    elif job.joined:
+    elif job.start.joined:
         join_late(turn, node, up, body)
     else:
         join(turn, node, up, body)
@@ -66,7 +67,7 @@ def join_after_end(turn: Transaction, node: str, up: FromClient, body: Join) -> 
     if job.reason:  # nothing was finished: whoever asks again has failed
         turn.send(node, up.client, Rejected(reason=f"job {job.job} is over: {job.reason}"))
         return
-    text = f"job {job.job} is over: it finished after {counted(job.progress.step, 'step')}; {ANEW}"
+    text = f"job {job.job} is over: it finished after {counted(job.steps.progress.step, 'step')}; {ANEW}"
     turn.send(node, up.client, Closed(reason=text))
 
 
@@ -78,19 +79,19 @@ def join_late(turn: Transaction, node: str, up: FromClient, body: Join) -> None:
     """The job runs already: a node comes along, or a torchrun starts its workers again. It is answered once the
     first plan runs, and once a new leader knows which workers there are: `answer_late`."""
     job, place = turn.job, _place(node, body)
-    known = job.joiners.get(place)
+    known = job.start.joiners.get(place)
     if known is not None and known.pid != body.pid and _has_workers(turn, place):
         turn.send(node, up.client, Rejected(reason=_runs_already(turn, place)))
         return
-    if place not in job.joined:
-        others = {*job.joined} or _places_of_members(turn, by_device=body.slot is not None)
-        waiting = {*job.joiners} if job.starting else set[str]()
+    if place not in job.start.joined:
+        others = {*job.start.joined} or _places_of_members(turn, by_device=body.slot is not None)
+        waiting = {*job.start.joiners} if job.starting else set[str]()
         if len({other for other in others | waiting if _there(turn, other)} - {place}) >= body.max_nodes:
             turn.send(node, up.client, Rejected(reason=_full(turn)))
             return
         if not job.starting:  # else the others are waited for alone
-            joined = job.joined or tuple(sorted(others))
-            turn.set(joined=joined if place in joined else (*joined, place))
+            joined = job.start.joined or tuple(sorted(others))
+            turn.change("start", joined=joined if place in joined else (*joined, place))
     remember(turn, node, up, body)
 
 
@@ -98,23 +99,25 @@ def answer_late(turn: Transaction) -> None:
     """Lets those start their workers who came late, and have none. These stand by, and the next plan may use
     them. Before the first plan those alone that the job waits for."""
     job = turn.job
-    if job.stopping or job.failing:
+    if job.ending.stopping or job.ending.failing:
         return
-    for place, joiner in job.joiners.items():
+    for place, joiner in job.start.joiners.items():
         # One that has workers may only have been heard of again; if it has not, its workers are about to end.
         if not joiner.answered and not _has_workers(turn, place):
-            if place not in turn.job.joined:
+            if place not in turn.job.start.joined:
                 if job.starting:
                     continue
-                turn.set(joined=(*turn.job.joined, place))
+                turn.change("start", joined=(*turn.job.start.joined, place))
             turn.note("joined", f"{_called(place)} joins", node=joiner.node)
             _answered(turn, place)
 
 
 def _answered(turn: Transaction, place: str) -> None:
     """Tells a torchrun to start its workers."""
-    joiner, joined = turn.job.joiners[place], turn.job.joined
-    turn.set(joiners={**turn.job.joiners, place: msgspec.structs.replace(joiner, answered=True)})
+    joiner, joined = turn.job.start.joiners[place], turn.job.start.joined
+    turn.change(
+        "start", joiners={**turn.job.start.joiners, place: msgspec.structs.replace(joiner, answered=True)}
+    )
     if not _has_workers(turn, place):  # one that has them was answered by a leader before
         turn.send(joiner.node, joiner.client, Joined(node_rank=joined.index(place), nodes=len(joined)))
 
@@ -124,7 +127,7 @@ def remember(turn: Transaction, node: str, up: FromClient, body: Join) -> None:
     joiner = Joiner(
         node=node, client=up.client, pid=body.pid, min_nodes=body.min_nodes, max_nodes=body.max_nodes
     )
-    turn.set(joiners={**turn.job.joiners, _place(node, body): joiner}, abandoned=False)
+    turn.change("start", joiners={**turn.job.start.joiners, _place(node, body): joiner}, abandoned=False)
 
 
 def _called(place: str) -> str:
@@ -140,7 +143,7 @@ def _runs_already(turn: Transaction, place: str) -> str:
 
 
 def _full(turn: Transaction) -> str:
-    others = ", ".join(sorted({*turn.job.joined} or _places_of_members(turn, by_device=False)))
+    others = ", ".join(sorted({*turn.job.start.joined} or _places_of_members(turn, by_device=False)))
     return (
         f"job {turn.job.job} already has all the nodes that --nnodes lets it have ({others}): start all with "
         "a larger most, or give this one another name"
@@ -151,7 +154,7 @@ def _gathering(turn: Transaction) -> bool:
     """Returns True if nodes are still being counted. A leader that took over while workers were starting counts
     again, from what the agents repeat."""
     job = turn.job
-    return job.phase is JobPhase.GATHERING or (job.phase is JobPhase.ASSEMBLING and not job.joined)
+    return job.phase is JobPhase.GATHERING or (job.phase is JobPhase.ASSEMBLING and not job.start.joined)
 
 
 def _has_workers(turn: Transaction, place: str) -> bool:
@@ -176,17 +179,17 @@ def _there(turn: Transaction, place: str) -> bool:
     workers."""
     if _has_workers(turn, place):
         return True
-    if place in turn.job.joiners:
-        node = turn.job.joiners[place].node
+    if place in turn.job.start.joiners:
+        node = turn.job.start.joiners[place].node
         return node not in turn.nodes or turn.here(node)
     bound = {device: one for device, one in _bound(turn).items() if place in (device, node_of(device))}
-    return any(not one or turn.job.gone.get(device) != one for device, one in bound.items()) or not bound
+    return any(not one or turn.job.losses.gone.get(device) != one for device, one in bound.items()) or not bound
 
 
 def _disagreement(turn: Transaction, place: str, body: Join) -> str:
     if not 1 <= body.min_nodes <= body.max_nodes:
         return f"--nnodes={body.min_nodes}:{body.max_nodes}: the least must be between 1 and the most"
-    for other, joiner in turn.job.joiners.items():
+    for other, joiner in turn.job.start.joiners.items():
         if other == place:
             continue
         if ("/" in other) != ("/" in place):
@@ -206,19 +209,21 @@ def leave(turn: Transaction, node: str, up: FromClient, body: Leave) -> None:
     """A torchrun ends. What that means for its workers, their own ends tell; before they are there it
     means that they never come."""
     job = turn.job
-    joiners = ((place, joiner) for place, joiner in job.joiners.items() if joiner.node == node)
+    joiners = ((place, joiner) for place, joiner in job.start.joiners.items() if joiner.node == node)
     place = next((place for place, joiner in joiners if joiner.client == up.client), node)
-    if place in job.joined and failed_to_start(turn, place, body.failure, node, up):
+    if place in job.start.joined and failed_to_start(turn, place, body.failure, node, up):
         return
     if _gathering(turn):
         forget(turn, node, up.client)
-        turn.set(abandoned=not turn.job.joiners)
-        if body.signal and not turn.job.joiners and turn.job.phase is JobPhase.GATHERING:
+        turn.change("start", abandoned=not turn.job.start.joiners)
+        if body.signal and not turn.job.start.joiners and turn.job.phase is JobPhase.GATHERING:
             _stopped_by_signal(turn, body)
-    elif place in job.joined:
+    elif place in job.start.joined:
         _gone(turn, place, body)
-    elif place in job.joiners:  # which would have come late
-        turn.set(joiners={other: known for other, known in job.joiners.items() if other != place})
+    elif place in job.start.joiners:  # which would have come late
+        turn.change(
+            "start", joiners={other: known for other, known in job.start.joiners.items() if other != place}
+        )
 
 
 def failed_to_start(
@@ -231,13 +236,13 @@ def failed_to_start(
         return False
     thrown = Thrown(
         device=place,
-        step=job.progress.step,
+        step=job.steps.progress.step,
         kind=failure.kind[:MOST_KIND],
         text=failure.text[:MOST_TEXT],
         traceback=failure.traceback[-MOST_TRACEBACK:],
     )
-    before = next((other for other in job.thrown if _alike(other, thrown)), None)
-    turn.set(thrown=(*job.thrown, thrown)[-MOST_THROWN:])
+    before = next((other for other in job.ending.thrown if _alike(other, thrown)), None)
+    turn.change("ending", thrown=(*job.ending.thrown, thrown)[-MOST_THROWN:])
     what = f"the script failed on {place} before the first plan: {failure.line}"
     turn.note("raised", what, device=place, exception=failure.kind, message=failure.text, code=failure.code)
     if failure.refusal:
@@ -253,15 +258,15 @@ def _gone(turn: Transaction, place: str, body: Leave) -> None:
     """A torchrun ended while the job lives: its place is free for another. Before the first plan the job waits
     for those that are left, if they are enough."""
     job = turn.job
-    joiner = job.joiners.get(place)
-    joined = tuple(other for other in job.joined if other != place)
-    joiners = {other: known for other, known in job.joiners.items() if other != place}
+    joiner = job.start.joiners.get(place)
+    joined = tuple(other for other in job.start.joined if other != place)
+    joiners = {other: known for other, known in job.start.joiners.items() if other != place}
     if not job.starting:
-        turn.set(joined=joined, joiners=joiners)
+        turn.change("start", joined=joined, joiners=joiners)
         return
-    least = joiner.min_nodes if joiner is not None else len(job.joined)
+    least = joiner.min_nodes if joiner is not None else len(job.start.joined)
     if body.how == "finished" and not job.workers:
-        turn.set(joined=joined, joiners=joiners)
+        turn.change("start", joined=joined, joiners=joiners)
         if not joined:
             stop(turn, "its script ended with exit code 0 before a first step: nothing was trained")
         return
@@ -272,8 +277,8 @@ def _gone(turn: Transaction, place: str, body: Leave) -> None:
         how = f": {body.failure.line}" if body.failure is not None else ""
         stop(turn, f"torchrun on {_called(place)} ended before all workers were there{how}")
         return
-    each = job.world_size // len(job.joined) if job.world_size else None
-    turn.set(joined=joined, joiners=joiners, world_size=each * len(joined) if each else None)
+    each = job.start.world_size // len(job.start.joined) if job.start.world_size else None
+    turn.change("start", joined=joined, joiners=joiners, world_size=each * len(joined) if each else None)
 
 
 def _stopped_by_signal(turn: Transaction, body: Leave) -> None:
@@ -287,10 +292,10 @@ def forget(turn: Transaction, node: str, client: str | None = None) -> None:
         return
     joiners = {
         place: joiner
-        for place, joiner in turn.job.joiners.items()
+        for place, joiner in turn.job.start.joiners.items()
         if joiner.node != node or client not in (None, joiner.client)
     }
-    turn.set(joiners=joiners)
+    turn.change("start", joiners=joiners)
 
 
 def complete(turn: Transaction) -> None:
@@ -298,25 +303,26 @@ def complete(turn: Transaction) -> None:
     job = turn.job
     if not _gathering(turn):
         return
-    first = next(iter(job.joiners.values()), None)
-    if first is None or len(job.joiners) < first.min_nodes:
-        turn.set(enough_since=None)
+    first = next(iter(job.start.joiners.values()), None)
+    if first is None or len(job.start.joiners) < first.min_nodes:
+        turn.change("start", enough_since=None)
         if first is not None and job.phase is JobPhase.GATHERING:
             _wait_for_more(turn, first.min_nodes)
         return
-    since = turn.now if job.enough_since is None else job.enough_since
-    turn.set(enough_since=since)
-    early = turn.now - since < turn.settings.gather_seconds or turn.now < job.patient_until
-    if len(job.joiners) < first.max_nodes and early:
+    since = turn.now if job.start.enough_since is None else job.start.enough_since
+    turn.change("start", enough_since=since)
+    early = turn.now - since < turn.settings.gather_seconds or turn.now < job.takeover.patient_until
+    if len(job.start.joiners) < first.max_nodes and early:
         return
-    names = tuple(sorted(job.joiners)[: first.max_nodes])
+    names = tuple(sorted(job.start.joiners)[: first.max_nodes])
     if job.phase is JobPhase.GATHERING:
         turn.enter(JobPhase.ASSEMBLING)
-    turn.set(joined=names, reason="")
+    turn.set(reason="")
+    turn.change("start", joined=names)
     what = "devices" if "/" in names[0] else "nodes"
     turn.note("job_gathered", f"{len(names)} {what} take part: {', '.join(names)}", nodes=list(names))
-    for name in sorted(job.joiners)[first.max_nodes :]:
-        turn.send(job.joiners[name].node, job.joiners[name].client, Rejected(reason=_full(turn)))
+    for name in sorted(job.start.joiners)[first.max_nodes :]:
+        turn.send(job.start.joiners[name].node, job.start.joiners[name].client, Rejected(reason=_full(turn)))
     for name in names:
         _answered(turn, name)
 
@@ -326,7 +332,7 @@ def _wait_for_more(turn: Transaction, least: int) -> None:
     job = turn.job
     if turn.now - job.since < turn.settings.gather_seconds:
         return
-    there = sorted(job.joiners)
+    there = sorted(job.start.joiners)
     what = "devices" if "/" in there[0] else "nodes"
     names = f"{', '.join(there[:MOST_NAMED])}{', ...' if len(there) > MOST_NAMED else ''}"
     lacking, verb = least - len(there), "is" if len(there) == 1 else "are"
@@ -341,7 +347,7 @@ def _wait_for_more(turn: Transaction, least: int) -> None:
 def hello(turn: Transaction, node: str, up: FromClient, body: Hello) -> None:
     """A worker is there: a new one, or one whose agent says again what it said (to a new leader, too)."""
     job = turn.job
-    if job.gone.get(up.device) == up.incarnation:
+    if job.losses.gone.get(up.device) == up.incarnation:
         return  # fenced off: it comes again as another once it hears of that
     if why := uninvited(job, node, up.device):
         turn.send(node, up.client, Rejected(reason=why))
@@ -367,12 +373,13 @@ def hello(turn: Transaction, node: str, up: FromClient, body: Hello) -> None:
     spec = with_known_bytes(body.spec, job.spec)
     if job.spec is None or _measured_bytes(spec) != _measured_bytes(job.spec):
         turn.write(spec)
-    turn.set(spec=spec, world_size=job.world_size or body.world_size, arrived=turn.now)
-    turn.set(likely=max(job.likely, body.longest))
+    turn.set(spec=spec)
+    turn.change("start", world_size=job.start.world_size or body.world_size, arrived=turn.now)
+    turn.change("data", likely=max(job.data.likely, body.longest))
     turn.worker(new_worker(turn, node, up, body))
-    turn.set(probes=job.probes.forgotten(up.device))
+    turn.change("detection", probes=job.detection.probes.forgotten(up.device))
     if job.phase not in (JobPhase.GATHERING, JobPhase.ASSEMBLING):
-        turn.set(decided=None)
+        turn.change("planning", decided=None)
         turn.note("joined", f"worker {up.device} stands by", device=up.device)
 
 
@@ -381,7 +388,7 @@ def hello_after_end(turn: Transaction, node: str, up: FromClient, body: Hello) -
     forgotten before that ends; any other is turned away."""
     job = turn.job
     affirm(turn)
-    if job.gone.get(up.device) == up.incarnation or _is_known(turn, node, up, body):
+    if job.losses.gone.get(up.device) == up.incarnation or _is_known(turn, node, up, body):
         return
     if job.is_member(up.device, up.incarnation):
         turn.worker(new_worker(turn, node, up, body))
@@ -466,7 +473,7 @@ def cannot_read(message: Unread) -> str:
 def assemble(turn: Transaction) -> None:
     """The first plan is due once all workers that torchrun started are there, each at its node's agent."""
     job = turn.job
-    if not job.world_size or len(job.workers) < job.world_size:
+    if not job.start.world_size or len(job.workers) < job.start.world_size:
         return
     if not any(worker.orphan for worker in job.workers.values()):
         turn.enter(JobPhase.PLANNING, reason="")
@@ -476,9 +483,12 @@ def count_again(turn: Transaction) -> None:
     """Counts the nodes again where no first plan can be made, as a user drains the nodes of all workers, and
     torchruns of others wait."""
     job = turn.job
-    late = any(not joiner.answered and not _has_workers(turn, place) for place, joiner in job.joiners.items())
+    late = any(
+        not joiner.answered and not _has_workers(turn, place) for place, joiner in job.start.joiners.items()
+    )
     if late and only_drained(turn):
-        turn.enter(JobPhase.ASSEMBLING, joined=(), world_size=None, enough_since=None, reason="")
+        turn.enter(JobPhase.ASSEMBLING, reason="")
+        turn.change("start", joined=(), world_size=None, enough_since=None)
 
 
 def _unwelcome(turn: Transaction, up: FromClient, body: Hello) -> str:
@@ -501,11 +511,11 @@ def _unwelcome(turn: Transaction, up: FromClient, body: Hello) -> str:
             "start all nodes with the same script and options"
         )
     # After a first plan that failed those are counted that live: workers that start then say other numbers.
-    counted_alike = job.phase in (JobPhase.GATHERING, JobPhase.ASSEMBLING) and job.highest == job.earlier
-    if counted_alike and job.world_size is not None and body.world_size != job.world_size:
+    counted_alike = job.phase in (JobPhase.GATHERING, JobPhase.ASSEMBLING) and job.highest == job.start.earlier
+    if counted_alike and job.start.world_size is not None and body.world_size != job.start.world_size:
         return (
             f"worker {up.device} was started as one of {body.world_size}, the others as one of "
-            f"{job.world_size}: start all nodes with the same --nnodes and --nproc-per-node"
+            f"{job.start.world_size}: start all nodes with the same --nnodes and --nproc-per-node"
         )
     return ""
 

@@ -42,9 +42,9 @@ def lost(turn: Transaction, node: str, gone: WorkerLost) -> None:
         turn.drop(gone.device)
         # A plan that counted on this standby would name a device that is gone; and the rate was that of its
         # worker, the next may be another.
-        turn.set(rates=forget(turn.job.rates, gone.device))
+        turn.change("detection", rates=forget(turn.job.detection.rates, gone.device))
         if not drains:  # no plan counts on who does
-            turn.set(decided=None, remedy=None)
+            turn.change("planning", decided=None, remedy=None)
 
 
 def lost_after_end(turn: Transaction, node: str, gone: WorkerLost) -> None:
@@ -57,10 +57,10 @@ def _died(turn: Transaction, gone: WorkerLost, how: str) -> None:
     """A process that the job needs. Before the first plan its torchrun may start another; whoever only was to
     join costs the proposal alone."""
     job = turn.job
-    turn.set(rates=forget(job.rates, gone.device))
+    turn.change("detection", rates=forget(job.detection.rates, gone.device))
     if job.phase in FALLIBLE:
         joins = job.plan is not None and not job.is_member(gone.device, gone.incarnation)
-        if joins and job.phase is JobPhase.PROPOSED and job.fence is None:
+        if joins and job.phase is JobPhase.PROPOSED and job.losses.fence is None:
             turn.drop(gone.device)
             turn.give_up(how)
             return
@@ -68,7 +68,8 @@ def _died(turn: Transaction, gone: WorkerLost, how: str) -> None:
         return
     turn.drop(gone.device)
     if job.phase is JobPhase.PLANNING:
-        turn.enter(JobPhase.ASSEMBLING, asked=None)
+        turn.enter(JobPhase.ASSEMBLING)
+        turn.change("planning", asked=None)
 
 
 def vanished(turn: Transaction, devices: Sequence[str]) -> None:
@@ -95,7 +96,7 @@ def absent(turn: Transaction) -> None:
     """Members that this leader has never heard of, on nodes whose agents have been back for long enough to tell
     of all that live there."""
     patience = turn.settings.reconnect_seconds
-    if gone := [device for device in turn.job.unmet if turn.here_seconds(node_of(device)) >= patience]:
+    if gone := [device for device in turn.job.takeover.unmet if turn.here_seconds(node_of(device)) >= patience]:
         vanished(turn, gone)
 
 
@@ -113,7 +114,7 @@ def strayed(turn: Transaction) -> None:
     ]
     if gone:
         turn.drop(*gone)
-        turn.set(decided=None, remedy=None)
+        turn.change("planning", decided=None, remedy=None)
         names = ", ".join(sorted(gone))
         turn.note("worker_lost", f"{names}, standing by, cannot be reached: no plan counts on it", devices=gone)
 
@@ -128,9 +129,9 @@ def unheard(turn: Transaction) -> None:
     """Members of a job that is being stopped whose agents are away: they cannot be told. The others go on
     without them to the last checkpoint; who alone holds a part of the state is waited for."""
     job, settings = turn.job, turn.settings
-    if not job.stopping or job.phase is JobPhase.RECOVERING or job.unmet:
+    if not job.ending.stopping or job.phase is JobPhase.RECOVERING or job.takeover.unmet:
         return
-    asked = turn.now - job.stop_asked_at
+    asked = turn.now - job.ending.stop_asked_at
     away = {worker.device: min(asked, _away_seconds(turn, worker)) for worker in job.holders}
     if away and min(away.values()) >= turn.lone_seconds:
         names = ", ".join(sorted(away))
@@ -158,9 +159,9 @@ def called(worker: Worker) -> str:
 def _left(turn: Transaction, how: str) -> None:
     if turn.job.starting:
         stop(turn, f"{how}, before the first step")
-    elif not turn.job.unmet and all(worker.left for worker in _members(turn.job)):
+    elif not turn.job.takeover.unmet and all(worker.left for worker in _members(turn.job)):
         reasons = dict.fromkeys(worker.farewell for worker in turn.job.workers.values() if worker.farewell)
-        why = "; ".join(reasons) or f"after {counted(turn.job.progress.step, 'step')}"
+        why = "; ".join(reasons) or f"after {counted(turn.job.steps.progress.step, 'step')}"
         stop(turn, f"its workers left before the last step: {why}", orderly=True)
     elif turn.job.phase is JobPhase.PROPOSED:
         turn.give_up(how)
@@ -195,7 +196,8 @@ def orphaned(turn: Transaction, node: str) -> None:
     if turn.job.starting:
         then = "the first plan is made once its workers have come back to it"
     if turn.job.phase is JobPhase.PLANNING:
-        turn.enter(JobPhase.ASSEMBLING, asked=None)
+        turn.enter(JobPhase.ASSEMBLING)
+        turn.change("planning", asked=None)
     text = f"node {node}'s agent was started again: {then}"
     turn.note("agent_restarted", text, node=node, devices=[worker.device for worker in workers])
 

@@ -138,18 +138,18 @@ def settle(turn: Transaction) -> None:
     """A new leader's patience ends when all members have reported, or when it has waited long enough; a member
     that is missing then, on a node that did return, died while nobody led."""
     job = turn.job
-    if job.settle_until is None or (turn.now < job.settle_until and not job.all_reported):
+    if job.takeover.settle_until is None or (turn.now < job.takeover.settle_until and not job.all_reported):
         return
     missing = job.unreported()
     if not missing or job.phase is JobPhase.ASSEMBLING:
-        turn.set(settle_until=None)
+        turn.change("takeover", settle_until=None)
         return
     longest = max(turn.here_seconds(node_of(device)) for device in missing)
     if longest >= turn.settings.reconnect_seconds:
-        turn.set(settle_until=None)
+        turn.change("takeover", settle_until=None)
         lost_workers.vanished(turn, missing)
     elif longest < 0:  # none of their nodes is back
-        turn.set(settle_until=None)
+        turn.change("takeover", settle_until=None)
 
 
 # -- the table -----------------------------------------------------------------------------------------------
@@ -279,14 +279,14 @@ def _dispatch(turn: Transaction, event: Event) -> None:
     body = up.body if up is not None else message
     kind = type(body)
     handler = TABLE.get((turn.job.phase, kind))
-    if handler is ignored and turn.job.unadopted is None:
+    if handler is ignored and turn.job.takeover.unadopted is None:
         return
     heard: tuple[object, ...] = (message,)
     if isinstance(event, Received):
         heard = (event.node, message)
     if isinstance(event, Received) and up is not None:
         heard = (event.node, up, body)
-    if turn.job.unadopted is not None:
+    if turn.job.takeover.unadopted is not None:
         adoption.hear(turn, kind, heard)
         return
     if up is not None and kind not in OPENINGS:
@@ -308,10 +308,10 @@ def _speaker(turn: Transaction, up: FromClient) -> Worker | None:
 
 
 def _due(turn: Transaction) -> None:
-    if turn.job.unadopted is not None:
+    if turn.job.takeover.unadopted is not None:
         return
     for act, phases, settled in DUE:
-        if turn.job.phase in phases and not (settled and turn.job.settle_until is not None):
+        if turn.job.phase in phases and not (settled and turn.job.takeover.settle_until is not None):
             act(turn)
 
 
@@ -373,5 +373,5 @@ def _adds(job: JobState, event: Received) -> bool:
 def _alike(before: JobState, after: JobState) -> bool:
     """Returns True if nothing changed that anything could become due from at once. A profile that was fitted is
     asked about with the end of the step: to fit it was enough for one message."""
-    same = before.rates is after.rates and before.phase is after.phase
+    same = before.detection.rates is after.detection.rates and before.phase is after.phase
     return same and len(before.workers) == len(after.workers)

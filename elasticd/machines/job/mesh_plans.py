@@ -20,14 +20,15 @@ from elasticd_planner.spec.cluster import NORMAL, Cluster
 from elasticd_planner.spec.mesh import MeshModel, MeshPlan
 from elasticd_planner.spec.model import item_size
 
-from elasticd.machines.job.state.job_state import Basis, JobState
+from elasticd.machines.job.state.job_state import JobState
+from elasticd.machines.job.state.parts.plan_requests import Basis
 from elasticd.machines.job.state.transaction import Transaction
 from elasticd.records import MeshJobSpec
 
 
 def is_measured(job: JobState) -> bool:
     """Returns True if a whole step of the plan in force was measured."""
-    return bool(job.last_steps) and job.last_steps[-1].plan == job.number
+    return bool(job.steps.last_steps) and job.steps.last_steps[-1].plan == job.number
 
 
 def problem(turn: Transaction, basis: Basis, spec: MeshJobSpec, cluster: Cluster) -> MeshProblem:
@@ -54,7 +55,7 @@ def worth_it(
         return Decision(replan=False, reason="it is the best plan still")
     if new.prediction is None:
         return Decision(replan=False, reason="no step was measured yet")
-    price, moved = measured_price(policy, job.moved), 0
+    price, moved = measured_price(policy, job.switching.moved), 0
     if new.same_mesh(plan):
         price = Price(pause_seconds=0.0, bandwidth=price.bandwidth)
     elif isinstance(job.spec, MeshJobSpec):
@@ -65,7 +66,9 @@ def worth_it(
         new.prediction.step_seconds,
         moved,
         price=price,
-        payoff=payoff_horizon(job.stability, basis.rates, job.rates.step, policy.horizon_steps),
+        payoff=payoff_horizon(
+            job.planning.stability, basis.rates, job.detection.rates.step, policy.horizon_steps
+        ),
     )
 
 
@@ -81,8 +84,8 @@ def bytes_to_move(model: MeshModel, old: MeshPlan, new: MeshPlan) -> int:
 def _seconds(job: JobState) -> tuple[float, float]:
     """Seconds of a sample on a normal device, and of a step beside its slowest lane's computation; zeros before
     a step was measured."""
-    rates, samples, others = job.rates.rates, list[float](), list[float]()
-    for step in job.last_steps:
+    rates, samples, others = job.detection.rates.rates, list[float](), list[float]()
+    for step in job.steps.last_steps:
         columns = (step.column(name).tolist() for name in ("block_seconds", "block_work"))
         rows = zip(step.devices, *columns, strict=True)
         timed = [row for row in rows if row[1] > 0 and row[2] > 0]

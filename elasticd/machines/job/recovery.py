@@ -48,7 +48,7 @@ def peers_lost(turn: Transaction, worker: Worker, body: PeersLost) -> None:
         return
     if job.is_member(worker.device, worker.incarnation) and body.plan in (0, job.number):
         turn.worker(worker, peers_lost_at=turn.now)
-        if body.back >= 0 and job.fence is None:
+        if body.back >= 0 and job.losses.fence is None:
             fault(turn, {}, body.reason, back=body.back)
 
 
@@ -60,7 +60,7 @@ def froze(turn: Transaction, node: str, message: Frozen) -> None:
 
 def stands(turn: Transaction, worker: Worker, body: StateReport) -> None:
     """A worker's answer to a fence. One to a fence that is over is an old word, said again."""
-    if turn.job.fence is not None and body.fence == turn.job.fence.number:
+    if turn.job.losses.fence is not None and body.fence == turn.job.losses.fence.number:
         turn.worker(worker, standing=body, peers_lost_at=None)
 
 
@@ -69,7 +69,7 @@ def suspect(turn: Transaction) -> None:
     job = turn.job
     since = min((w.peers_lost_at for w in job.workers.values() if w.peers_lost_at is not None), default=None)
     still = _without_steps(turn)
-    stopped = still > turn.settings.node_seconds + 2 * job.progress.slowest
+    stopped = still > turn.settings.node_seconds + 2 * job.steps.progress.slowest
     if since is not None or (stopped and job.phase in (JobPhase.RUNNING, JobPhase.ABORTING)):
         away = _unreachable(turn)
         if away:
@@ -78,7 +78,7 @@ def suspect(turn: Transaction) -> None:
             if not _awaited(turn, nodes, away, why):
                 fault(turn, away, why)
             return
-    halted = still > turn.settings.hang_seconds + 2 * job.progress.slowest
+    halted = still > turn.settings.hang_seconds + 2 * job.steps.progress.slowest
     if since is None and not halted:
         return
     frozen = [worker for worker in _owners(turn) if worker.frozen]
@@ -92,7 +92,7 @@ def suspect(turn: Transaction) -> None:
         gone, why = incarnations(halted_workers), described(turn, halted_workers)
         if not _spared(turn, gone, why):
             note(turn, halted_workers)
-            turn.set(stuck_step=job.progress.step)
+            turn.change("losses", stuck_step=job.steps.progress.step)
             fault(turn, gone, why)
         return
     if since is None and (why := apart(turn)):
@@ -110,7 +110,7 @@ def _without_steps(turn: Transaction) -> float:
     """Seconds without a step. They count while there is somebody to tell of one: agents that come back after a
     pause of their network, of etcd or of the leader come one after the other."""
     heard = max((turn.here_seconds(node) for node in {worker.node for worker in _owners(turn)}), default=0.0)
-    return min(turn.now - turn.job.progress.at, max(heard, 0.0))
+    return min(turn.now - turn.job.steps.progress.at, max(heard, 0.0))
 
 
 def _spared(turn: Transaction, found: Collection[str], why: str) -> bool:
@@ -136,7 +136,7 @@ def lost_without(turn: Transaction, found: Collection[str]) -> str:
         lacking = survey(turn)
         return lacking if isinstance(lacking, str) else ""
     holders = set(plan.members) if plan is not None else set()
-    if job.fence is not None:
+    if job.losses.fence is not None:
         recovery = (
             job.proposal.recovery if job.proposal is not None and job.phase is JobPhase.PROPOSED else None
         )
@@ -148,7 +148,9 @@ def lost_without(turn: Transaction, found: Collection[str]) -> str:
 def _awaited(turn: Transaction, nodes: Collection[str], away: Collection[str], why: str) -> bool:
     """Returns True if nodes are waited for longer than others: the job would end without what they hold, and
     most networks that break are mended within a minute."""
-    takeover = turn.job.patient_until - turn.settings.reconnect_seconds  # of nodes that this leader never met
+    takeover = (
+        turn.job.takeover.patient_until - turn.settings.reconnect_seconds
+    )  # of nodes that this leader never met
     since = [turn.nodes[name].since if name in turn.nodes else takeover for name in nodes]
     return all(turn.now - each < turn.lone_seconds for each in since) and _spared(turn, away, why)
 
@@ -172,12 +174,12 @@ def _unreachable(turn: Transaction) -> dict[str, str]:
 def recover(turn: Transaction) -> None:
     """Proposes the recovery once all that live have said what they hold and there is a plan for them."""
     job = turn.job
-    if job.fence is None:
+    if job.losses.fence is None:
         return
     owners = _owners(turn)
-    silent = [w for w in owners if w.standing is None or w.standing.fence != job.fence.number]
-    if silent and job.fence.epoch < turn.epoch:
-        fault(turn, {}, job.fence.reason)  # agents that have seen this leader refuse the word of the one before
+    silent = [w for w in owners if w.standing is None or w.standing.fence != job.losses.fence.number]
+    if silent and job.losses.fence.epoch < turn.epoch:
+        fault(turn, {}, job.losses.fence.reason)  # agents that have seen this leader refuse the word of the one before
         return
     if silent:
         _silent(turn, silent)
@@ -185,9 +187,9 @@ def recover(turn: Transaction) -> None:
     if divided(turn, owners, lambda nodes: isinstance(survey(turn, nodes), Source)):
         return
     source = survey(turn)
-    if job.fence.back >= 0 and isinstance(older_one := older(turn, survivors=True), Source):
+    if job.losses.fence.back >= 0 and isinstance(older_one := older(turn, survivors=True), Source):
         source = older_one
-    if job.failing:
+    if job.ending.failing:
         _once_more(turn, source)
     elif isinstance(source, str):
         _go_back(turn, source, survivors=bool(owners))
@@ -197,20 +199,20 @@ def recover(turn: Transaction) -> None:
 
 def _go_on(turn: Transaction, source: Source) -> None:
     job = turn.job
-    assert job.fence is not None
-    if job.remedy is not None:
-        recovery = msgspec.structs.replace(source.recovery, leave_out=job.fence.back)
+    assert job.losses.fence is not None
+    if job.planning.remedy is not None:
+        recovery = msgspec.structs.replace(source.recovery, leave_out=job.losses.fence.back)
         source = msgspec.structs.replace(source, recovery=recovery)
-        propose(turn, job.remedy.plan, job.remedy.problem, job.fence.reason, source)
+        propose(turn, job.planning.remedy.plan, job.planning.remedy.problem, job.losses.fence.reason, source)
 
 
 def _once_more(turn: Transaction, source: Source | str) -> None:
     """The plan in force, under which its members make a last checkpoint (`raised`)."""
     problem = replan.problem_now(turn)
     if isinstance(source, Source) and problem is not None and turn.job.plan is not None:
-        propose(turn, turn.job.plan, problem, turn.job.failing, source)
+        propose(turn, turn.job.plan, problem, turn.job.ending.failing, source)
     if turn.job.phase is JobPhase.RECOVERING:
-        stop(turn, f"{turn.job.failing}; no last checkpoint could be made")
+        stop(turn, f"{turn.job.ending.failing}; no last checkpoint could be made")
 
 
 def _silent(turn: Transaction, silent: list[Worker]) -> None:
@@ -225,7 +227,7 @@ def _silent(turn: Transaction, silent: list[Worker]) -> None:
         return
     names = ", ".join(sorted(worker.device for worker in late))
     lacking = survey(turn)
-    waited = turn.job.plan is not None and not turn.job.failing
+    waited = turn.job.plan is not None and not turn.job.ending.failing
     if isinstance(lacking, str) and waited and not older_state(turn):
         waits(turn, f"{names} may live, and hold what nobody else does ({lacking}): no answer since the fence")
         return
@@ -240,7 +242,7 @@ def _leavers_wait(turn: Transaction, late: list[Worker]) -> float:
     the job would end. That is not for long where the others were told to go: they end by themselves soon."""
     job, absent = turn.job, {worker.device for worker in late}
     here = [each for each in job.workers.values() if not each.left and each.device not in absent]
-    if job.stopping or not here or not all(worker.draining or worker.raised for worker in here):
+    if job.ending.stopping or not here or not all(worker.draining or worker.raised for worker in here):
         return 0.0
     saves = any(worker.saves for worker in here)
     return turn.settings.stand_seconds if saves else turn.settings.lone_seconds
@@ -250,12 +252,14 @@ def _late(turn: Transaction, worker: Worker) -> bool:
     """Returns True if it has had its time to answer. One that this leader never met had it while agents came
     back."""
     job, settings, node = turn.job, turn.settings, turn.nodes.get(worker.node)
-    if worker.device in job.unmet:
-        since = max(node.since if node is not None else 0.0, job.patient_until - settings.reconnect_seconds)
+    if worker.device in job.takeover.unmet:
+        since = max(
+            node.since if node is not None else 0.0, job.takeover.patient_until - settings.reconnect_seconds
+        )
         return turn.now - since >= settings.reconnect_seconds
     since = max(job.since, worker.halted_at if worker.halted is None else job.since)
     if turn.here(worker.node):  # in a step it comes to rest at its next collective, almost a step away maybe
-        return turn.now - since >= settings.stand_seconds + 2 * job.progress.slowest
+        return turn.now - since >= settings.stand_seconds + 2 * job.steps.progress.slowest
     return turn.now - max(since, node.since if node is not None else since) >= settings.reconnect_seconds
 
 
@@ -263,11 +267,11 @@ def _go_back(turn: Transaction, lost: str, *, survivors: bool) -> None:
     """No plan's copies are whole: the newest older state is taken, or waited for. Before anything was trained,
     the job starts anew; else it ends, and says what is lost."""
     job = turn.job
-    if turn.now < job.patient_until:
+    if turn.now < job.takeover.patient_until:
         return  # agents are still on their way to this leader, and with them what they keep
     source = older(turn, survivors=survivors)
     if ending(turn) and survivors and (source is None or (isinstance(source, Source) and source.plan is None)):
-        ends_unsaved(turn, f"{job.fence.reason if job.fence is not None else 'a loss'}; {lost}")
+        ends_unsaved(turn, f"{job.losses.fence.reason if job.losses.fence is not None else 'a loss'}; {lost}")
         return
     if isinstance(source, Source):
         _go_on(turn, source)
@@ -279,9 +283,9 @@ def _go_back(turn: Transaction, lost: str, *, survivors: bool) -> None:
     if job.plan is None and not any(_copies(turn, worker) for worker in _owners(turn)):
         _begin_anew(turn)
         return
-    assert job.fence is not None
+    assert job.losses.fence is not None
     stop(
-        turn, f"{job.fence.reason}; state is lost: {lost}, and there is no snapshot or checkpoint to go back to"
+        turn, f"{job.losses.fence.reason}; state is lost: {lost}, and there is no snapshot or checkpoint to go back to"
     )
 
 
@@ -289,21 +293,26 @@ def _begin_anew(turn: Transaction) -> None:
     """Has another first plan made, as nothing was trained, for the workers that live. Where there are none,
     torchruns start others, and are counted again."""
     # The plan that was made meanwhile was to go on from a fence that is no more: another is asked for.
-    turn.set(proposal=None, fence=None, remedy=None, decided=None, unmet={})
+    turn.set(proposal=None)
+    turn.change("losses", fence=None)
+    turn.change("planning", remedy=None, decided=None)
+    turn.change("takeover", unmet={})
     workers = turn.job.workers.values()
     if not workers:
-        turn.enter(JobPhase.ASSEMBLING, joined=(), world_size=None, enough_since=None, reason="")
+        turn.enter(JobPhase.ASSEMBLING, reason="")
+        turn.change("start", joined=(), world_size=None, enough_since=None)
         return
     places = {place for worker in workers for place in (worker.node, worker.device)}
-    joined = tuple(place for place in turn.job.joined if place in places)
-    turn.enter(JobPhase.PLANNING, joined=joined, world_size=len(workers))
+    joined = tuple(place for place in turn.job.start.joined if place in places)
+    turn.enter(JobPhase.PLANNING)
+    turn.change("start", joined=joined, world_size=len(workers))
 
 
 def survey(turn: Transaction, nodes: Collection[str] | None = None) -> Source | str:
     """The plan that survivors (on these nodes) are farthest under and hold all of, snapshots of the same step
     counted where none is as far without; or what is lacking of the best."""
     job = turn.job
-    assert job.fence is not None
+    assert job.losses.fence is not None
     assert job.spec is not None
     lacking = "no member that lives holds any copy"
     options = []
@@ -325,7 +334,7 @@ def survey(turn: Transaction, nodes: Collection[str] | None = None) -> Source | 
         source = Source(
             plan=plan,
             recovery=Recovery(
-                fence=job.fence.number,
+                fence=job.losses.fence.number,
                 step=step,
                 sources={device: plan.binding[device] for device in plan.members if device in sources},
                 vote=vote,
@@ -353,7 +362,7 @@ def _vote(turn: Transaction, step: int) -> Vote | None:
 
 def _answer(turn: Transaction, worker: Worker) -> StateReport | None:
     """Its report after the last fence; the state of an earlier report may be gone."""
-    fence, standing = turn.job.fence, worker.standing
+    fence, standing = turn.job.losses.fence, worker.standing
     return standing if standing is not None and fence is not None and standing.fence == fence.number else None
 
 
@@ -367,5 +376,5 @@ def _owners(turn: Transaction) -> list[Worker]:
     not met yet, of which it knows the names."""
     job = turn.job
     owners = {worker.device: worker for plan in job.candidates for worker in job.bound(plan)}
-    unmet = (stranger(device, one) for device, one in job.unmet.items())
+    unmet = (stranger(device, one) for device, one in job.takeover.unmet.items())
     return [*(worker for worker in owners.values() if not worker.left), *unmet]

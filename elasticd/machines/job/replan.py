@@ -45,17 +45,9 @@ from elasticd.machines.job.measurements import (
     step_prediction,
 )
 from elasticd.machines.job.state.events import Planned, RequestPlan
-from elasticd.machines.job.state.job_state import (
-    Asked,
-    Basis,
-    Deferred,
-    JobPhase,
-    JobProgress,
-    JobState,
-    LeftOut,
-    Remedy,
-    Worker,
-)
+from elasticd.machines.job.state.job_state import JobPhase, JobState, Worker
+from elasticd.machines.job.state.parts.job_steps import JobProgress, LeftOut
+from elasticd.machines.job.state.parts.plan_requests import Asked, Basis, Deferred, Remedy
 from elasticd.machines.job.state.transaction import Transaction
 from elasticd.machines.job.switch import no_capacity, propose
 from elasticd.records import AnyJobSpec, JobSpec, MeshJobSpec
@@ -80,49 +72,49 @@ def measured(turn: Transaction, worker: Worker, report: Report) -> None:
     job, measurement = turn.job, report.measurement
     if report.loss is not None or report.tokens is not None:  # rank 0's, which speaks for the step
         done = measurement.step + 1  # a step's index is the number of updates before it
-        slowest = max(measurement.step_seconds, FADING * job.progress.slowest)
+        slowest = max(measurement.step_seconds, FADING * job.steps.progress.slowest)
         progress = JobProgress(step=done, at=turn.now, slowest=slowest)
-        turn.set(progress=progress, batch=measurement.batch)
+        turn.change("steps", progress=progress, batch=measurement.batch)
         _left_out(turn, report)
         if measurement.plan == job.number:
             stepped(turn)
             if job.phase is JobPhase.RUNNING and job.reason:  # a hang that was none
                 turn.set(reason="")
-    if turn.now - turn.job.progress.at > FINE_SECONDS:
-        turn.set(progress=msgspec.structs.replace(turn.job.progress, at=turn.now))
+    if turn.now - turn.job.steps.progress.at > FINE_SECONDS:
+        turn.change("steps", progress=msgspec.structs.replace(turn.job.steps.progress, at=turn.now))
     data_lengths.reported(turn, measurement)
     expert_rows.reported(turn, measurement)
     plan = job.plan
     if plan is None or measurement.plan != plan.number or measurement.device not in plan.binding:
         return
-    if measurement.step not in job.gathered and isinstance(plan, Plan):
+    if measurement.step not in job.steps.gathered and isinstance(plan, Plan):
         _fit(turn, plan)
-    step = job.gathered.get(measurement.step, NONE_REPORTED).after(measurement)
+    step = job.steps.gathered.get(measurement.step, NONE_REPORTED).after(measurement)
     gathered = {
         number: reported
-        for number, reported in {**job.gathered, measurement.step: step}.items()
+        for number, reported in {**job.steps.gathered, measurement.step: step}.items()
         if number > measurement.step - MOST_PARTIAL
     }
     if step.count < len(plan.binding):
-        turn.set(gathered=gathered)
+        turn.change("steps", gathered=gathered)
         return
     del gathered[measurement.step]
-    turn.set(gathered=gathered)
+    turn.change("steps", gathered=gathered)
     _observe(turn, plan, step.whole(plan.number, measurement.step, plan.members))
 
 
 def _left_out(turn: Transaction, report: Report) -> None:
     """Tells of steps that change no weight: of the first, at every tenfold of them, and when they end."""
-    before, step = turn.job.left_out, report.measurement.step
+    before, step = turn.job.steps.left_out, report.measurement.step
     if not report.left_out:
         if before is not None:
-            turn.set(left_out=None)
+            turn.change("steps", left_out=None)
             text = f"step {step} changed weights again, after {counted(before.count, 'step')} that changed none"
             turn.note("no_progress", text, step=step, count=0)
         return
     first = step - report.left_out + 1
     now = LeftOut(first=first, count=report.left_out, why=shortened(report.left_out_why, MOST_WHY))
-    turn.set(left_out=now)
+    turn.change("steps", left_out=now)
     if before is None or before.first != first or len(str(before.count)) != len(str(now.count)):
         turn.note("no_progress", now.words, step=first, count=now.count)
 
@@ -131,13 +123,13 @@ def _judged(turn: Transaction, plan: JobPlan, step: Step) -> Observed:
     """The slowdowns after a whole step."""
     job, detect = turn.job, turn.settings.detect
     if isinstance(plan, Plan) and expert_rows.unjudged(turn, plan):
-        return job.rates, ()
-    if job.profile is None or not isinstance(plan, Plan):
-        return observe(job.rates, step, detect)
+        return job.detection.rates, ()
+    if job.learned.profile is None or not isinstance(plan, Plan):
+        return observe(job.detection.rates, step, detect)
     if len(plan.modules) == 1:
-        return observe(job.rates, step, detect, expectation(job.profile, plan))
-    rates = job.rates
-    profiles, sigma = _profiles(turn, plan, job.profile), max(detect.noise, rates.noise)
+        return observe(job.detection.rates, step, detect, expectation(job.learned.profile, plan))
+    rates = job.detection.rates
+    profiles, sigma = _profiles(turn, plan, job.learned.profile), max(detect.noise, rates.noise)
     resizing = item_counts.resizing(job)
     spec = job.pipeline_spec
     step = as_one(step, plan, profiles, rates.rates, sigma, _rises(spec), resizing, _timed(spec))
@@ -159,7 +151,7 @@ def _timed(spec: JobSpec | None) -> list[str]:
 
 def _profiles(turn: Transaction, plan: Plan, profile: ModelProfile) -> dict[str, ModelProfile]:
     """Of all modules of a plan of several, by name; `profile` is that of the module with the loss."""
-    others = {module.name: module.profile for module in turn.job.modules}
+    others = {module.name: module.profile for module in turn.job.learned.modules}
     return {**others, plan.loss_module.module: profile}
 
 
@@ -167,35 +159,35 @@ def _observe(turn: Transaction, plan: JobPlan, step: Step) -> None:
     """A whole step: who became slow or recovered, and one more sample for the profile's fit."""
     if isinstance(plan, Plan):
         step = with_work(step, expert_rows.work(turn, plan))  # a device with more rows is not slower
-    last = tuple(known for known in turn.job.last_steps if known.plan == plan.number)
-    turn.set(last_steps=(*last, step)[-MOST_RECENT:])
+    last = tuple(known for known in turn.job.steps.last_steps if known.plan == plan.number)
+    turn.change("steps", last_steps=(*last, step)[-MOST_RECENT:])
     if isinstance(plan, Plan):
         item_counts.measured(turn, plan, step)  # a device is judged by profiles of the items that there are
     rates, changes = _judged(turn, plan, step)
-    turn.set(rates=rates)
+    turn.change("detection", rates=rates)
     data_lengths.measured(turn, step)
     idle_probes.told(turn, changes)
     if not isinstance(plan, Plan):
         return
     lane_shares.measured(turn, plan, step)
-    profile = turn.job.profile
-    if profile is None or turn.job.taught_by == plan.number or not _teaches(turn, plan, profile):
+    profile = turn.job.learned.profile
+    if profile is None or turn.job.learned.taught_by == plan.number or not _teaches(turn, plan, profile):
         return
     # The first step of a plan has the cost of everything that is done once; a step before a rate changed was
     # made at others than those that the fit would take it for.
-    earlier = tuple(sample for sample in turn.job.sampled if sample.plan == plan.number)
-    first = turn.job.first_step if turn.job.first_step is not None else step.step
+    earlier = tuple(sample for sample in turn.job.learned.sampled if sample.plan == plan.number)
+    first = turn.job.learned.first_step if turn.job.learned.first_step is not None else step.step
     sampled = () if changes or step.step == first else (*earlier, step)
-    turn.set(first_step=first, sampled=sampled)
+    turn.change("learned", first_step=first, sampled=sampled)
 
 
 def _fit(turn: Transaction, plan: Plan) -> None:
     """Fits the profile once there are steps enough. The first report of the next step brings it about: the last
     one of a step brings about its judgement, which is enough for one message."""
-    profile, sampled = turn.job.profile, turn.job.sampled
+    profile, sampled = turn.job.learned.profile, turn.job.learned.sampled
     if profile is None or len(sampled) < turn.settings.fit_steps or sampled[-1].plan != plan.number:
         return
-    turn.set(sampled=(), first_step=None)
+    turn.change("learned", sampled=(), first_step=None)
     try:
         packed = data_lengths.packed(turn.job)
         links = step_prediction.links_of(turn.settings)
@@ -203,12 +195,17 @@ def _fit(turn: Transaction, plan: Plan) -> None:
             profile = _fit_modules(turn, plan, profile, sampled, packed)
         else:
             load = expert_rows.in_force(turn)
-            profile = fit(profile, plan, sampled, links, turn.job.rates.rates, packed, load)
+            profile = fit(profile, plan, sampled, links, turn.job.detection.rates.rates, packed, load)
     except Invalid as error:  # what the workers measured makes no sense
         turn.note("refused", f"the profile stays as it is: {error}", number=plan.number)
         return
     guessed = turn.job.prediction_guessed
-    turn.set(profile=profile, taught_by=plan.number, rehearsed=turn.job.rehearsed - plan.loss_view.tp_widths)
+    turn.change(
+        "learned",
+        profile=profile,
+        taught_by=plan.number,
+        rehearsed=turn.job.learned.rehearsed - plan.loss_view.tp_widths,
+    )
     before, seconds = turn.job.predicted_seconds, step_prediction.predict_anew(turn, packed)
     step_prediction.keep_profile(turn)
     text = f"profile fitted from {len(sampled)} steps of plan {plan.number}"
@@ -232,24 +229,26 @@ def _fit_modules(
     load = expert_rows.in_force(turn)
 
     def modules(profiles: Mapping[str, ModelProfile]) -> tuple[ModuleProblem, ...]:
-        return tuple(msgspec.structs.replace(each, profile=profiles[each.name]) for each in job.modules)
+        return tuple(msgspec.structs.replace(each, profile=profiles[each.name]) for each in job.learned.modules)
 
     def predicted(profiles: Mapping[str, ModelProfile]) -> float:
         own, others = profiles[loss], modules(profiles)
-        return step_prediction.modules_seconds(plan, settings, own, others, job.rates.rates, load, packed)
+        return step_prediction.modules_seconds(
+            plan, settings, own, others, job.detection.rates.rates, load, packed
+        )
 
     links, known = step_prediction.links_of(settings), _profiles(turn, plan, profile)
-    fitted = fit_modules(known, plan, steps, links, predicted, job.rates.rates)
-    turn.set(modules=modules(fitted))
+    fitted = fit_modules(known, plan, steps, links, predicted, job.detection.rates.rates)
+    turn.change("learned", modules=modules(fitted))
     return fitted[loss]
 
 
 def _teaches(turn: Transaction, plan: Plan, profile: ModelProfile) -> bool:
     """Returns True if steps of `plan` tell what the profile only guesses: seconds, before the first fit, or
     those of an all-reduce in groups as wide as the plan's, which may have been rehearsed, but not in steps."""
-    if not profile.fitted or not all(module.profile.fitted for module in turn.job.modules):
+    if not profile.fitted or not all(module.profile.fitted for module in turn.job.learned.modules):
         return True
-    known = profile.collective_seconds.keys() - turn.job.rehearsed
+    known = profile.collective_seconds.keys() - turn.job.learned.rehearsed
     return profile.block.collectives > 0 and not plan.loss_view.tp_widths <= known
 
 
@@ -259,15 +258,15 @@ def request(turn: Transaction) -> None:
     fitted a running plan stays: derived seconds cannot tell whether a move pays. It also stays while replanning
     is paused, and where the job keeps its plan."""
     job = turn.job
-    if job.failing or job.spec is None or not all_there(turn):
+    if job.ending.failing or job.spec is None or not all_there(turn):
         return
-    if job.stopping and job.phase is not JobPhase.RECOVERING:
+    if job.ending.stopping and job.phase is not JobPhase.RECOVERING:
         return
     if job.phase is JobPhase.PLANNING:
         if idle_probes.awaited(turn):
             return
         spec = job.pipeline_spec
-        guessed = _guessed(turn, spec) if spec is not None and job.profile is None else None
+        guessed = _guessed(turn, spec) if spec is not None and job.learned.profile is None else None
         if guessed is not None and all_reduce_probes.awaited(turn, guessed):
             return
     idle_probes.judge(turn)
@@ -292,22 +291,22 @@ def _request(turn: Transaction) -> None:
         turn.drop_request()  # the last of them began to drain meanwhile
         return
     basis = _basis(turn, devices, profile)
-    if job.asked is not None:
-        if job.asked.basis == basis:
+    if job.planning.asked is not None:
+        if job.planning.asked.basis == basis:
             return
     elif turn.now < _due(job, basis):
         return
-    elif basis == job.decided:
-        if not ripe(job) or job.deferred is None or job.deferred.basis != basis:
+    elif basis == job.planning.decided:
+        if not ripe(job) or job.planning.deferred is None or job.planning.deferred.basis != basis:
             return
-        if expert_rows.newest(turn, job) in (None, job.experts):
-            _weigh(turn, job.plan, job.deferred)
+        if expert_rows.newest(turn, job) in (None, job.learned.experts):
+            _weigh(turn, job.plan, job.planning.deferred)
             return
     expert_rows.renewed(turn)  # whatever else it is asked for
     basis = _basis(turn, devices, profile)
     problem = _problem(turn, basis, job.spec)
-    token = job.token + 1
-    turn.set(asked=Asked(token=token, basis=basis, problem=problem), token=token, deferred=None)
+    token = job.planning.token + 1
+    turn.change("planning", asked=Asked(token=token, basis=basis, problem=problem), token=token, deferred=None)
     turn.effects.append(RequestPlan(job=job.job, token=token, problem=problem))
     slow = ", ".join(f"{device} {rate:.2f}x" for device, rate in sorted(basis.rates.items()))
     turn.note(
@@ -320,12 +319,12 @@ def _profile(turn: Transaction) -> ModelProfile | None:
     spec = turn.job.pipeline_spec
     if spec is None:
         return None
-    if turn.job.profile is None:
+    if turn.job.learned.profile is None:
         all_reduce_probes.learn(turn, _guessed(turn, spec))
-    if spec.modules and not turn.job.modules:  # it is new, or its last leader knew none of them
-        turn.set(modules=_guessed_modules(turn, spec))
-    assert turn.job.profile is not None
-    return turn.job.profile
+    if spec.modules and not turn.job.learned.modules:  # it is new, or its last leader knew none of them
+        turn.change("learned", modules=_guessed_modules(turn, spec))
+    assert turn.job.learned.profile is not None
+    return turn.job.learned.profile
 
 
 def _kept(turn: Transaction) -> bool:
@@ -337,9 +336,9 @@ def _kept(turn: Transaction) -> bool:
 
 def _told_kept(turn: Transaction, basis: Basis) -> None:
     """Says once for each basis that no plan is asked for."""
-    if basis == turn.job.decided:
+    if basis == turn.job.planning.decided:
         return
-    turn.set(decided=basis)
+    turn.change("planning", decided=basis)
     number = turn.job.number
     reason = "the job keeps its plan (ParallelismOptions.keep_plan)"
     turn.note("kept_plan", f"plan {number} stays: {reason}", number=number, reason=reason, again_in=None)
@@ -416,15 +415,15 @@ def loss_module(spec: JobSpec) -> str:
 def problem_now(turn: Transaction) -> JobProblem | None:
     """The problem that a plan would be made for now; None before the first was."""
     job, devices = turn.job, _devices(turn)
-    if job.spec is None or not devices or (job.profile is None and job.pipeline_spec is not None):
+    if job.spec is None or not devices or (job.learned.profile is None and job.pipeline_spec is not None):
         return None
-    return _problem(turn, _basis(turn, devices, job.profile), job.spec)
+    return _problem(turn, _basis(turn, devices, job.learned.profile), job.spec)
 
 
 def _basis(turn: Transaction, devices: tuple[Device, ...], profile: ModelProfile | None) -> Basis:
     """Chunks make a search several times as long: not while survivors stand still. They are asked for again
     once the job runs."""
-    rates = turn.job.rates.rates
+    rates = turn.job.detection.rates.rates
     names = {device.name for device in devices} if rates else set()
     slow = {name: rate for name, rate in rates.items() if name in names}
     if profile is None:
@@ -446,7 +445,7 @@ def _basis(turn: Transaction, devices: tuple[Device, ...], profile: ModelProfile
 
 def _experts(turn: Transaction) -> ExpertLoad | None:
     """The load by which experts are placed, with the copies that the policy allows now."""
-    load, policy = turn.job.experts, turn.settings.policy
+    load, policy = turn.job.learned.experts, turn.settings.policy
     if load is None or policy.experts != "load":
         return None
     return msgspec.structs.replace(load, replicas=policy.expert_replicas)
@@ -459,7 +458,7 @@ def _modules(turn: Transaction, profile: ModelProfile) -> tuple[ModuleProblem, .
     if spec is None or not spec.modules:
         return ()
     pace = profile.block.seconds / _guessed(turn, spec).block.seconds
-    listed = turn.job.modules or _guessed_modules(turn, spec)
+    listed = turn.job.learned.modules or _guessed_modules(turn, spec)
     return tuple(module if module.profile.fitted else _paced(module, pace) for module in listed)
 
 
@@ -501,8 +500,10 @@ def _problem(turn: Transaction, basis: Basis, spec: AnyJobSpec) -> JobProblem:
 
 def _due(job: JobState, basis: Basis) -> float:
     """When a plan may be made from `basis`: one that others were given up for waits longer."""
-    setback = job.setback
-    return max(job.not_before, setback.until if setback is not None and setback.basis == basis else 0.0)
+    setback = job.planning.setback
+    return max(
+        job.planning.not_before, setback.until if setback is not None and setback.basis == basis else 0.0
+    )
 
 
 def first_plan(turn: Transaction, event: Planned) -> None:
@@ -510,7 +511,7 @@ def first_plan(turn: Transaction, event: Planned) -> None:
     if (asked := _answered(turn, event)) is None:
         return
     if plan := event.plan:
-        again = "the job was started again: " if turn.job.earlier else ""
+        again = "the job was started again: " if turn.job.start.earlier else ""
         propose(turn, plan, asked.problem, f"{again}{plan.reason or 'the first plan'}")
         return
     why = event.refusal
@@ -520,9 +521,9 @@ def first_plan(turn: Transaction, event: Planned) -> None:
 def next_plan(turn: Transaction, event: Planned) -> None:
     """The planner's answer while a plan runs: weighed against it."""
     if ending(turn) or (_kept(turn) and not to_leave(turn)):
-        if turn.job.asked is not None and turn.job.asked.token == event.token:
-            turn.set(
-                asked=None
+        if turn.job.planning.asked is not None and turn.job.planning.asked.token == event.token:
+            turn.change(
+                "planning", asked=None
             )  # paused meanwhile: asked again once that ends; nobody is left to switch in an end
         return
     if (asked := _answered(turn, event)) is None:
@@ -532,7 +533,7 @@ def next_plan(turn: Transaction, event: Planned) -> None:
         text = f"plan {job.number} stays, there is no other: {event.refusal}"
         turn.note("refused", text, number=job.number)
         return
-    step = job.rates.step
+    step = job.detection.rates.step
     _weigh(turn, job.plan, Deferred(basis=asked.basis, problem=asked.problem, answer=event.answer, step=step))
 
 
@@ -541,7 +542,7 @@ def recovery_plan(turn: Transaction, event: Planned) -> None:
     if (asked := _answered(turn, event)) is None:
         return
     if plan := event.plan:
-        turn.set(remedy=Remedy(basis=asked.basis, problem=asked.problem, plan=plan))
+        turn.change("planning", remedy=Remedy(basis=asked.basis, problem=asked.problem, plan=plan))
         return
     why = event.refusal
     if not unplanned(turn, why) and not user_exceptions.unplanned(turn, why):
@@ -550,10 +551,10 @@ def recovery_plan(turn: Transaction, event: Planned) -> None:
 
 def _answered(turn: Transaction, event: Planned) -> Asked | None:
     """The request that this answers, if it is the newest; it is decided by now."""
-    asked = turn.job.asked
+    asked = turn.job.planning.asked
     if asked is None or asked.token != event.token:
         return None
-    turn.set(asked=None, decided=asked.basis)
+    turn.change("planning", asked=None, decided=asked.basis)
     return asked
 
 
@@ -567,7 +568,7 @@ def remedy(spec: AnyJobSpec | None, why: str) -> str:
 def ripe(job: JobState) -> bool:
     """Returns True if an answer that was worth no switch may have become worth one, since its basis has
     held."""
-    return job.deferred is not None and job.rates.step >= job.deferred.step
+    return job.planning.deferred is not None and job.detection.rates.step >= job.planning.deferred.step
 
 
 def _weigh(turn: Transaction, plan: JobPlan | None, found: Deferred) -> None:
@@ -577,14 +578,14 @@ def _weigh(turn: Transaction, plan: JobPlan | None, found: Deferred) -> None:
     assert new is not None
     decision = _worth_it(turn, plan, new, found)
     if decision.replan:
-        turn.set(deferred=None)
+        turn.change("planning", deferred=None)
         propose(turn, new, found.problem, decision.reason)
         return
-    step = turn.job.rates.step
+    step = turn.job.detection.rates.step
     if decision.again_in is None:
-        turn.set(deferred=None, stability=settled(turn.job.stability, step))
+        turn.change("planning", deferred=None, stability=settled(turn.job.planning.stability, step))
     else:
-        turn.set(deferred=msgspec.structs.replace(found, step=step + decision.again_in))
+        turn.change("planning", deferred=msgspec.structs.replace(found, step=step + decision.again_in))
     reason = decision.reason
     turn.note(
         "kept_plan",
@@ -613,8 +614,10 @@ def _worth_it(turn: Transaction, plan: JobPlan, new: JobPlan, found: Deferred) -
         found.answer.current_seconds,
         seconds,
         _bytes_to_move(found.problem, plan, new),
-        price=measured_price(policy, job.moved),
-        payoff=payoff_horizon(job.stability, found.basis.rates, job.rates.step, policy.horizon_steps),
+        price=measured_price(policy, job.switching.moved),
+        payoff=payoff_horizon(
+            job.planning.stability, found.basis.rates, job.detection.rates.step, policy.horizon_steps
+        ),
     )
     if new.strategies[0].untimed != plan.strategies[0].untimed:
         return decision
@@ -641,7 +644,7 @@ def _bytes_to_move(problem: Problem, old: Plan, new: Plan) -> int:
 def all_there(turn: Transaction) -> bool:
     """Returns True if a proposal could be prepared now: all members reported, on nodes that can be reached."""
     job = turn.job
-    if job.settle_until is not None and job.phase in (JobPhase.RUNNING, JobPhase.RECOVERING):
+    if job.takeover.settle_until is not None and job.phase in (JobPhase.RUNNING, JobPhase.RECOVERING):
         return False
     nodes = {worker.node for worker in job.workers.values()}
     if job.phase is JobPhase.RECOVERING:  # who is lost, is lost

@@ -24,7 +24,9 @@ from elasticd.machines.job.lifecycle.drain import ending, preempted
 from elasticd.machines.job.lifecycle.fence import fault, resolved
 from elasticd.machines.job.lifecycle.job_end import aborted, stop
 from elasticd.machines.job.lifecycle.stop_request import ends_unsaved
-from elasticd.machines.job.state.job_state import JobPhase, JobProgress, Setback, Worker, incarnations
+from elasticd.machines.job.state.job_state import JobPhase, Worker, incarnations
+from elasticd.machines.job.state.parts.job_steps import JobProgress
+from elasticd.machines.job.state.parts.plan_requests import Setback
 from elasticd.machines.job.state.transaction import Transaction, doubled
 from elasticd.records import AnyHistoryRecord, HistoryRecord, MeshHistoryRecord, PlanRecord, Proposal
 from elasticd.wire.worker import InDoubt, Prepared, Refused, StayedOnPlan, Switched
@@ -61,7 +63,7 @@ def propose(
             f"{reason}; {room.cramped}: state moves in place, and that cannot be given up once it has begun"
         )
     if any(device not in job.workers for device in plan.members):  # one was lost since it was asked for
-        turn.set(decided=None, remedy=None)
+        turn.change("planning", decided=None, remedy=None)
         return
     if isinstance(plan, MeshPlan) and job.spec is not None and only_copies(job.spec.specs, plan):
         reason = f"{reason}; parts of the state have one copy: without its device they are read from a snapshot"
@@ -81,7 +83,8 @@ def propose(
         aside=room.aside,
     )
     turn.drop_request()  # a recovery's plan may have waited for survivors, and others have come
-    turn.enter(JobPhase.PROPOSED, proposal=proposal, highest=number, give_up="")
+    turn.enter(JobPhase.PROPOSED, proposal=proposal, highest=number)
+    turn.change("switching", give_up="")
     seconds = plan.prediction.step_seconds if plan.prediction is not None else None
     turn.write(
         proposal,
@@ -101,7 +104,7 @@ def _history(number: int, plan: JobPlan, problem: JobProblem, reason: str) -> An
 def _does_not_fit(turn: Transaction, wrong: str) -> None:
     job = turn.job
     if job.phase is JobPhase.RECOVERING:
-        turn.set(remedy=None)  # another is made once more devices are there
+        turn.change("planning", remedy=None)  # another is made once more devices are there
         if not user_exceptions.unplanned(turn, wrong):
             no_capacity(turn, wrong)
     elif job.plan is None:
@@ -149,7 +152,7 @@ def kept(turn: Transaction, worker: Worker, body: StayedOnPlan) -> None:
         return
     turn.worker(worker, kept=body.number)
     if _open(turn, body.number):
-        turn.set(no_aside=turn.job.no_aside or bool(proposal.aside))
+        turn.change("switching", no_aside=turn.job.switching.no_aside or bool(proposal.aside))
         turn.give_up(f"{worker.device} kept the old plan: {body.reason or 'no reason given'}")
 
 
@@ -179,9 +182,12 @@ def swapped(turn: Transaction, worker: Worker, body: Switched) -> None:
         checkpoint=body.checkpoint,
     )
     if record and turn.job.plan is not None:  # nothing moves for the first plan
-        turn.set(moved=(*turn.job.moved, Moved(number=body.number, bytes_lacking=0, pause_seconds=0.0)))
+        turn.change(
+            "switching",
+            moved=(*turn.job.switching.moved, Moved(number=body.number, bytes_lacking=0, pause_seconds=0.0)),
+        )
     if body.checkpoint:
-        turn.set(read_step=body.step)
+        turn.change("checkpoints", read_step=body.step)
     _cost(turn, body)
     if record and proposal is not None:
         _record(turn, proposal, body.step)
@@ -189,7 +195,7 @@ def swapped(turn: Transaction, worker: Worker, body: Switched) -> None:
 
 def _cost(turn: Transaction, body: Switched) -> None:
     """Adds what the switch cost this member: bytes sum up, and the longest pause is everybody's."""
-    moved = turn.job.moved
+    moved = turn.job.switching.moved
     if not moved or moved[-1].number != body.number:
         return
     last = moved[-1]
@@ -198,29 +204,28 @@ def _cost(turn: Transaction, body: Switched) -> None:
         bytes_lacking=last.bytes_lacking + body.bytes_lacking,
         pause_seconds=max(last.pause_seconds, body.pause_seconds),
     )
-    turn.set(moved=(*moved[:-1], cost)[-MOST_MOVED:])
+    turn.change("switching", moved=(*moved[:-1], cost)[-MOST_MOVED:])
 
 
 def _record(turn: Transaction, proposal: Proposal, step: int) -> None:
     kept_it = [other.device for other in turn.job.workers.values() if other.kept == proposal.number]
     job = turn.job
-    rates = job.decided.rates if job.decided is not None else job.rates.rates
-    again = job.progress.step - step if called(proposal) else 0
+    rates = job.planning.decided.rates if job.planning.decided is not None else job.detection.rates.rates
+    again = job.steps.progress.step - step if called(proposal) else 0
     if again > 0:  # what was measured of steps that are made again counts
         _go_back(turn, step)
         job = turn.job
     turn.set(snapshots=job.snapshots.recorded(proposal.number, step))
-    turn.enter(
-        JobPhase.RUNNING,
-        plan=proposal.plan,
-        proposal=None,
-        give_up="",
-        gathered={},
-        first_step=None,
+    turn.enter(JobPhase.RUNNING, plan=proposal.plan, proposal=None)
+    turn.change("switching", give_up="")
+    turn.change("steps", gathered={})
+    turn.change("learned", first_step=None)
+    turn.change(
+        "planning",
         deferred=None,
-        unmet=job.unmet_of(proposal.plan),
-        stability=answered_by(job.stability, rates, step, turn.settings.policy.horizon_steps),
+        stability=answered_by(job.planning.stability, rates, step, turn.settings.policy.horizon_steps),
     )
+    turn.change("takeover", unmet=job.unmet_of(proposal.plan))
     text = f"plan {proposal.number} is recorded"
     if called(proposal):
         text = f"{text}: the job goes on from step {step}" + (f", {again} before the last" if again > 0 else "")
@@ -236,10 +241,8 @@ def _record(turn: Transaction, proposal: Proposal, step: int) -> None:
 def _go_back(turn: Transaction, step: int) -> None:
     """The steps from `step` on are made again: they count once, as they will be."""
     job = turn.job
-    turn.set(
-        progress=JobProgress(step=step, at=turn.now, slowest=job.progress.slowest),
-        rates=msgspec.structs.replace(job.rates, step=step - 1),
-    )
+    turn.change("steps", progress=JobProgress(step=step, at=turn.now, slowest=job.steps.progress.slowest))
+    turn.change("detection", rates=msgspec.structs.replace(job.detection.rates, step=step - 1))
 
 
 def doubt(turn: Transaction, worker: Worker, body: InDoubt) -> None:
@@ -251,7 +254,7 @@ def doubt(turn: Transaction, worker: Worker, body: InDoubt) -> None:
 def overdue(turn: Transaction) -> None:
     """Gives an open proposal up that is not prepared in time, or that an unreachable node cannot hear of."""
     job = turn.job
-    if job.give_up or job.proposal is None:
+    if job.switching.give_up or job.proposal is None:
         return
     old: Iterable[str] = job.plan.members if job.plan is not None else ()
     if job.proposal.recovery is not None:
@@ -276,9 +279,9 @@ def overdue(turn: Transaction) -> None:
 def unrecovered(turn: Transaction) -> None:
     """A recovery that was given up leaves no plan to go on under: another is made, after a while."""
     job = turn.job
-    if not job.give_up or job.proposal is None or job.proposal.recovery is None:
+    if not job.switching.give_up or job.proposal is None or job.proposal.recovery is None:
         return
-    why, older_state = job.give_up, called(job.proposal)
+    why, older_state = job.switching.give_up, called(job.proposal)
     if older_state:
         turn.set(snapshots=job.snapshots.failing(older_state))
     # Whose code raised may not be able to give its state away: the next goes on without.
@@ -292,15 +295,17 @@ def unrecovered(turn: Transaction) -> None:
 def abort(turn: Transaction) -> None:
     """Marks a proposal aborted that was given up; with no plan to go on under the job stops."""
     job = turn.job
-    if not job.give_up:
+    if not job.switching.give_up:
         return
     assert job.proposal is not None
     if job.plan is None:
-        stop(turn, f"the first plan failed: {job.give_up}")
+        stop(turn, f"the first plan failed: {job.switching.give_up}")
         return
-    proposal = aborted(job.proposal, turn.epoch, job.give_up)
+    proposal = aborted(job.proposal, turn.epoch, job.switching.give_up)
     turn.enter(JobPhase.ABORTING, proposal=proposal)
-    note = turn.told("aborted", f"plan {proposal.number} is given up: {job.give_up}", number=proposal.number)
+    note = turn.told(
+        "aborted", f"plan {proposal.number} is given up: {job.switching.give_up}", number=proposal.number
+    )
     turn.write(proposal, notes=(note,))
 
 
@@ -317,25 +322,22 @@ def all_kept(turn: Transaction) -> None:
         hurry = preempted(turn)
         retry = turn.now + (AGAIN_SECONDS if hurry else turn.settings.retry_seconds)
         setback = _setback(turn) if not hurry else None
-        turn.enter(
-            JobPhase.RUNNING,
-            proposal=None,
-            give_up="",
-            decided=None,
-            not_before=retry,
-            setback=setback,
-            unmet=job.unmet_of(job.plan),
-        )
+        turn.enter(JobPhase.RUNNING, proposal=None)
+        turn.change("switching", give_up="")
+        turn.change("planning", decided=None, not_before=retry, setback=setback)
+        turn.change("takeover", unmet=job.unmet_of(job.plan))
 
 
 def _setback(turn: Transaction) -> Setback | None:
     """The setback of a plan that was given up and would be given up again, unless rates or devices change: each
     time that it is, the next attempt waits twice as long."""
     job, settings = turn.job, turn.settings
-    if job.decided is None:  # it changed while the proposal was open: nothing is known against the new one
+    if (
+        job.planning.decided is None
+    ):  # it changed while the proposal was open: nothing is known against the new one
         return None
-    before = job.setback
-    times = before.times + 1 if before is not None and before.basis == job.decided else 1
+    before = job.planning.setback
+    times = before.times + 1 if before is not None and before.basis == job.planning.decided else 1
     seconds = doubled(settings.retry_seconds, times, settings.most_retry_seconds)
     if times > 1:
         text = (
@@ -343,7 +345,7 @@ def _setback(turn: Transaction) -> Setback | None:
             f"next is tried in {seconds:g} s, or when they change"
         )
         turn.note("put_off", text, number=job.number, times=times, seconds=seconds)
-    return Setback(basis=job.decided, times=times, until=turn.now + seconds)
+    return Setback(basis=job.planning.decided, times=times, until=turn.now + seconds)
 
 
 def _open(turn: Transaction, number: int) -> bool:

@@ -124,9 +124,15 @@ class SimulatedLeader:
         job = self.job(name)
         if not self.alive or job is None or job.phase is not JobPhase.RUNNING:
             return False
-        learning = job.first_step is not None or bool(job.sampled) or not (job.profile and job.profile.fitted)
-        waiting = job.settle_until is not None or job.not_before > self._engine.now()
-        undecided = job.asked is not None or job.decided is None or job.deferred is not None
+        learning = (
+            job.learned.first_step is not None
+            or bool(job.learned.sampled)
+            or not (job.learned.profile and job.learned.profile.fitted)
+        )
+        waiting = job.takeover.settle_until is not None or job.planning.not_before > self._engine.now()
+        undecided = (
+            job.planning.asked is not None or job.planning.decided is None or job.planning.deferred is not None
+        )
         return not (learning or waiting or undecided or self._away(job))
 
     def _away(self, job: JobState) -> bool:
@@ -146,8 +152,10 @@ class SimulatedLeader:
         job = self.job(name)
         if not self.alive or job is None or job.phase is not JobPhase.RECOVERING:
             return ""
-        planned = job.asked is not None or job.remedy is not None or job.decided is None
-        return "" if planned or job.settle_until is not None else job.reason
+        planned = (
+            job.planning.asked is not None or job.planning.remedy is not None or job.planning.decided is None
+        )
+        return "" if planned or job.takeover.settle_until is not None else job.reason
 
     def lost(self, node: str) -> None:
         """The link to a node's agent broke."""
@@ -223,8 +231,8 @@ class SimulatedLeader:
         now = self._engine.now()
         waits = any(
             job.phase is not JobPhase.RUNNING
-            or job.settle_until is not None
-            or job.not_before > now
+            or job.takeover.settle_until is not None
+            or job.planning.not_before > now
             or self._known.of(_one_lost_peers, job.workers)
             or self._away(job)
             for job in self.state.jobs.values()

@@ -41,7 +41,7 @@ def offered(job: JobState) -> tuple[str, ...]:
 
     Raises `NotShared` where some see checkpoints but none that all see: to start anew would lose them.
     """
-    if job.plan is not None or not job.workers or job.fresh:
+    if job.plan is not None or not job.workers or job.start.fresh:
         return ()
     seen = {worker.device: worker.checkpoints for worker in job.workers.values()}
     common = set.intersection(*(set(names) for names in seen.values()))
@@ -66,9 +66,12 @@ def failed(turn: Transaction, worker: Worker, body: SaveFailed) -> None:
     if last is not None and (last.plan, last.step) >= (body.plan, body.step):
         return
     if not body.skipped:
-        if job.unmade is not None and (job.unmade.plan, job.unmade.step) == (body.plan, body.step):
+        if job.checkpoints.unmade is not None and (
+            job.checkpoints.unmade.plan,
+            job.checkpoints.unmade.step,
+        ) == (body.plan, body.step):
             return  # of another rank: one reason is told
-        turn.set(unmade=body)
+        turn.change("checkpoints", unmade=body)
     text = f"no checkpoint of step {body.step}: {worker.device} {body.reason}"
     data = {"step": body.step, "plan": body.plan, "reason": body.reason, "skipped": body.skipped}
     turn.note("checkpoint_failed", text, device=worker.device, **data)
@@ -114,15 +117,20 @@ def _publish(turn: Transaction, body: Saved) -> None:
     if job.snapshots.dead(Moment(body.plan, body.step)):
         return  # its saver gives it up once it has heard of the step that the job goes on from
     if _waits(job, body):
-        waiting = tuple(one for one in job.unpublished if one.name != body.name)
-        turn.set(unpublished=(*waiting, body)[-MOST_WAITING:])
+        waiting = tuple(one for one in job.checkpoints.unpublished if one.name != body.name)
+        turn.change("checkpoints", unpublished=(*waiting, body)[-MOST_WAITING:])
         return
     this = PublishedCheckpoint(name=body.name, step=body.step, plan=body.plan)
-    if any(one.name == this.name for one in job.published):
-        turn.set(republish=True)
+    if any(one.name == this.name for one in job.checkpoints.published):
+        turn.change("checkpoints", republish=True)
         due(turn)
         return
-    turn.set(published=(*job.published, this)[-MOST_PUBLISHED:], checkpoint_at=turn.now, unmade=None)
+    turn.change(
+        "checkpoints",
+        published=(*job.checkpoints.published, this)[-MOST_PUBLISHED:],
+        checkpoint_at=turn.now,
+        unmade=None,
+    )
     note = turn.told("checkpoint", f"checkpoint {body.name}", step=body.step, plan=body.plan, name=body.name)
     _write(turn, note)
 
@@ -143,20 +151,23 @@ def due(turn: Transaction) -> None:
     all of them at once."""
     _publish_waiting(turn)
     job = turn.job
-    if job.republish and turn.now - job.published_at >= AGAIN_SECONDS:
+    if job.checkpoints.republish and turn.now - job.checkpoints.published_at >= AGAIN_SECONDS:
         _write(turn)
 
 
 def _write(turn: Transaction, *notes: CoordinatorNote) -> None:
-    turn.write(CheckpointsRecord(published=turn.job.published, epoch=turn.epoch), notes=notes)
-    turn.set(republish=False, published_at=turn.now)
+    turn.write(CheckpointsRecord(published=turn.job.checkpoints.published, epoch=turn.epoch), notes=notes)
+    turn.change("checkpoints", republish=False, published_at=turn.now)
 
 
 def _publish_waiting(turn: Transaction) -> None:
     """A saver says it once, and is busy until it is published."""
-    ready = [body for body in turn.job.unpublished if not _waits(turn.job, body)]
+    ready = [body for body in turn.job.checkpoints.unpublished if not _waits(turn.job, body)]
     if ready:
-        turn.set(unpublished=tuple(body for body in turn.job.unpublished if body not in ready))
+        turn.change(
+            "checkpoints",
+            unpublished=tuple(body for body in turn.job.checkpoints.unpublished if body not in ready),
+        )
         for body in ready:
             _publish(turn, body)
 
@@ -165,9 +176,9 @@ def recorded(turn: Transaction) -> None:
     """A plan was recorded: what waited for it is published. If the job went back, checkpoints of later steps
     are dead from now on."""
     job = turn.job
-    published = tuple(replace(one, dead=is_dead(job, one)) for one in job.published)
-    if published != job.published:
-        turn.set(published=published)
+    published = tuple(replace(one, dead=is_dead(job, one)) for one in job.checkpoints.published)
+    if published != job.checkpoints.published:
+        turn.change("checkpoints", published=published)
         _write(turn)
         asked(turn, CheckpointAsked(job=job.job))
     _publish_waiting(turn)

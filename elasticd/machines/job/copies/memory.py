@@ -46,7 +46,7 @@ def room_for(turn: Transaction, plan: JobPlan, source: Source | None) -> Room:
     """For a switch to `plan` from the plan in force; after a fence, from `source`. Cramped: state can move in
     place, which is safe. Of a job on a mesh no bytes are known."""
     job, spec = turn.job, turn.job.pipeline_spec
-    if spec is None or job.profile is None or not isinstance(plan, Plan):
+    if spec is None or job.learned.profile is None or not isinstance(plan, Plan):
         return Room()
     older = source is not None and (source.plan is None or source.recovery.all_read(source.plan))
     before = source.plan if source is not None and not older else job.plan
@@ -57,8 +57,8 @@ def room_for(turn: Transaction, plan: JobPlan, source: Source | None) -> Room:
         for node in turn.nodes.values()
         for device in node.record.devices
     }
-    free = room(plan, old, spec.specs, job.profile, memory, holders=holders, anew=older)
-    if free.cramped and not older and not job.no_aside and _hosts_hold(turn, free.changing):
+    free = room(plan, old, spec.specs, job.learned.profile, memory, holders=holders, anew=older)
+    if free.cramped and not older and not job.switching.no_aside and _hosts_hold(turn, free.changing):
         return msgspec.structs.replace(free, aside=tuple(sorted(free.changing)))
     # An older state is read from where it stays; of `old` no copy is needed once snapshots of it can be read.
     if not free.cramped or older or old is None or secured(turn, old) is not None:

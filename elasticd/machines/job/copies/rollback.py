@@ -80,9 +80,9 @@ def older(turn: Transaction, *, survivors: bool) -> Source | str | None:
         return f"no worker is left; {held}: give the job's command again, under the name {turn.job.job}"
     if not survivors and (coming := _coming(turn)):
         return f"{coming} may come yet; {held}"
-    if turn.job.remedy is None:
+    if turn.job.planning.remedy is None:
         return ""
-    plan = spread(turn.job.remedy.plan)
+    plan = spread(turn.job.planning.remedy.plan)
     patient = turn.now - turn.job.since < turn.settings.prepare_seconds
     waits: list[str] = []
     for option in options:
@@ -121,7 +121,7 @@ def completed(
     there = turn.connected if nodes is None else turn.connected & {*nodes}
     copies = job.snapshots.copies(moment, plan, there)
     lacked = [member for member in plan.members if member in holders]
-    joining = spread(job.remedy.plan).members if job.remedy is not None else ()
+    joining = spread(job.planning.remedy.plan).members if job.planning.remedy is not None else ()
     readers = stand_ins(lacked, copies, dict.fromkeys((*recovery.sources, *joining)))
     if readers is None:
         return None
@@ -161,7 +161,7 @@ def _checkpoints(turn: Transaction) -> list[_Option]:
     names = checkpoint_names(turn)
     if not names or turn.job.snapshots.failed.get(CHECKPOINTS, 0) >= MOST_TRIES:
         return []
-    known = {one.name: Moment(one.plan, one.step) for one in turn.job.published}
+    known = {one.name: Moment(one.plan, one.step) for one in turn.job.checkpoints.published}
     # Of one that was there before the job nothing is known but that it is older than what the job made.
     return [_Option(moment=known.get(names[0], Moment(0, -1)), words=f"checkpoint {names[0]}")]
 
@@ -169,10 +169,10 @@ def _checkpoints(turn: Transaction) -> list[_Option]:
 def checkpoint_names(turn: Transaction) -> tuple[str, ...]:
     """The checkpoints that members may try, the newest first: those that the job published, then others that
     workers saw as they came. What is beyond a step that the job went back to is no part of its history."""
-    published = sorted(turn.job.published, key=lambda one: (one.plan, one.step), reverse=True)
+    published = sorted(turn.job.checkpoints.published, key=lambda one: (one.plan, one.step), reverse=True)
     names = [one.name for one in published if not is_dead(turn.job, one)]
-    others = {one.name for one in turn.job.published}
-    for worker in () if turn.job.fresh else turn.job.workers.values():
+    others = {one.name for one in turn.job.checkpoints.published}
+    for worker in () if turn.job.start.fresh else turn.job.workers.values():
         names += [name for name in worker.checkpoints if name not in others]
         others |= {*worker.checkpoints}
     return tuple(names)
@@ -181,11 +181,11 @@ def checkpoint_names(turn: Transaction) -> tuple[str, ...]:
 def _coming(turn: Transaction) -> str:
     """Workers that are on their way, while a plan without them need not be made in haste."""
     job, settings = turn.job, turn.settings
-    since = max(job.since, job.arrived)
-    if turn.now - job.arrived < settings.gather_seconds:
+    since = max(job.since, job.start.arrived)
+    if turn.now - job.start.arrived < settings.gather_seconds:
         return "more workers"
     there = {name for worker in job.workers.values() for name in (worker.node, worker.device)}
-    awaited = [place for place in sorted(job.joiners) if place not in there]
+    awaited = [place for place in sorted(job.start.joiners) if place not in there]
     if awaited and turn.now - since < settings.prepare_seconds:
         return f"the workers of {', '.join(awaited)}"
     return ""
@@ -194,9 +194,9 @@ def _coming(turn: Transaction) -> str:
 def _source(turn: Transaction, option: _Option, plan: JobPlan) -> Source | str:
     """The source in a proposal of `plan`, or a sentence about the state that is lacking."""
     job = turn.job
-    assert job.fence is not None
+    assert job.losses.fence is not None
     if option.old is None:
-        recovery = Recovery(fence=job.fence.number, step=-1, sources={})
+        recovery = Recovery(fence=job.losses.fence.number, step=-1, sources={})
         names = checkpoint_names(turn)
         text = f"the state is read from {option.words}"
         return Source(plan=None, recovery=recovery, checkpoints=names, words=text)
@@ -209,7 +209,7 @@ def _source(turn: Transaction, option: _Option, plan: JobPlan) -> Source | str:
         return f"no worker on node {', '.join(sorted(away))} reads its part of {option.words}"
     used = {*readers.values()}
     recovery = Recovery(
-        fence=job.fence.number,
+        fence=job.losses.fence.number,
         step=option.moment.step,
         sources={device: job.workers[device].incarnation for device in plan.members if device in used},
         snapshots=readers,

@@ -73,7 +73,7 @@ def _replaceable(turn: Transaction, members: Sequence[Worker]) -> bool:
     an older state. That is done again once the job has come farther: code that hangs on one may hang on the
     next."""
     job, limit = turn.job, turn.settings.detect.outside_seconds
-    if len(members) != 1 or job.progress.step <= job.stuck_step or not older_state(turn):
+    if len(members) != 1 or job.steps.progress.step <= job.losses.stuck_step or not older_state(turn):
         return False
     spare = [worker for worker in job.workers.values() if worker.device != members[0].device]
     goes_on = any(
@@ -159,13 +159,13 @@ def tell(turn: Transaction) -> None:
     """Of members that stand still for longer than they may, though none is a culprit, since they are most of
     the job's or another one may still: whom the job waits for, and their stacks. Of each step once."""
     job = turn.job
-    if job.standstill == job.progress.step:
+    if job.losses.standstill == job.steps.progress.step:
         return
     limit = turn.settings.detect.outside_seconds
     members = (*_training(job), *_switching(job))
     standing = [worker for worker in members if _stands(job, worker, turn.now, limit)]
     if standing and (text := awaited(job, turn.now, limit)):
-        turn.set(standstill=job.progress.step)
+        turn.change("losses", standstill=job.steps.progress.step)
         turn.note("waiting", f"waiting: {text}", number=job.number)
         note(turn, tuple({worker.device: worker for worker in standing}.values())[:MOST_NAMED])
 

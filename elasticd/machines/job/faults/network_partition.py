@@ -55,7 +55,7 @@ def regroup(turn: Transaction, why: str, *, at_once: bool = False) -> None:
     fault(turn, {}, why)
     pause = doubled(AGAIN_SECONDS, max(1, count - 1), MOST_AGAIN_SECONDS)
     _changed(turn, regroups=count)
-    turn.set(not_before=0.0 if at_once and count == 1 else turn.now + pause)
+    turn.change("planning", not_before=0.0 if at_once and count == 1 else turn.now + pause)
 
 
 def stepped(turn: Transaction) -> None:
@@ -102,10 +102,10 @@ def _judge(turn: Transaction) -> None:
 def _stands_still(turn: Transaction) -> bool:
     """Returns True if members of a plan that was running have lost each other, or made no step for too long."""
     job = turn.job
-    if job.fence is not None or job.plan is None:
+    if job.losses.fence is not None or job.plan is None:
         return False
-    since = max(job.progress.at, job.since if job.phase is JobPhase.RUNNING else 0.0)
-    late = turn.now - since > turn.settings.hang_seconds + 2 * job.progress.slowest
+    since = max(job.steps.progress.at, job.since if job.phase is JobPhase.RUNNING else 0.0)
+    late = turn.now - since > turn.settings.hang_seconds + 2 * job.steps.progress.slowest
     return late or any(worker.peers_lost_at is not None for worker in job.workers.values())
 
 
@@ -135,7 +135,7 @@ def _asked(turn: Transaction, nodes: Collection[str]) -> tuple[list[str], float]
     if network.regroups or long or held_up or _stands_still(turn):
         return [*nodes], doubled(PAUSE_SECONDS, network.quiet + 1, MOST_PAUSE_SECONDS)
     troubled = {*network.out} | {node for both in network.apart() for node in both}
-    if job.setback is not None:  # a plan with other nodes was given up: maybe nobody reaches them
+    if job.planning.setback is not None:  # a plan with other nodes was given up: maybe nobody reaches them
         troubled |= {*nodes}
     if job.plan is not None:  # its members reach each other, as they train
         troubled -= _nodes(job.plan.members)
@@ -163,10 +163,10 @@ def divided(turn: Transaction, owners: Iterable[Worker], restores: Callable[[fro
         _hopeless(turn, apart)
     elif network.chosen != tuple(sorted(chosen)):
         _changed(turn, chosen=tuple(sorted(chosen)))
-        turn.set(remedy=None, decided=None)
-    elif job.remedy is not None and _nodes(job.remedy.plan.members) & (held - chosen):
-        turn.set(remedy=None, decided=None)  # it was asked for before
-    elif job.remedy is not None:
+        turn.change("planning", remedy=None, decided=None)
+    elif job.planning.remedy is not None and _nodes(job.planning.remedy.plan.members) & (held - chosen):
+        turn.change("planning", remedy=None, decided=None)  # it was asked for before
+    elif job.planning.remedy is not None:
         gone = incarnations(worker for worker in owners if worker.node not in chosen)
         _leave_out(turn, held - chosen)
         fault(turn, gone, f"{words(apart)}: the job goes on with {nodes_name(chosen)}")
@@ -190,13 +190,13 @@ def _changed(turn: Transaction, **changes: Any) -> None:
 def _replanned(turn: Transaction) -> bool:
     """Returns True if the plan at hand has nodes that the survivors do not reach: another is made, without
     them."""
-    remedy = turn.job.remedy
+    remedy = turn.job.planning.remedy
     if remedy is None:
         return False
     nodes = _nodes(remedy.plan.members)
     if nodes == usable(turn, dict.fromkeys(nodes, 1)):
         return False
-    turn.set(remedy=None, decided=None)
+    turn.change("planning", remedy=None, decided=None)
     return True
 
 

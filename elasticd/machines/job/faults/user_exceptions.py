@@ -52,15 +52,17 @@ def raised(turn: Transaction, worker: Worker, body: Raised) -> None:
     job, body = turn.job, _bounded(body)
     if worker.raised == body or (worker.raised is not None and not body.ends):
         return  # one process raises once; what all raise alike, and the job ends by, may follow
-    if job.failing and body.ends:
-        stop(turn, f"{job.failing}; {_kept(job)}")
+    if job.ending.failing and body.ends:
+        stop(turn, f"{job.ending.failing}; {_kept(job)}")
         return
     over = body.plan < job.number  # a plan without it was recorded: a new leader hears what was
     worker = turn.worker(worker, raised=body, judged=over)
     thrown = Thrown(
         device=worker.device, step=index_of(body), kind=body.kind, text=body.text, traceback=body.traceback
     )
-    turn.set(thrown=(*(each for each in job.thrown if each != thrown), thrown)[-MOST_THROWN:])
+    turn.change(
+        "ending", thrown=(*(each for each in job.ending.thrown if each != thrown), thrown)[-MOST_THROWN:]
+    )
     if over:
         return
     turn.note(
@@ -80,22 +82,22 @@ def raised(turn: Transaction, worker: Worker, body: Raised) -> None:
 
 def _kept(job: JobState) -> str:
     """The outcome of the last checkpoint, in words."""
-    unmade = job.unmade
+    unmade = job.checkpoints.unmade
     return _SAVED if unmade is None else f"the last checkpoint failed ({unmade.reason}): {after_steps(job)}"
 
 
 def judge(turn: Transaction) -> None:
     """Draws the consequences of the exceptions, once a new leader knows which workers there are."""
     job = turn.job
-    if not job.thrown or job.failing:
+    if not job.ending.thrown or job.ending.failing:
         return
     for worker in job.workers.values():
-        if worker.raised is not None and not worker.judged and not turn.job.failing and not turn.over:
+        if worker.raised is not None and not worker.judged and not turn.job.ending.failing and not turn.over:
             _judge(turn, turn.worker(turn.job.workers[worker.device], judged=True), worker.raised)
 
 
 def _judge(turn: Transaction, worker: Worker, body: Raised) -> None:
-    others = [thrown for thrown in turn.job.thrown if thrown.device != worker.device]
+    others = [thrown for thrown in turn.job.ending.thrown if thrown.device != worker.device]
     again = next((thrown for thrown in others if alike(thrown, body)), None) or _in_turn(others, body)
     what = described(worker.device, body)
     if again is not None:
@@ -116,7 +118,7 @@ def unplanned(turn: Transaction, why: str) -> bool:
     raisers = [worker for worker in job.workers.values() if worker.raised is not None and worker.draining]
     for worker in raisers:
         body = worker.raised
-        if body is not None and body.plan == job.number and not job.failing:
+        if body is not None and body.plan == job.number and not job.ending.failing:
             what = described(worker.device, body)
             _end(turn, f"{what}, and there is no plan without its device to try the step again: {why}", body)
             return True
@@ -163,7 +165,7 @@ def _bounded(body: Raised) -> Raised:
 
 def _others(job: JobState) -> bool:
     """Returns True if a worker is there on which the step was not tried, or may be, unknown to a new leader."""
-    return bool(job.unmet) or any(
+    return bool(job.takeover.unmet) or any(
         not (worker.left or worker.draining or worker.frozen or worker.raised)
         for worker in job.workers.values()
     )
@@ -178,7 +180,7 @@ def _end(turn: Transaction, why: str, body: Raised) -> None:
         if worker.raised is not None and worker.draining:
             turn.worker(worker, draining="")
     fault(turn, {}, why)
-    turn.set(failing=why)
+    turn.change("ending", failing=why)
 
 
 def _all_can_save(job: JobState) -> bool:

@@ -28,12 +28,12 @@ def notice(turn: Transaction, worker: Worker, body: DrainNotice) -> None:
     turn.worker(worker, draining=before or body.reason, saves=body.saves)
     if before:
         return
-    turn.set(remedy=None, decided=None)
+    turn.change("planning", remedy=None, decided=None)
     follows = "the job ends with all its workers" if ending(turn) else "the next plan leaves it"
     text = f"worker {worker.device} drains ({body.reason}): {follows}"
     turn.note("leaving", text, device=worker.device, reason=body.reason)
     job = turn.job
-    if job.phase is not JobPhase.PROPOSED or job.fence is not None or job.plan is None or job.proposal is None:
+    if job.phase is not JobPhase.PROPOSED or job.losses.fence is not None or job.plan is None or job.proposal is None:
         return
     joins = worker.device in job.proposal.plan.binding and worker.device not in job.plan.binding
     nobody = all(_drains(turn, device) for device in job.proposal.plan.members)
@@ -46,9 +46,9 @@ def ending(turn: Transaction) -> bool:
     """Returns whether the job makes a last checkpoint and ends, with nobody to go on: a user stops it, or all
     its workers drain."""
     job = turn.job
-    if job.failing:
+    if job.ending.failing:
         return False
-    if job.stopping:
+    if job.ending.stopping:
         return True
     holders = {worker.device for worker in job.holders}
     there = [each for each in job.workers.values() if each.device in holders or _goes_on(turn, each)]
@@ -61,32 +61,32 @@ def all_drain(turn: Transaction) -> None:
     job = turn.job
     if any(not worker.draining and not worker.left for worker in job.holders):
         return  # which the first of thousands says
-    if job.unmet or not job.all_reported:
+    if job.takeover.unmet or not job.all_reported:
         return  # members that a new leader has not met were told nothing that it knows of
     if not job.workers or any(_goes_on(turn, worker) for worker in job.workers.values()):
         return
     draining = [worker.draining for worker in job.workers.values() if worker.draining]
-    if not draining and not job.stopping:
+    if not draining and not job.ending.stopping:
         return  # those that are left cannot be reached: a loss, which a recovery judges
     if not saving(turn):
         reasons = ", ".join(dict.fromkeys(draining))
-        why = job.stopping or f"all workers drain ({reasons})"
+        why = job.ending.stopping or f"all workers drain ({reasons})"
         stop(turn, f"{why}, {after_steps(job)}", orderly=not lost_steps(job))
 
 
 def _goes_on(turn: Transaction, worker: Worker) -> bool:
     """Returns whether a worker may train on once all others have left: not if the job is being stopped, nor if
     its node cannot be reached."""
-    return not (worker.left or worker.draining or turn.job.stopping) and turn.here(worker.node)
+    return not (worker.left or worker.draining or turn.job.ending.stopping) and turn.here(worker.node)
 
 
 def saving(turn: Transaction) -> bool:
     """Returns whether workers that hold the state have a last checkpoint to make. After a loss they recover
     first, if the job is `ending`."""
     job = turn.job
-    if job.plan is None or (job.fence is not None and not ending(turn)):
+    if job.plan is None or (job.losses.fence is not None and not ending(turn)):
         return False
-    if job.fence is not None:
+    if job.losses.fence is not None:
         return any(worker.saves for worker in job.holders)
     return any(job.workers[device].saves for device in job.plan.members if device in job.workers)
 

@@ -26,17 +26,17 @@ def fault(turn: Transaction, gone: Mapping[str, str], why: str, *, back: int = -
     """Fences `gone` (device to incarnation) off, and every number that is under way. A job that was to end
     with a last checkpoint ends without it. back: as `Fence.back`; that of a fence which stands stays."""
     job = turn.job
-    back = max(back, job.fence.back if job.fence is not None else -1)
-    if job.failing:
-        stop(turn, f"{job.failing}; no last checkpoint could be made: {why}")
+    back = max(back, job.losses.fence.back if job.losses.fence is not None else -1)
+    if job.ending.failing:
+        stop(turn, f"{job.ending.failing}; no last checkpoint could be made: {why}")
         return
     number, why = job.highest + 1, shortened(why, MOST_REASON)
     fence = Fence(
         number=number,
         epoch=turn.epoch,
-        gone={**job.gone, **gone},
+        gone={**job.losses.gone, **gone},
         reason=why,
-        thrown=job.thrown[-MOST_STORED:],
+        thrown=job.ending.thrown[-MOST_STORED:],
         back=back,
     )
     proposal = job.proposal
@@ -48,20 +48,14 @@ def fault(turn: Transaction, gone: Mapping[str, str], why: str, *, back: int = -
     turn.drop_request()
     if job.phase is not JobPhase.RECOVERING:
         turn.enter(JobPhase.RECOVERING)
-    turn.set(
-        since=turn.now,
-        fence=fence,
-        gone=fence.gone,
-        highest=number,
-        proposal=proposal,
-        give_up="",
-        unmet={device: one for device, one in job.unmet.items() if device not in gone},
-        remedy=None,
-        decided=None,
-        deferred=None,
-        gathered={},
-        not_before=0.0,
+    turn.set(since=turn.now, highest=number, proposal=proposal)
+    turn.change("losses", fence=fence, gone=fence.gone)
+    turn.change("switching", give_up="")
+    turn.change(
+        "takeover", unmet={device: one for device, one in job.takeover.unmet.items() if device not in gone}
     )
+    turn.change("planning", remedy=None, decided=None, deferred=None, not_before=0.0)
+    turn.change("steps", gathered={})
     note = turn.told("fenced", f"fence {number}: {why}", number=number, gone=sorted(gone))
     turn.write(*records, notes=(note,))
 
@@ -72,4 +66,6 @@ def resolved(turn: Transaction) -> None:
         device: msgspec.structs.replace(worker, standing=None, peers_lost_at=None)
         for device, worker in turn.job.workers.items()
     }
-    turn.set(fence=None, remedy=None, reason="", workers=workers)
+    turn.set(reason="", workers=workers)
+    turn.change("losses", fence=None)
+    turn.change("planning", remedy=None)

@@ -22,12 +22,15 @@ def finished(turn: Transaction, body: Finished) -> None:
     """The last step's vote is complete: the job is over, whatever was being planned. Without its last
     checkpoint it has stopped: its command makes the steps after the newest one again."""
     job = turn.job
-    progress = msgspec.structs.replace(job.progress, step=body.step)
+    progress = msgspec.structs.replace(job.steps.progress, step=body.step)
     if not body.saved:
-        turn.set(progress=progress)
+        turn.change("steps", progress=progress)
         stop(turn, f"made all its steps, and not its last checkpoint, {after_steps(turn.job)}")
         return
-    turn.enter(JobPhase.DONE, reason="", proposal=None, asked=None, progress=progress, done_epoch=turn.epoch)
+    turn.enter(JobPhase.DONE, reason="", proposal=None)
+    turn.change("planning", asked=None)
+    turn.change("steps", progress=progress)
+    turn.change("ending", done_epoch=turn.epoch)
     turn.effects.append(CancelPlan(job=job.job))
     _answer_waiting(
         turn, Closed(reason=f"job {job.job} is over: it finished after {counted(body.step, 'step')}; {ANEW}")
@@ -51,17 +54,17 @@ def stop(turn: Transaction, why: str, *, orderly: bool = False) -> None:
     if job.phase in OVER:
         return
     reason = f"{shortened(why, MOST_REASON)}; {AGAIN}"
-    done = DoneRecord(step=job.progress.step, epoch=turn.epoch, reason=reason, orderly=orderly)
+    done = DoneRecord(step=job.steps.progress.step, epoch=turn.epoch, reason=reason, orderly=orderly)
     records: list[Proposal | DoneRecord] = [done]
     if job.proposal is not None and job.proposal.status == "open":
         records.insert(0, aborted(job.proposal, turn.epoch, why))
-    turn.enter(
-        JobPhase.STOPPED, reason=reason, orderly=orderly, proposal=None, asked=None, done_epoch=turn.epoch
-    )
+    turn.enter(JobPhase.STOPPED, reason=reason, proposal=None)
+    turn.change("ending", orderly=orderly, done_epoch=turn.epoch)
+    turn.change("planning", asked=None)
     turn.effects.append(CancelPlan(job=job.job))
     answer = Closed if orderly else Rejected
     _answer_waiting(turn, answer(reason=f"job {job.job} is over: {reason}"))
-    note = turn.told("stopped", f"stopped: {reason}", orderly=orderly, step=job.progress.step)
+    note = turn.told("stopped", f"stopped: {reason}", orderly=orderly, step=job.steps.progress.step)
     turn.write(*records, notes=(note,))
 
 
@@ -82,7 +85,7 @@ def _answer_waiting(turn: Transaction, body: Rejected | Closed) -> None:
     """To the torchruns that wait for their workers' start: nobody else would tell them that there is none. One
     that has workers is not waiting, but was heard of again."""
     started = {place for worker in turn.job.workers.values() for place in (worker.node, worker.device)}
-    for place, joiner in turn.job.joiners.items():
+    for place, joiner in turn.job.start.joiners.items():
         if not joiner.answered and place not in started:
             turn.send(joiner.node, joiner.client, body)
 
@@ -91,14 +94,16 @@ def affirm(turn: Transaction) -> None:
     """A worker of a job that is over lives still: its agent may have missed the end, and refuses what a leader
     before this one wrote. So it is written once more, as it is, under this one's epoch."""
     job = turn.job
-    if job.done_epoch < turn.epoch:
-        turn.set(done_epoch=turn.epoch)
+    if job.ending.done_epoch < turn.epoch:
+        turn.change("ending", done_epoch=turn.epoch)
         turn.write(_done_again(turn))
 
 
 def _done_again(turn: Transaction) -> DoneRecord:
     job = turn.job
-    return DoneRecord(step=job.progress.step, epoch=turn.epoch, reason=job.reason, orderly=job.orderly)
+    return DoneRecord(
+        step=job.steps.progress.step, epoch=turn.epoch, reason=job.reason, orderly=job.ending.orderly
+    )
 
 
 def aborted(proposal: Proposal, epoch: int, why: str) -> Proposal:

@@ -35,7 +35,7 @@ def due(turn: Transaction) -> None:
     job, settings = turn.job, turn.settings
     seconds = turn.now - waits_since(job)
     if job.phase is JobPhase.GATHERING:  # whom it waits for it says from its first second on
-        if job.joiners and seconds >= settings.assemble_seconds:
+        if job.start.joiners and seconds >= settings.assemble_seconds:
             _stop(turn, seconds, job.reason or "the nodes that --nnodes asks for are not there", ASSEMBLE)
         return
     text = _awaited(turn)
@@ -54,7 +54,7 @@ def waited_seconds(job: JobState, now: float) -> float:
     """The seconds for which torchruns, workers or the whole job have waited for others; 0 where nobody does."""
     waits = job.phase in _WAITS
     if job.phase is JobPhase.GATHERING:
-        waits = bool(job.joiners)
+        waits = bool(job.start.joiners)
     elif job.phase is JobPhase.ASSEMBLING:
         waits = job.spec is not None
     return max(0.0, now - waits_since(job)) if waits else 0.0
@@ -63,15 +63,15 @@ def waited_seconds(job: JobState, now: float) -> float:
 def waits_since(job: JobState) -> float:
     """The time since which nothing that the phase waits for has come, on the leader's clock."""
     if job.phase in (JobPhase.GATHERING, JobPhase.ASSEMBLING):
-        return max(job.since, job.arrived)
-    if job.phase is JobPhase.RECOVERING and job.progress.at:  # however often the recovery began anew
-        return min(job.since, job.progress.at)
+        return max(job.since, job.start.arrived)
+    if job.phase is JobPhase.RECOVERING and job.steps.progress.at:  # however often the recovery began anew
+        return min(job.since, job.steps.progress.at)
     return job.since
 
 
 def _stands(turn: Transaction) -> float:
     """The seconds for which the job has been in its phase without a step."""
-    return turn.now - max(turn.job.since, turn.job.progress.at)
+    return turn.now - max(turn.job.since, turn.job.steps.progress.at)
 
 
 def _publish_reason(turn: Transaction, text: str) -> None:
@@ -103,24 +103,24 @@ def missing(job: JobState) -> str:
     """Which workers have not come to their Job, in words; nothing where all have."""
     if job.phase is not JobPhase.ASSEMBLING:
         return ""
-    if not job.joined:
+    if not job.start.joined:
         return "the torchruns of its workers have not come back since another coordinator leads"
     orphans = [worker.device for worker in job.workers.values() if worker.orphan]
-    if job.world_size and len(job.workers) >= job.world_size:
+    if job.start.world_size and len(job.workers) >= job.start.world_size:
         return f"waits for {_few(orphans)} to come back to the agent that was started again" if orphans else ""
     there = len(job.workers)
     if not there:
         return "its workers run, and none has made an elasticd.Job or called elasticd.live so far"
-    have = f"{there} of {job.world_size} have made an elasticd.Job or called elasticd.live so far"
+    have = f"{there} of {job.start.world_size} have made an elasticd.Job or called elasticd.live so far"
     return f"its workers run, and {have}; missing: {_few(_absent(job))}"
 
 
 def _absent(job: JobState) -> list[str]:
     """The places whose workers have not all come; of a node also how many."""
     there = Counter(place for worker in job.workers.values() for place in (worker.node, worker.device))
-    of_node = (job.world_size or 0) // len(job.joined)
+    of_node = (job.start.world_size or 0) // len(job.start.joined)
     absent = []
-    for place in job.joined:
+    for place in job.start.joined:
         if "/" in place:
             absent += [place] if not there[place] else []
         elif there[place] < of_node:
@@ -130,7 +130,7 @@ def _absent(job: JobState) -> list[str]:
 
 def unplanned(turn: Transaction) -> str:
     """The reason that no first plan is made, in words; nothing where the planner is asked."""
-    if turn.job.asked is not None:
+    if turn.job.planning.asked is not None:
         return ""
     away = sorted({worker.node for worker in turn.job.workers.values() if not turn.here(worker.node)})
     if away:
@@ -160,14 +160,14 @@ def unkept(job: JobState) -> str:
 
 def unrecovered(job: JobState) -> str:
     """The workers or the plan that a recovery waits for, in words, where it has no reason of its own."""
-    if job.phase is not JobPhase.RECOVERING or job.fence is None:
+    if job.phase is not JobPhase.RECOVERING or job.losses.fence is None:
         return ""
-    number = job.fence.number
+    number = job.losses.fence.number
     answered = {worker.device for worker in job.holders if worker.standing and worker.standing.fence == number}
-    silent = [*(worker.device for worker in job.holders if worker.device not in answered), *job.unmet]
+    silent = [*(worker.device for worker in job.holders if worker.device not in answered), *job.takeover.unmet]
     if silent:
         return f"{_few(silent)} did not say so far what state it holds, since fence {number}"
-    return "a plan is made for the devices that are left" if job.asked is not None else ""
+    return "a plan is made for the devices that are left" if job.planning.asked is not None else ""
 
 
 def _few(names: Sequence[str]) -> str:

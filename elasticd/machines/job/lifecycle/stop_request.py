@@ -13,8 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from msgspec.structs import replace
-
 from elasticd.codec.decoding import shown
 from elasticd.machines.job.lifecycle.fence import FALLIBLE
 from elasticd.machines.job.lifecycle.job_end import stop
@@ -37,7 +35,7 @@ def on_request(reason: str) -> bool:
 def asked(turn: Transaction, event: StopAsked) -> None:
     """From now on; a second wish may shorten the time, or lengthen it."""
     job = turn.job
-    if event.seconds <= 0 or (job.plan is None and not job.unmet):
+    if event.seconds <= 0 or (job.plan is None and not job.takeover.unmet):
         at_once(turn, event)
         return
     text = f"{event.by} stops the job: its workers drain, and have {event.seconds:g} s"
@@ -45,7 +43,9 @@ def asked(turn: Transaction, event: StopAsked) -> None:
         text = f"{text}; {words(deaf)}"
     note = turn.told("stopping", text, by=event.by, seconds=event.seconds, unheard=sorted(deaf))
     turn.write(StopRecord(by=event.by, seconds=event.seconds), notes=(note,))
-    turn.set(stopping=f"{BY_REQUEST}{event.by}", stop_asked_at=turn.now, stop_at=turn.now + event.seconds)
+    turn.change(
+        "ending", stopping=f"{BY_REQUEST}{event.by}", stop_asked_at=turn.now, stop_at=turn.now + event.seconds
+    )
     for name in turn.nodes:
         if turn.here(name):
             remind(turn, name)
@@ -56,7 +56,7 @@ def restored(job: JobState, record: StopRecord | None, seconds: float, now: floa
     if record is None or job.phase in OVER:
         return job
     left = max(0.0, record.seconds - seconds)
-    return replace(job, stopping=f"{BY_REQUEST}{record.by}", stop_asked_at=now, stop_at=now + left)
+    return job.changed("ending", stopping=f"{BY_REQUEST}{record.by}", stop_asked_at=now, stop_at=now + left)
 
 
 def at_once(turn: Transaction, event: StopAsked) -> None:
@@ -67,7 +67,7 @@ def at_once(turn: Transaction, event: StopAsked) -> None:
 def remind(turn: Transaction, node: str) -> None:
     """Tells the agent of a node that is there, or came back, of its workers that are not leaving yet. It tells
     each of them once."""
-    if not turn.job.stopping or turn.over:
+    if not turn.job.ending.stopping or turn.over:
         return
     if staying := tuple(_staying(turn.job, node)):
         turn.order(node, End(job=turn.job.job, devices=staying))
@@ -102,23 +102,23 @@ def due(turn: Transaction) -> None:
     """Ends the job once nobody is left who holds the state, the recovery of those who do takes too long, or the
     time is up. A leader that just came has not heard of all."""
     job = turn.job
-    if not job.stopping:
+    if not job.ending.stopping:
         return
-    nobody = job.settle_until is None and not job.unmet and not job.holders
-    since = max(job.since, job.stop_asked_at)
+    nobody = job.takeover.settle_until is None and not job.takeover.unmet and not job.holders
+    since = max(job.since, job.ending.stop_asked_at)
     stands = job.phase is JobPhase.RECOVERING and turn.now - since >= turn.settings.stopping_seconds
     if stands and not nobody:
         ends_unsaved(turn, job.reason or "its workers did not recover from the loss before")
-    elif nobody or turn.now >= job.stop_at:
-        stop(turn, f"{job.stopping}, {after_steps(job)}", orderly=not lost_steps(job))
+    elif nobody or turn.now >= job.ending.stop_at:
+        stop(turn, f"{job.ending.stopping}, {after_steps(job)}", orderly=not lost_steps(job))
 
 
 def awaited(job: JobState) -> str:
     """Says what a job that is being stopped waits for ("": it is not, or is over)."""
-    if not job.stopping or job.phase in OVER:
+    if not job.ending.stopping or job.phase in OVER:
         return ""
     if job.phase is JobPhase.RECOVERING:
-        lost = job.fence.reason if job.fence is not None else ""
+        lost = job.losses.fence.reason if job.losses.fence is not None else ""
         what = f"recovers for its last checkpoint ({lost})"
         return f"stopping: {what}; {job.reason}" if job.reason else f"stopping: {what}"
     deaf = [worker.device for worker in job.holders if not worker.draining]
@@ -137,7 +137,7 @@ def _few(devices: Sequence[str], most: int = 4) -> str:
 def ends_unsaved(turn: Transaction, why: str) -> None:
     """Ends a job that was to make a last checkpoint after a loss, and cannot."""
     job = turn.job
-    who = job.stopping or "all workers drain"
+    who = job.ending.stopping or "all workers drain"
     stop(
         turn, f"{who}, {after_steps(job)}; no last checkpoint could be made: {why}", orderly=not lost_steps(job)
     )

@@ -14,7 +14,8 @@ from statistics import median
 import msgspec
 from elasticd_planner.cost.model_profile import ModelProfile
 
-from elasticd.machines.job.state.job_state import Rehearsal, Worker
+from elasticd.machines.job.state.job_state import Worker
+from elasticd.machines.job.state.parts.job_start import Rehearsal
 from elasticd.machines.job.state.transaction import Transaction
 from elasticd.wire.worker import Rehearse, Rehearsed
 
@@ -30,11 +31,11 @@ def awaited(turn: Transaction, profile: ModelProfile) -> bool:
     """Returns True if answers may still come, for which the first plan waits. The first time this asks for
     them."""
     job = turn.job
-    if job.profile is not None or job.plan is not None:
+    if job.learned.profile is not None or job.plan is not None:
         return False
-    if job.rehearsal is None:
+    if job.start.rehearsal is None:
         _ask(turn, profile)
-    rehearsal = turn.job.rehearsal
+    rehearsal = turn.job.start.rehearsal
     assert rehearsal is not None
     if turn.now >= rehearsal.until:
         return False
@@ -54,7 +55,7 @@ def _ask(turn: Transaction, profile: ModelProfile) -> None:
         for worker in members:
             turn.send(worker.node, worker.client, order)
     until = turn.now + turn.settings.probe_seconds
-    turn.set(rehearsal=Rehearsal(until=until, awaited=frozenset(awaited)))
+    turn.change("start", rehearsal=Rehearsal(until=until, awaited=frozenset(awaited)))
 
 
 def _groups(turn: Transaction) -> list[list[Worker]]:
@@ -79,7 +80,7 @@ def _widths(profile: ModelProfile, most: int) -> tuple[int, ...]:
 
 def rehearsed(turn: Transaction, worker: Worker, body: Rehearsed) -> None:
     """A group's answer; what is no time is not believed."""
-    rehearsal = turn.job.rehearsal
+    rehearsal = turn.job.start.rehearsal
     if rehearsal is None or worker.device not in rehearsal.awaited:
         return
     by_width = dict(rehearsal.found)
@@ -87,18 +88,18 @@ def rehearsed(turn: Transaction, worker: Worker, body: Rehearsed) -> None:
         if width > 1 and 0 < seconds <= LONGEST_SECONDS and math.isfinite(seconds):
             by_width[width] = (*by_width.get(width, ()), seconds)
     left = rehearsal.awaited - {worker.device}
-    turn.set(rehearsal=msgspec.structs.replace(rehearsal, awaited=left, found=by_width))
+    turn.change("start", rehearsal=msgspec.structs.replace(rehearsal, awaited=left, found=by_width))
 
 
 def learn(turn: Transaction, profile: ModelProfile) -> None:
     """The job's first profile, with what was rehearsed."""
-    rehearsal = turn.job.rehearsal
+    rehearsal = turn.job.start.rehearsal
     known = profile.collective_seconds.keys() | profile.collective_token_seconds.keys()
     by_width = rehearsal.found if rehearsal is not None else {}
     seconds = {width: median(each) for width, each in sorted(by_width.items()) if width not in known}
     collectives = {**profile.collective_seconds, **seconds}
     profile = msgspec.structs.replace(profile, collective_seconds=collectives)
-    turn.set(profile=profile, rehearsed=frozenset(seconds))
+    turn.change("learned", profile=profile, rehearsed=frozenset(seconds))
     if seconds:
         words = ", ".join(f"{each * 1e3:.2f} ms among {width}" for width, each in seconds.items())
         turn.note("rehearsed", f"an all-reduce takes {words}", seconds=seconds)

@@ -30,39 +30,39 @@ def reported(turn: Transaction, measurement: Measurement) -> None:
     """Takes in the longest sequence that a worker knows of. Every report has it, so that a new leader learns
     what came before it was one."""
     longest = max(measurement.longest, measurement.longest_so_far)
-    if longest > turn.job.longest:
-        turn.set(longest=longest)
+    if longest > turn.job.data.longest:
+        turn.change("data", longest=longest)
 
 
 def measured(turn: Transaction, step: Step) -> None:
     """Takes in the lengths of a whole step. Where they have shifted, the profile is evaluated anew for what
     they are now; a plan for it is asked for as for any other profile."""
     job = turn.job
-    state, shift = watch(job.shifts, step.step, step.lengths, turn.settings.detect)
-    turn.set(shifts=state)
+    state, shift = watch(job.data.shifts, step.step, step.lengths, turn.settings.detect)
+    turn.change("data", shifts=state)
     spec = job.pipeline_spec
-    if job.profile is None or spec is None:
+    if job.learned.profile is None or spec is None:
         return
-    before = job.lengths or _assumed(spec)
+    before = job.data.lengths or _assumed(spec)
     if shift is not None:
         after, reason = shift.after, shift.reason
     elif (
-        job.lengths is None
+        job.data.lengths is None
         and state.lengths is not None
         and len(state.recent) >= turn.settings.detect.refine_after_steps
     ):
         after, reason = state.lengths, f"the data's lengths were measured: {state.lengths}; assumed, {before}"
     else:
         return
-    turn.set(lengths=after)
+    turn.change("data", lengths=after)
     if shift is None and not _off(before, after):
         return
-    rise = attention_rise(spec.model, job.rates.curve)
-    profile = evaluated(job.profile, before, after, rise, rows=spec.packed is not None)
+    rise = attention_rise(spec.model, job.detection.rates.curve)
+    profile = evaluated(job.learned.profile, before, after, rise, rows=spec.packed is not None)
     if profile.fitted and job.pipeline_plan is not None:
-        alike = [step for step in job.last_steps if _is_like(step, after)]
-        profile = remeasured(profile, job.pipeline_plan.loss_view, alike, job.rates.rates)
-    turn.set(profile=profile, sampled=(), first_step=None)
+        alike = [step for step in job.steps.last_steps if _is_like(step, after)]
+        profile = remeasured(profile, job.pipeline_plan.loss_view, alike, job.detection.rates.rates)
+    turn.change("learned", profile=profile, sampled=(), first_step=None)
     seconds = step_prediction.predict_anew(turn, packed(turn.job))
     step_prediction.keep_profile(turn)
     turn.note(
@@ -86,11 +86,11 @@ def packed(job: JobState) -> PackedSequences | None:
     spec = job.pipeline_spec
     if spec is None or spec.packed is None:
         return None
-    sequences, lengths, longest = spec.packed, job.lengths, job.longest
+    sequences, lengths, longest = spec.packed, job.data.lengths, job.data.longest
     likely = sequences.likely
     if lengths is not None and not sequences.sample:
         likely = min(likely, _MARGIN * longest)
-    sequences = msgspec.structs.replace(sequences, likely=max(likely, job.likely))
+    sequences = msgspec.structs.replace(sequences, likely=max(likely, job.data.likely))
     if longest > sequences.longest:
         sequences = msgspec.structs.replace(sequences, longest=longest, sample="")
     if lengths is None or not _off(sequences.lengths, lengths):
@@ -109,5 +109,9 @@ def _is_like(step: Step, after: Lengths) -> bool:
 
 
 def _off(before: Lengths, after: Lengths) -> bool:
-    pairs = ((before.mean, after.mean), (before.effective, after.effective), (before.longest, after.longest))
+    pairs = (
+        (before.mean, after.mean),
+        (before.effective, after.effective),
+        (before.longest, after.longest),
+    )
     return any(abs(new / old - 1) > OFF for old, new in pairs)

@@ -20,8 +20,8 @@ from elasticd_planner.spec.expert_load import ExpertLoad, blocks_of, costed, exp
 from elasticd_planner.spec.measurement import Measurement
 from elasticd_planner.spec.plan import Plan
 
-from elasticd.machines.job.state.expert_rows import ExpertRows
 from elasticd.machines.job.state.job_state import JobState
+from elasticd.machines.job.state.parts.expert_rows import ExpertRows
 from elasticd.machines.job.state.transaction import Transaction
 from elasticd.records import JobSpec
 
@@ -36,7 +36,7 @@ UNJUDGED = 10
 def reported(turn: Transaction, measurement: Measurement) -> None:
     """Takes in what a member tells of its lane. A step counts once all lanes have reported it, and once alone;
     rows that are none of the model's do not count."""
-    known, spec, plan = turn.job.expert_rows, turn.job.spec, turn.job.plan
+    known, spec, plan = turn.job.learned.expert_rows, turn.job.spec, turn.job.plan
     if not isinstance(spec, JobSpec) or not isinstance(plan, Plan):
         return
     if not measurement.expert_rows or measurement.plan != turn.job.number:
@@ -64,7 +64,7 @@ def reported(turn: Transaction, measurement: Measurement) -> None:
     known = msgspec.structs.replace(
         known, open={**known.open, **added}, chosen=chosen, awaited=known.awaited - {measurement.device}
     )
-    turn.set(expert_rows=known if known.awaited else _closed(turn, spec, known))
+    turn.change("learned", expert_rows=known if known.awaited else _closed(turn, spec, known))
 
 
 def _first_devices(plan: Plan, blocks: Container[int]) -> frozenset[str]:
@@ -78,51 +78,60 @@ def _first_devices(plan: Plan, blocks: Container[int]) -> frozenset[str]:
 def renewed(turn: Transaction) -> None:
     """The next plan is made for the newest load."""
     if (load := newest(turn, turn.job)) is not None:
-        turn.set(experts=load)
+        turn.change("learned", experts=load)
 
 
 def unjudged(turn: Transaction, plan: Plan) -> bool:
     """Returns True of a step in which devices of TP groups may differ by a load that is not known yet."""
     job = turn.job
-    spec, known = job.spec, job.expert_rows
-    if known.mean or job.experts is not None or known.unjudged >= UNJUDGED or not isinstance(spec, JobSpec):
+    spec, known = job.spec, job.learned.expert_rows
+    if (
+        known.mean
+        or job.learned.experts is not None
+        or known.unjudged >= UNJUDGED
+        or not isinstance(spec, JobSpec)
+    ):
         return False
     counts = expert_counts(spec.model)
     if not counts or all(len(lane.devices) == 1 for _, _, lane in plan.loss_view.walk()):
         return False
-    turn.set(expert_rows=msgspec.structs.replace(known, unjudged=known.unjudged + 1))
+    turn.change("learned", expert_rows=msgspec.structs.replace(known, unjudged=known.unjudged + 1))
     return True
 
 
 def work(turn: Transaction, plan: Plan) -> dict[str, float]:
     """The work of devices of the plan in force over that by their shares, where it differs: by the load that
     was measured, be it under an earlier plan."""
-    known, spec = turn.job.expert_rows, turn.job.spec
+    known, spec = turn.job.learned.expert_rows, turn.job.spec
     if known.plan != plan.number and isinstance(spec, JobSpec):
         if (load := in_force(turn)) is None:
             return {}
-        found, uneven = expert_work(plan.loss_view, load, turn.job.rates.rates)
+        found, uneven = expert_work(plan.loss_view, load, turn.job.detection.rates.rates)
         known = msgspec.structs.replace(known, work=found, uneven=uneven, plan=plan.number, decided=0.0)
-        turn.set(expert_rows=known)
+        turn.change("learned", expert_rows=known)
     return known.work
 
 
 def in_force(turn: Transaction) -> ExpertLoad | None:
     """The load as last measured, else that of the plan: a new leader knows no other."""
-    known, spec = turn.job.expert_rows, turn.job.spec
-    return _load(turn, spec, known) if known.mean and isinstance(spec, JobSpec) else turn.job.experts
+    known, spec = turn.job.learned.expert_rows, turn.job.spec
+    return _load(turn, spec, known) if known.mean and isinstance(spec, JobSpec) else turn.job.learned.experts
 
 
 def newest(turn: Transaction, job: JobState) -> ExpertLoad | None:
     """The load as last measured; None: it is not known."""
     spec = job.spec
-    if not job.expert_rows.mean or not isinstance(spec, JobSpec) or turn.settings.policy.experts == "fixed":
+    if (
+        not job.learned.expert_rows.mean
+        or not isinstance(spec, JobSpec)
+        or turn.settings.policy.experts == "fixed"
+    ):
         return None
-    return _load(turn, spec, job.expert_rows)
+    return _load(turn, spec, job.learned.expert_rows)
 
 
 def _load(turn: Transaction, spec: JobSpec, known: ExpertRows) -> ExpertLoad | None:
-    replicas, profile = turn.settings.policy.expert_replicas, turn.job.profile
+    replicas, profile = turn.settings.policy.expert_replicas, turn.job.learned.profile
     measured = profile.experts if profile is not None else None
     part = measured.part if measured is not None else 0.0
     return costed(spec.model, spec.sample_tokens, known.mean, known.chosen, replicas, part)
@@ -137,7 +146,7 @@ def _closed(turn: Transaction, spec: JobSpec, known: ExpertRows) -> ExpertRows:
     load = _load(turn, spec, known)
     if load is None:
         return known
-    rates = job.rates.rates
+    rates = job.detection.rates.rates
     work, uneven = expert_work(plan.loss_view, load, rates)
     same = known.plan == plan.number
     decided = known.decided if same else 0.0
@@ -149,7 +158,7 @@ def _closed(turn: Transaction, spec: JobSpec, known: ExpertRows) -> ExpertRows:
         return msgspec.structs.replace(known, decided=0.0)
     if same and known.decided and cost < known.decided + GROWN:
         return known
-    turn.set(experts=load)
+    turn.change("learned", experts=load)
     return msgspec.structs.replace(known, decided=cost)
 
 

@@ -20,7 +20,7 @@ def probed(turn: Transaction, worker: Worker, body: Probed) -> None:
     """A device's probe, of which `judge` makes something once a plan could be asked for."""
     turn.worker(worker, probe_by=None)
     idle = not turn.job.is_member(worker.device, worker.incarnation)
-    turn.set(probes=turn.job.probes.heard(worker.device, body.seconds, idle=idle))
+    turn.change("detection", probes=turn.job.detection.probes.heard(worker.device, body.seconds, idle=idle))
 
 
 def awaited(turn: Transaction) -> frozenset[str]:
@@ -38,10 +38,14 @@ def awaited(turn: Transaction) -> frozenset[str]:
 def judge(turn: Transaction) -> None:
     """Takes in what was probed, of devices that have no work still."""
     job = turn.job
-    probes = job.probes.worked(job.plan.number, job.plan.binding) if job.plan is not None else job.probes
-    probes, rates, changes = judged(probes, job.rates, turn.settings.detect)
-    if probes is not job.probes:
-        turn.set(probes=probes, rates=rates)
+    probes = (
+        job.detection.probes.worked(job.plan.number, job.plan.binding)
+        if job.plan is not None
+        else job.detection.probes
+    )
+    probes, rates, changes = judged(probes, job.detection.rates, turn.settings.detect)
+    if probes is not job.detection.probes:
+        turn.change("detection", probes=probes, rates=rates)
         told(turn, changes)
 
 
@@ -50,12 +54,12 @@ def told(turn: Transaction, changes: Iterable[Change]) -> None:
     horizon = turn.settings.policy.horizon_steps
     for change in changes:
         known_better = change.kind == "corrected"
-        stability = turn.job.stability
+        stability = turn.job.planning.stability
         if known_better:
             stability = corrected(stability, change.device, change.after)
         else:
             stability = changed(stability, change.device, change.after, change.step, horizon)
-        turn.set(stability=stability)
+        turn.change("planning", stability=stability)
         slow = known_better or change.after > change.before
         node = turn.nodes.get(node_of(change.device))
         why = causes(node.health if node is not None else None, change.device) if slow else ()

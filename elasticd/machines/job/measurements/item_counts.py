@@ -27,7 +27,7 @@ OFF = 0.1
 def measured(turn: Transaction, plan: Plan, step: Step) -> None:
     """Takes in the items of a whole step. Where they have shifted, later plans are made for them as they are
     now."""
-    shifts, modules, lines = dict(turn.job.item_shifts), list(turn.job.modules), []
+    shifts, modules, lines = dict(turn.job.data.item_shifts), list(turn.job.learned.modules), []
     packed = data_lengths.packed(turn.job)
     samples = plan.global_batch if packed is None else packed.sequences
     for at, module in enumerate(modules):
@@ -51,10 +51,10 @@ def measured(turn: Transaction, plan: Plan, step: Step) -> None:
                 f"{now.items} of {now.name}: {now.items_a_sample:.2f} in a sample, of {now.rows_an_item:.0f} "
                 f"rows, in the mean; before, {module.items_a_sample:.2f} of {module.rows_an_item:.0f}"
             )
-    turn.set(item_shifts=shifts)
+    turn.change("data", item_shifts=shifts)
     if not lines:
         return
-    turn.set(modules=tuple(modules), sampled=(), first_step=None)
+    turn.change("learned", modules=tuple(modules), sampled=(), first_step=None)
     seconds = step_prediction.predict_anew(turn, packed)
     step_prediction.keep_profile(turn)
     turn.note("shifted", "; ".join(lines), step=step.step, plan=turn.job.number, step_seconds=seconds)
@@ -62,7 +62,7 @@ def measured(turn: Transaction, plan: Plan, step: Step) -> None:
 
 def resizing(job: JobState) -> list[str]:
     """The modules whose items have lately another size than that which their profiles are of."""
-    return [name for name, shift in job.item_shifts.items() if shift.rows.off_lately]
+    return [name for name, shift in job.data.item_shifts.items() if shift.rows.off_lately]
 
 
 def _items_and_rows(step: Step, view: Plan) -> tuple[float, float]:
@@ -85,10 +85,10 @@ def _resized(turn: Transaction, plan: Plan, module: ModuleProblem, rows: float) 
     if not profile.fitted:
         return profile
     alike = []
-    for step in job.last_steps:
+    for step in job.steps.last_steps:
         if (own := step.modules.get(module.name)) is None:
             continue
         items, of_all = _items_and_rows(own, view)
         if items and abs(of_all / items / rows - 1) <= OFF:
             alike.append(own)
-    return remeasured(profile, view, alike, job.rates.rates)
+    return remeasured(profile, view, alike, job.detection.rates.rates)

@@ -13,8 +13,8 @@ _NORMAL = 64
 
 def measured(turn: Transaction, plan: Plan, step: Step) -> None:
     """Takes in by which slowdowns lanes get their shares, and tells where one has changed."""
-    before, same = turn.job.shares, turn.job.shares_plan == plan.number
-    items_before = turn.job.item_shares if same else {}
+    before, same = turn.job.lanes.shares, turn.job.lanes.shares_plan == plan.number
+    items_before = turn.job.lanes.item_shares if same else {}
     after = _slowdowns(plan.loss_view, step)
     items = {
         module.module: slow
@@ -25,7 +25,7 @@ def measured(turn: Transaction, plan: Plan, step: Step) -> None:
     }
     if (after, items) == (before, items_before) and same:
         return
-    turn.set(shares=after, shares_plan=plan.number, item_shares=items)
+    turn.change("lanes", shares=after, shares_plan=plan.number, item_shares=items)
     if not same:  # what another plan knows of its lanes is no change
         return
     _publish_shares(turn, step, before, after, "tokens")

@@ -43,10 +43,10 @@ class ModuleTimes(NamedTuple):
 
 def module_times(job: JobState) -> tuple[ModuleTimes, ...]:
     """Of a job of several modules, in the order of the plan; those that computed in the step."""
-    plan, steps = job.pipeline_plan, job.last_steps
+    plan, steps = job.pipeline_plan, job.steps.last_steps
     if plan is None or len(plan.modules) == 1 or not steps or steps[-1].plan != plan.number:
         return ()
-    known, times = {module.name: module for module in job.modules}, []
+    known, times = {module.name: module for module in job.learned.modules}, []
     for module in plan.modules:
         own = steps[-1].modules.get(module.module) if module.items else steps[-1]
         each = _by_device(own, plan.view(module.module)) if own is not None else ()
@@ -56,7 +56,7 @@ def module_times(job: JobState) -> tuple[ModuleTimes, ...]:
         items = rows = 0.0
         if module.items and (planned := known.get(module.module)) is not None:
             items, rows = planned.items_a_sample, planned.rows_an_item
-            if (shift := job.item_shifts.get(module.module)) is not None:
+            if (shift := job.data.item_shifts.get(module.module)) is not None:
                 items, rows = shift.items.mean, shift.rows.mean
         times.append(
             ModuleTimes(

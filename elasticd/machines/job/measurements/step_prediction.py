@@ -19,7 +19,8 @@ from elasticd_planner.spec.packed_sequences import PackedSequences
 from elasticd_planner.spec.plan import Plan
 
 from elasticd.machines.job.measurements import expert_rows
-from elasticd.machines.job.state.job_state import JobSettings, StepPrediction
+from elasticd.machines.job.state.job_state import JobSettings
+from elasticd.machines.job.state.parts.learned_profile import StepPrediction
 from elasticd.machines.job.state.transaction import Transaction
 from elasticd.records import ProfileRecord
 
@@ -78,32 +79,38 @@ def predict_anew(turn: Transaction, packed: PackedSequences | None) -> float | N
     """
     job = turn.job
     plan = job.pipeline_plan
-    if plan is None or job.profile is None or not job.profile.fitted:
+    if plan is None or job.learned.profile is None or not job.learned.profile.fitted:
         return None
-    links, slowdowns, load = links_of(turn.settings), job.stability.planned, expert_rows.in_force(turn)
+    links, slowdowns, load = links_of(turn.settings), job.planning.stability.planned, expert_rows.in_force(turn)
     if len(plan.modules) > 1:
-        seconds = modules_seconds(plan, turn.settings, job.profile, job.modules, slowdowns, load, packed)
+        seconds = modules_seconds(
+            plan, turn.settings, job.learned.profile, job.learned.modules, slowdowns, load, packed
+        )
     else:
-        seconds = predicted_seconds(job.profile, plan, links, slowdowns, packed, load)
+        seconds = predicted_seconds(job.learned.profile, plan, links, slowdowns, packed, load)
     if not math.isfinite(seconds):
         return None
-    turn.set(prediction=StepPrediction(number=job.number, seconds=seconds))
+    turn.change("learned", prediction=StepPrediction(number=job.number, seconds=seconds))
     return seconds
 
 
 def keep_profile(turn: Transaction) -> None:
     """Writes the newest profile, with what it predicts: the next leader goes on from it."""
     job = turn.job
-    if job.profile is None:
+    if job.learned.profile is None:
         return
-    known = job.prediction if job.prediction is not None and job.prediction.number == job.number else None
+    known = (
+        job.learned.prediction
+        if job.learned.prediction is not None and job.learned.prediction.number == job.number
+        else None
+    )
     turn.write(
         ProfileRecord(
-            profile=job.profile,
-            taught_by=job.taught_by,
-            lengths=job.lengths,
+            profile=job.learned.profile,
+            taught_by=job.learned.taught_by,
+            lengths=job.data.lengths,
             plan=job.number,
             step_seconds=known.seconds if known is not None else None,
-            modules=job.modules,
+            modules=job.learned.modules,
         )
     )

@@ -31,38 +31,38 @@ Invariants, which the tests check after every prefix of whole lives:
 from __future__ import annotations
 
 import enum
-import math
 from collections.abc import Iterable, Mapping
+from typing import Any, Literal, get_args
 
 import msgspec
-from elasticd_planner.cost.model_profile import GUESSED_FLOPS, ModelProfile
-from elasticd_planner.detection.data_shift import ShiftState
-from elasticd_planner.detection.idle_probes import ProbeState
-from elasticd_planner.detection.item_shift import ItemShiftState
-from elasticd_planner.detection.stragglers import DetectSettings, RateState
+from elasticd_planner.cost.model_profile import GUESSED_FLOPS
+from elasticd_planner.detection.stragglers import DetectSettings
 from elasticd_planner.layout.channels import MOST
-from elasticd_planner.policy.policy import Moved, PolicySettings
-from elasticd_planner.policy.stability import Stability
-from elasticd_planner.problem import JobAnswer, JobProblem, ModuleProblem
+from elasticd_planner.policy.policy import PolicySettings
 from elasticd_planner.profiling.fit import STEPS
-from elasticd_planner.readable import counted
-from elasticd_planner.spec.batch import BatchSummary
-from elasticd_planner.spec.cluster import Device, Level, Link, node_of
-from elasticd_planner.spec.expert_load import ExpertLoad
+from elasticd_planner.spec.cluster import Level, Link, node_of
 from elasticd_planner.spec.mesh import JobPlan
-from elasticd_planner.spec.packed_sequences import PackedSequences
 from elasticd_planner.spec.plan import Plan
-from elasticd_planner.spec.sequence_lengths import Lengths
-from elasticd_planner.spec.step_measurements import Reported, Step
 from elasticd_planner.value import Value, refuse
 
 from elasticd.machines.job.state.data_network import Network
-from elasticd.machines.job.state.expert_rows import ExpertRows
+from elasticd.machines.job.state.parts.device_detection import DeviceDetection
+from elasticd.machines.job.state.parts.job_checkpoints import JobCheckpoints
+from elasticd.machines.job.state.parts.job_data import JobData
+from elasticd.machines.job.state.parts.job_ending import JobEnding
+from elasticd.machines.job.state.parts.job_start import JobStart
+from elasticd.machines.job.state.parts.job_steps import JobSteps
+from elasticd.machines.job.state.parts.lane_shares import LaneShares
+from elasticd.machines.job.state.parts.learned_profile import LearnedProfile
+from elasticd.machines.job.state.parts.losses import Losses
+from elasticd.machines.job.state.parts.plan_requests import PlanRequests
+from elasticd.machines.job.state.parts.switching import Switching
+from elasticd.machines.job.state.parts.takeover import Takeover
 from elasticd.machines.job.state.snapshot_sets import SnapshotSets
-from elasticd.records import AnyJobSpec, Fence, JobSpec, NodeRecord, Proposal, PublishedCheckpoint, Thrown
+from elasticd.records import AnyJobSpec, JobSpec, NodeRecord, Proposal
 from elasticd.wire.main_thread import Halted
 from elasticd.wire.node_health import Health
-from elasticd.wire.worker import Raised, RunningPlan, Saved, SaveFailed, StateReport, WorkerDevice
+from elasticd.wire.worker import Raised, StateReport, WorkerDevice
 
 
 class JobPhase(enum.Enum):
@@ -176,26 +176,6 @@ class NodeState(Value, frozen=True, kw_only=True):
     version: int = 1  # of the messages that its agent sends
 
 
-class Rehearsal(Value, frozen=True, kw_only=True):
-    """All-reduces that were asked for before the first plan."""
-
-    until: float  # when the plan is made without the answers that lack
-    awaited: frozenset[str] = frozenset()  # devices that have not answered
-    #: seconds by width, one from each node
-    found: dict[int, tuple[float, ...]] = msgspec.field(default_factory=dict)
-
-
-class Joiner(Value, frozen=True, kw_only=True):
-    """A torchrun that asked to take part."""
-
-    node: str  # its node
-    client: str  # id that its agent gave it
-    pid: int  # process id
-    min_nodes: int  # the least of --nnodes
-    max_nodes: int  # the most of --nnodes
-    answered: bool = False  # it was told to start its workers, or has them
-
-
 class Worker(Value, frozen=True, kw_only=True):
     """A worker process that said hello, and what it last said."""
 
@@ -244,178 +224,68 @@ def incarnations(workers: Iterable[Worker]) -> dict[str, str]:
     return {worker.device: worker.incarnation for worker in workers}
 
 
-class Basis(Value, frozen=True, kw_only=True):
-    """The basis of a plan, beside the job's spec: another basis asks for another decision."""
-
-    devices: tuple[Device, ...]  # that the plan may use
-    rates: dict[str, float]  # slowdown of stragglers, by device
-    profile: ModelProfile | None  # seconds and bytes of the model (None: of a job on a mesh none is known)
-    interleave: int = 1  # chunks of layers that a device may have
-    lanes: int = 1  # lanes that a pipeline may have
-    packed: PackedSequences | None = None  # the sequences of a step, of a job that packs them
-    modules: tuple[ModuleProblem, ...] = ()  # of items, of a job of several modules
-    experts: ExpertLoad | None = None  # by which experts are placed
-
-
-class Asked(Value, frozen=True, kw_only=True):
-    """A plan that is being made."""
-
-    token: int  # number of the request, which the answer repeats
-    basis: Basis  # what it is made from
-    problem: JobProblem  # as the planner has it
-
-
-class Deferred(Value, frozen=True, kw_only=True):
-    """An answer of the planner that is worth a switch once its basis has held for longer."""
-
-    basis: Basis  # what it was made from
-    problem: JobProblem  # as the planner had it
-    answer: JobAnswer  # the plan
-    step: int  # index of the step at which it is weighed again
-
-
-class Remedy(Value, frozen=True, kw_only=True):
-    """A plan for the survivors, made while they say what they hold."""
-
-    basis: Basis  # what it was made from
-    problem: JobProblem  # as the planner had it
-    plan: JobPlan  # the plan
-
-
-class Setback(Value, frozen=True, kw_only=True):
-    """Plans from one basis that were given up in a row."""
-
-    basis: Basis  # what they were made from
-    times: int  # how many
-    until: float  # when the next may be made from it
-
-
-class JobProgress(Value, frozen=True, kw_only=True):
-    """The newest step that rank 0 reported."""
-
-    step: int = 0  # updates so far
-    at: float = 0.0  # when the last step was reported
-    slowest: float = 0.0  # seconds of the slowest of late; what is long past counts less
-
-
-class StepPrediction(Value, frozen=True, kw_only=True):
-    """The seconds of a step under a plan, by a profile that is newer than the plan."""
-
-    number: int  # of the plan
-    seconds: float  # of a step, at the slowdowns that the plan was made for
-
-
-class LeftOut(Value, frozen=True, kw_only=True):
-    """Steps in a row whose update was left out, up to the newest one."""
-
-    first: int  # index of the first of them
-    count: int  # of them
-    why: str  # of the last of them
-
-    @property
-    def words(self) -> str:
-        """For people."""
-        steps = f"{counted(self.count, 'step')} in a row, from step {self.first} on"
-        return f"no progress: {steps}, changed no weight; of the last one, {self.why}"
+#: The fields of `JobState` that are parts: each a value of its own, of one phase or of one concern.
+Part = Literal[
+    "start",
+    "planning",
+    "switching",
+    "learned",
+    "data",
+    "lanes",
+    "steps",
+    "detection",
+    "losses",
+    "takeover",
+    "checkpoints",
+    "ending",
+]
 
 
 class JobState(Value, frozen=True, kw_only=True):
     """One job as its leader knows it. Values are frozen: a step makes another one. Times are seconds of the
-    leader's clock."""
+    leader's clock. Recordings have the fields of its parts beside its own (`elasticd.recording`): no two of
+    them have one name."""
 
     job: str  # the job's name
     phase: JobPhase  # the module's docstring says what each means
     since: float  # when it entered the phase
     reason: str = ""  # why it waits or has ended, for people
-    joiners: dict[str, Joiner] = msgspec.field(default_factory=dict)  # torchruns by place: a node, or a device
-    abandoned: bool = False  # its last torchrun left while it was gathering: it is about to be forgotten
-    enough_since: float | None = None  # since when enough torchruns are there
-    joined: tuple[str, ...] = ()  # places that take part, in rank order
-    fresh: bool = False  # it begins anew: checkpoints that it did not make itself are none of its own
     spec: AnyJobSpec | None = None  # what all its workers train
-    world_size: int | None = None  # workers that torchrun started
     workers: dict[str, Worker] = msgspec.field(default_factory=dict)  # processes that said hello, by device
     plan: JobPlan | None = None  # in force
-    unadopted: RunningPlan | None = None  # the plan that its workers run, and that the store lacks
     proposal: Proposal | None = None  # open or aborting
     highest: int = 0  # the highest number ever used
-    earlier: int = 0  # that of its earlier starts under this name, as far as this leader knows of any
-    settle_until: float | None = None  # end of a new leader's patience (invariant 4), then None
-    give_up: str = ""  # why the proposal is to be aborted (empty: it is not)
-    #: a switch that set old copies aside in host memory was given up: the next one does without
-    no_aside: bool = False
-    fence: Fence | None = None  # the one that no recorded plan has followed yet
-    #: incarnations that were ever fenced off, the last of each device: their words count no more
-    gone: dict[str, str] = msgspec.field(default_factory=dict)
-    #: updates so far when members were last given up since they stood still (-1: none was)
-    stuck_step: int = -1
-    remedy: Remedy | None = None  # the plan that is to follow the fence
-    #: index of the step in which members were last said to hang though none is given up (-1: none was)
-    standstill: int = -1
-    #: seconds and bytes of the model, as far as they are known; of several modules, of the one with the loss
-    profile: ModelProfile | None = None
-    modules: tuple[ModuleProblem, ...] = ()  # likewise of the modules of items, and the items of samples
-    expert_rows: ExpertRows = ExpertRows()  # measured
-    experts: ExpertLoad | None = None  # the load that plans are made for (None: experts go by shares)
-    item_shifts: dict[str, ItemShiftState] = msgspec.field(default_factory=dict)  # by module of items
-    rates: RateState = msgspec.field(default_factory=RateState)  # measured slowdown of each device
-    probes: ProbeState = msgspec.field(default_factory=ProbeState)  # of devices without work
-    decided: Basis | None = None  # what the last decision was made from; None: one is due
-    not_before: float = 0.0  # when the next plan may be made
-    setback: Setback | None = None  # when it may be made from a basis whose plans were given up
-    asked: Asked | None = None  # the plan that is being made
-    deferred: Deferred | None = None  # an answer that waits for more steps
-    #: how long conditions last; a new leader learns it anew
-    stability: Stability = msgspec.field(default_factory=Stability)
-    moved: tuple[Moved, ...] = ()  # what the last switches cost; a new leader learns it anew
-    token: int = 0  # requests to the planner so far
-    #: reports by step, of steps that some members have not reported yet
-    gathered: dict[int, Reported] = msgspec.field(default_factory=dict)
-    first_step: int | None = None  # of the plan in force: steps after it are sampled for the fit
-    rehearsal: Rehearsal | None = None  # all-reduces before the first plan
-    rehearsed: frozenset[int] = frozenset()  # widths whose all-reduce is known from the rehearsal alone
-    taught_by: int = 0  # number of the plan that the profile was last fitted to
-    prediction: StepPrediction | None = None  # by the newest profile (None: that of the plan is)
-    last_steps: tuple[Step, ...] = ()  # complete ones of the plan in force
-    sampled: tuple[Step, ...] = ()  # steps for the fit of the profile
-    shifts: ShiftState = msgspec.field(default_factory=ShiftState)  # what is known of the data's lengths
-    lengths: Lengths | None = None  # those that the profile is for (None: all as the spec says)
-    longest: int = 0  # [tokens] of the longest sequence of any step so far
-    likely: int = 0  # [tokens] of the longest that checkpoints know of: it may come again
-    #: by which lanes get their shares of tokens [64ths], by device, as far as it is not that of the others
-    shares: dict[str, int] = msgspec.field(default_factory=dict)
-    #: likewise of items, by module and the first device of a lane
-    item_shares: dict[str, dict[str, int]] = msgspec.field(default_factory=dict)
-    shares_plan: int = 0  # number of the plan that those are of
-    batch: BatchSummary | None = None  # the newest packed batch
-    progress: JobProgress = JobProgress()  # the newest step
-    left_out: LeftOut | None = None  # the newest steps, if they change no weight
-    done_epoch: int = 0  # epoch of the job's end in the store
-    orderly: bool = False  # it ended since its workers were told to go, by a user who stopped it or by signals
-    stopping: str = ""  # who stops the job (empty: nobody)
-    stop_at: float = 0.0  # when it ends then, at the latest
-    stop_asked_at: float = 0.0  # when somebody asked for that
-    thrown: tuple[Thrown, ...] = ()  # exceptions of the script's own code, newest last
-    failing: str = ""  # which of them ends the job, once its state is saved (empty: none)
     snapshots: SnapshotSets = msgspec.field(default_factory=SnapshotSets)  # in the agents' memory
-    published: tuple[PublishedCheckpoint, ...] = ()  # checkpoints, newest last
-    checkpoint_at: float | None = (
-        None  # when the newest was made (None: before this leader led, or there is none)
-    )
-    unmade: SaveFailed | None = None  # the checkpoint that was tried last, where it was not made
-    #: step of the checkpoint that the state was read from (0: from none; a new leader does not know)
-    read_step: int = 0
-    unpublished: tuple[Saved, ...] = ()  # checkpoints of a plan that is not recorded yet
-    republish: bool = False  # the list of checkpoints is to be written again
-    published_at: float = -math.inf  # when that list was last written
-    arrived: float = -math.inf  # when a worker last came, or a torchrun that the job waits for
-    patient_until: float = 0.0  # until then a new leader takes nothing for lost that it has not heard of
-    #: incarnations by device that a leader before this one bound, and that this one has not heard of: they may
-    #: live, and hold copies
-    unmet: dict[str, str] = msgspec.field(default_factory=dict)
     network: Network = Network()  # which nodes reach each other
     #: events that the log has a line of, since their phase has nothing for them
     unexpected: frozenset[str] = frozenset()
+    start: JobStart = msgspec.field(
+        default_factory=JobStart
+    )  # torchruns that take part; waits before the first plan
+    planning: PlanRequests = msgspec.field(
+        default_factory=PlanRequests
+    )  # requests to the planner, and its answers that wait
+    switching: Switching = msgspec.field(
+        default_factory=Switching
+    )  # the end of the open proposal; costs of switches
+    learned: LearnedProfile = msgspec.field(
+        default_factory=LearnedProfile
+    )  # the profile of the model, as far as it is known
+    data: JobData = msgspec.field(default_factory=JobData)  # lengths and items of the data so far
+    lanes: LaneShares = msgspec.field(default_factory=LaneShares)  # shares by which lanes get tokens and items
+    steps: JobSteps = msgspec.field(default_factory=JobSteps)  # progress and the newest steps
+    detection: DeviceDetection = msgspec.field(default_factory=DeviceDetection)  # measured slowdowns of devices
+    losses: Losses = msgspec.field(default_factory=Losses)  # the fence, workers that are fenced off, and hangs
+    takeover: Takeover = msgspec.field(default_factory=Takeover)  # waits of a new leader
+    checkpoints: JobCheckpoints = msgspec.field(
+        default_factory=JobCheckpoints
+    )  # published, waiting and missed checkpoints
+    ending: JobEnding = msgspec.field(default_factory=JobEnding)  # requests and exceptions that end the job
+
+    def changed(self, part: Part, **changes: Any) -> JobState:
+        """Returns the job with other values of these fields of one part."""
+        value = msgspec.structs.replace(getattr(self, part), **changes)
+        return msgspec.structs.replace(self, **{part: value})
 
     @property
     def number(self) -> int:
@@ -435,15 +305,15 @@ class JobState(Value, frozen=True, kw_only=True):
     @property
     def predicted_seconds(self) -> float | None:
         """Of a step under the plan in force, by the newest profile; None without a plan."""
-        if self.prediction is not None and self.prediction.number == self.number:
-            return self.prediction.seconds
+        if self.learned.prediction is not None and self.learned.prediction.number == self.number:
+            return self.learned.prediction.seconds
         own = self.plan.prediction if self.plan is not None else None
         return own.step_seconds if own is not None else None
 
     @property
     def prediction_guessed(self) -> bool:
         """True if `predicted_seconds` is by the model's shapes alone: no profile has been fitted."""
-        fitted = self.profile is not None and self.profile.fitted
+        fitted = self.learned.profile is not None and self.learned.profile.fitted
         return self.predicted_seconds is not None and self.pipeline_plan is not None and not fitted
 
     @property
@@ -460,12 +330,14 @@ class JobState(Value, frozen=True, kw_only=True):
     def joins(self, node: str, device: str) -> bool:
         """Returns True if a job that has not begun waits for this worker: the torchrun of its node, or of its
         device, takes part. While torchruns still come, each that has asked counts."""
-        places = self.joined or self.joiners
+        places = self.start.joined or self.start.joiners
         return node in places or device in places
 
     def joined_from(self, node: NodeRecord) -> bool:
         """Returns True if a torchrun of this node has asked to take part."""
-        return node.node in self.joiners or any(device.name in self.joiners for device in node.devices)
+        return node.node in self.start.joiners or any(
+            device.name in self.start.joiners for device in node.devices
+        )
 
     def involves(self, node: NodeRecord) -> bool:
         """Returns True if this node has a part in the job, or a torchrun of it waits for one."""
@@ -474,15 +346,15 @@ class JobState(Value, frozen=True, kw_only=True):
     def has_part(self, node: NodeRecord) -> bool:
         """Returns True if a torchrun of this node was let in, or a worker on one of its devices is known, or is
         bound by a plan."""
-        if node.node in self.joined:
+        if node.node in self.start.joined:
             return True
-        held = (self.joined, self.workers, *(plan.binding for plan in self.plans))
+        held = (self.start.joined, self.workers, *(plan.binding for plan in self.plans))
         return any(device.name in devices for devices in held for device in node.devices)
 
     def binds(self, device: str, incarnation: str) -> bool:
         """Returns True if a plan, in force or proposed, is bound to that worker, which this leader may not have
         met. Nothing is bound to one that was fenced off."""
-        if self.gone.get(device) == incarnation:
+        if self.losses.gone.get(device) == incarnation:
             return False
         return any(plan.binding.get(device) == incarnation for plan in self.plans)
 
@@ -527,12 +399,12 @@ class JobState(Value, frozen=True, kw_only=True):
     def unmet_of(self, plan: JobPlan | None) -> dict[str, str]:
         """The incarnations of this plan, by device, that this leader has not met."""
         bound = plan.binding if plan is not None else {}
-        return {device: one for device, one in self.unmet.items() if bound.get(device) == one}
+        return {device: one for device, one in self.takeover.unmet.items() if bound.get(device) == one}
 
     @property
     def all_reported(self) -> bool:
         """True if nobody is `unreported`; quick while thousands of workers come back one by one."""
-        few = self.plan is not None and len(self.workers) + len(self.gone) < len(self.plan.binding)
+        few = self.plan is not None and len(self.workers) + len(self.losses.gone) < len(self.plan.binding)
         return not few and not self.unreported()
 
     def unreported(self) -> tuple[str, ...]:
@@ -544,7 +416,7 @@ class JobState(Value, frozen=True, kw_only=True):
                 worker = self.workers.get(device)
                 if worker is not None and worker.incarnation == incarnation and not worker.orphan:
                     continue
-                if self.gone.get(device) != incarnation:
+                if self.losses.gone.get(device) != incarnation:
                     devices[device] = None
         return tuple(devices)
 
@@ -552,3 +424,12 @@ class JobState(Value, frozen=True, kw_only=True):
 def fresh(job: str, phase: JobPhase, now: float) -> JobState:
     """A job that nobody has heard of before."""
     return JobState(job=job, phase=phase, since=now)
+
+
+#: The class of each part.
+PARTS: dict[Part, type[msgspec.Struct]] = {
+    part: field.type
+    for part in get_args(Part)
+    for field in msgspec.structs.fields(JobState)
+    if field.name == part
+}

@@ -16,7 +16,7 @@ def is_dead(job: JobState, checkpoint: PublishedCheckpoint) -> bool:
 
 def newest(job: JobState) -> PublishedCheckpoint | None:
     """The newest checkpoint that the job published, of those that are a part of its history."""
-    published = (one for one in job.published if not is_dead(job, one))
+    published = (one for one in job.checkpoints.published if not is_dead(job, one))
     return max(published, key=lambda one: (one.plan, one.step), default=None)
 
 
@@ -25,20 +25,20 @@ def lost_steps(job: JobState) -> int:
     checkpoint = newest(job)
     if checkpoint is None and not any(worker.saves_now for worker in job.workers.values()):
         return 0
-    return max(0, job.progress.step - _saved_step(job))
+    return max(0, job.steps.progress.step - _saved_step(job))
 
 
 def _saved_step(job: JobState) -> int:
     checkpoint = newest(job)
-    return checkpoint.step if checkpoint is not None else job.read_step
+    return checkpoint.step if checkpoint is not None else job.checkpoints.read_step
 
 
 def after_steps(job: JobState) -> str:
     """The number of steps after which the job ends, in words, with its newest checkpoint and the steps that are
     lost. Of a job without a folder for checkpoints only the number."""
-    text, lost, saved = f"after {counted(job.progress.step, 'step')}", lost_steps(job), _saved_step(job)
-    if lost and job.unmade is not None:
-        text = f"{text}; the last checkpoint failed ({job.unmade.reason})"
+    text, lost, saved = f"after {counted(job.steps.progress.step, 'step')}", lost_steps(job), _saved_step(job)
+    if lost and job.checkpoints.unmade is not None:
+        text = f"{text}; the last checkpoint failed ({job.checkpoints.unmade.reason})"
     if saved:
         text = f"{text}; the newest checkpoint is of step {saved}"
     elif lost:

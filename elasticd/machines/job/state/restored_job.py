@@ -9,16 +9,17 @@ from elasticd_planner.problem import JobProblem, MeshProblem, Problem
 from elasticd_planner.spec.mesh import JobPlan
 
 from elasticd.machines.job.state.events import Stored
-from elasticd.machines.job.state.job_state import (
-    OVER,
-    Basis,
-    JobPhase,
-    JobProgress,
-    JobSettings,
-    JobState,
-    StepPrediction,
-    fresh,
-)
+from elasticd.machines.job.state.job_state import OVER, JobPhase, JobSettings, JobState, fresh
+from elasticd.machines.job.state.parts.device_detection import DeviceDetection
+from elasticd.machines.job.state.parts.job_checkpoints import JobCheckpoints
+from elasticd.machines.job.state.parts.job_data import JobData
+from elasticd.machines.job.state.parts.job_ending import JobEnding
+from elasticd.machines.job.state.parts.job_start import JobStart
+from elasticd.machines.job.state.parts.job_steps import JobProgress, JobSteps
+from elasticd.machines.job.state.parts.learned_profile import LearnedProfile, StepPrediction
+from elasticd.machines.job.state.parts.losses import Losses
+from elasticd.machines.job.state.parts.plan_requests import Basis, PlanRequests
+from elasticd.machines.job.state.parts.takeover import Takeover
 from elasticd.machines.job.state.snapshot_sets import SnapshotSets
 from elasticd.records import Fence, ProfileRecord, Proposal
 
@@ -28,7 +29,9 @@ def restored(stored: Stored, now: float, settings: JobSettings) -> JobState:
     if all(record is None for record in (stored.spec, stored.plan, stored.proposal, stored.fence, stored.done)):
         # Nothing but the history of earlier starts: its torchruns gather.
         begun_again = fresh(stored.job, JobPhase.GATHERING, now)
-        return msgspec.structs.replace(begun_again, highest=stored.highest, earlier=stored.highest)
+        return msgspec.structs.replace(begun_again, highest=stored.highest).changed(
+            "start", earlier=stored.highest
+        )
     plan = stored.plan.plan if stored.plan is not None else None
     proposal = stored.proposal
     if proposal is not None and plan is not None and proposal.number <= plan.number:
@@ -39,7 +42,6 @@ def restored(stored: Stored, now: float, settings: JobSettings) -> JobState:
     problem = stored.history.problem if stored.history is not None else None
     planned = problem if isinstance(problem, Problem) else None
     gone = stored.fence.gone if stored.fence is not None else {}
-    taught = stored.profile
     return JobState(
         job=stored.job,
         phase=phase,
@@ -48,37 +50,42 @@ def restored(stored: Stored, now: float, settings: JobSettings) -> JobState:
         spec=stored.spec,
         plan=plan,
         proposal=None if phase in OVER else proposal,
-        earlier=stored.highest if plan is None and proposal is None else 0,
         highest=max(
             stored.highest,
             stored.fence.number if stored.fence is not None else 0,
             plan.number if plan is not None else 0,
             stored.proposal.number if stored.proposal is not None else 0,
         ),
-        fence=None if phase in OVER else fence,
-        gone=gone,
-        unmet={} if phase in OVER else _unmet(plan, proposal, gone),
-        thrown=stored.fence.thrown if stored.fence is not None else (),
-        settle_until=None if phase in OVER else now + settings.reconnect_seconds,
-        patient_until=now + settings.reconnect_seconds,
-        profile=taught.profile if taught is not None else planned.profile if planned is not None else None,
-        modules=taught.modules if taught is not None else planned.modules if planned is not None else (),
-        experts=planned.experts if planned is not None else None,
-        taught_by=taught.taught_by if taught is not None else 0,
-        lengths=taught.lengths if taught is not None else None,
-        prediction=_restored_prediction(taught),
-        rates=_restored_rates(problem),
-        stability=Stability(planned=dict(problem.rates) if problem is not None else {}),
-        decided=_restored_basis(problem)
-        if phase in (JobPhase.RUNNING, JobPhase.PROPOSED, JobPhase.ABORTING)
-        else None,
-        progress=JobProgress(step=last.step if last is not None else 0, at=now, slowest=_step_seconds(plan)),
-        done_epoch=stored.done.epoch if stored.done is not None else 0,
-        orderly=stored.done is not None and stored.done.orderly,
         snapshots=SnapshotSets(
             begun={plan.number: stored.plan.step} if plan is not None and stored.plan else {}
         ),
-        published=stored.checkpoints.published if stored.checkpoints is not None else (),
+        start=JobStart(earlier=stored.highest if plan is None and proposal is None else 0),
+        planning=PlanRequests(
+            decided=_restored_basis(problem)
+            if phase in (JobPhase.RUNNING, JobPhase.PROPOSED, JobPhase.ABORTING)
+            else None,
+            stability=Stability(planned=dict(problem.rates) if problem is not None else {}),
+        ),
+        learned=_restored_profile(stored.profile, planned),
+        data=JobData(lengths=stored.profile.lengths if stored.profile is not None else None),
+        steps=JobSteps(
+            progress=JobProgress(step=last.step if last is not None else 0, at=now, slowest=_step_seconds(plan))
+        ),
+        detection=DeviceDetection(rates=_restored_rates(problem)),
+        losses=Losses(fence=None if phase in OVER else fence, gone=gone),
+        takeover=Takeover(
+            settle_until=None if phase in OVER else now + settings.reconnect_seconds,
+            patient_until=now + settings.reconnect_seconds,
+            unmet={} if phase in OVER else _unmet(plan, proposal, gone),
+        ),
+        checkpoints=JobCheckpoints(
+            published=stored.checkpoints.published if stored.checkpoints is not None else ()
+        ),
+        ending=JobEnding(
+            done_epoch=stored.done.epoch if stored.done is not None else 0,
+            orderly=stored.done is not None and stored.done.orderly,
+            thrown=stored.fence.thrown if stored.fence is not None else (),
+        ),
     )
 
 
@@ -115,8 +122,24 @@ def _restored_phase(stored: Stored, proposal: Proposal | None) -> tuple[JobPhase
     return (JobPhase.RUNNING if stored.plan is not None else JobPhase.ASSEMBLING), ""
 
 
-def _restored_prediction(taught: ProfileRecord | None) -> StepPrediction | None:
-    if taught is None or taught.step_seconds is None:
+def _restored_profile(taught: ProfileRecord | None, planned: Problem | None) -> LearnedProfile:
+    """The profile that steps taught; else the one that the last plan was made with."""
+    experts = planned.experts if planned is not None else None
+    if taught is not None:
+        return LearnedProfile(
+            profile=taught.profile,
+            modules=taught.modules,
+            experts=experts,
+            taught_by=taught.taught_by,
+            prediction=_restored_prediction(taught),
+        )
+    if planned is not None:
+        return LearnedProfile(profile=planned.profile, modules=planned.modules, experts=experts)
+    return LearnedProfile()
+
+
+def _restored_prediction(taught: ProfileRecord) -> StepPrediction | None:
+    if taught.step_seconds is None:
         return None
     return StepPrediction(number=taught.plan, seconds=taught.step_seconds)
 

@@ -26,6 +26,7 @@ from elasticd.machines.job.state.job_state import (
     JobSettings,
     JobState,
     NodeState,
+    Part,
     Worker,
 )
 from elasticd.wire.coordinator import FromMachine, ToClient
@@ -63,6 +64,10 @@ class Transaction:
         """Changes fields of the job."""
         self.job = msgspec.structs.replace(self.job, **changes)
 
+    def change(self, part: Part, **changes: Any) -> None:
+        """Changes fields of one part of the job."""
+        self.job = self.job.changed(part, **changes)
+
     def enter(self, phase: JobPhase, **changes: Any) -> None:
         """The next phase; raises `IllegalTransition` where the table lacks it."""
         if phase not in TRANSITIONS[self.job.phase]:
@@ -86,12 +91,14 @@ class Transaction:
 
     def _met(self, *devices: str) -> None:
         """A device has one process at a time: of one that is heard of, none before it is waited for."""
-        known = [device for device in devices if device in self.job.unmet]
+        known = [device for device in devices if device in self.job.takeover.unmet]
         if known:
-            unmet = dict(self.job.unmet)  # a copy, and not a comprehension: thousands say hello one by one
+            unmet = dict(
+                self.job.takeover.unmet
+            )  # a copy, and not a comprehension: thousands say hello one by one
             for device in known:
                 del unmet[device]
-            self.set(unmet=unmet)
+            self.change("takeover", unmet=unmet)
 
     def note(self, kind: EventKind, text: str, **data: Any) -> None:
         """Tells people of something now."""
@@ -126,17 +133,17 @@ class Transaction:
     def lone_seconds(self) -> float:
         """Seconds that a node is waited for that alone holds a part of the state."""
         seconds = self.settings.lone_seconds
-        return min(seconds, self.settings.stopping_seconds) if self.job.stopping else seconds
+        return min(seconds, self.settings.stopping_seconds) if self.job.ending.stopping else seconds
 
     def give_up(self, why: str) -> None:
         """The open proposal is to be aborted; the first reason stays."""
-        if not self.job.give_up:
-            self.set(give_up=why)
+        if not self.job.switching.give_up:
+            self.change("switching", give_up=why)
 
     def drop_request(self) -> None:
         """Nobody waits for the plan that is being made, if one is."""
-        if self.job.asked is not None:
-            self.set(asked=None)
+        if self.job.planning.asked is not None:
+            self.change("planning", asked=None)
             self.effects.append(CancelPlan(job=self.job.job))
 
     def order(self, node: str, message: FromMachine) -> None:
