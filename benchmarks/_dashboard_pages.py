@@ -28,11 +28,11 @@ from _results import Row, row
 from elasticd_planner.detection.settings import DetectSettings
 
 from elasticd.config.tree import Config, with_overrides
-from elasticd.coordinator import live_types as live
-from elasticd.coordinator.api_types import DeviceStatus, LeaderStatus, NodeStatus
 from elasticd.dashboard.daemon import Dashboard
 from elasticd.dashboard.history import opened
 from elasticd.dashboard.subscription import Told
+from elasticd.wire import live_types as live
+from elasticd.wire.api_types import DeviceStatus, LeaderStatus, NodeStatus
 
 NODES, DEVICES, CHANGES, SLOW = 1000, 8, 80, 160
 #: In the page, before its own scripts: when the snapshot and changes arrive, when cells are painted, and how

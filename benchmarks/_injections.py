@@ -21,10 +21,10 @@ import psutil
 from _undisturbed import UNDISTURBED
 
 from elasticd.client import ApiClient
-from elasticd.coordinator.events.event_log import EventRecord
 from elasticd.records import Keys
 from elasticd.testing.network_namespaces import Namespaces, namespaces
 from elasticd.testing.waiting import until
+from elasticd.wire.event_record import EventRecord
 from tests.integration.fleet import CLUSTER, Fleet, Step, job_by
 from tests.integration.trio import NAMES, Trio
 from tests.soak import ledger

@@ -12,8 +12,8 @@ import _train_planted
 from _injections import Trained, training
 from _results import Row, row
 
-from elasticd.coordinator.events.event_log import EventRecord
 from elasticd.testing.waiting import until
+from elasticd.wire.event_record import EventRecord
 from tests.soak.script_faults import Place, Planted, plant, taken, withdraw
 
 #: Seconds of a hang: several times what may pass until it is known.

@@ -12,8 +12,8 @@ from _results import Row, row
 from elasticd_planner.spec.plan import Plan
 
 from elasticd.client import ApiClient
-from elasticd.coordinator.api_types import JobStatus
 from elasticd.testing.waiting import until
+from elasticd.wire.api_types import JobStatus
 from tests.integration import train_shifting
 from tests.integration.cluster import JOB, Cluster
 

@@ -37,7 +37,8 @@ from rich.console import Console
 from elasticd.cli.status import screen
 from elasticd.codec.safe_text import json_for_terminal
 from elasticd.config.credentials import Credentials
-from elasticd.coordinator.api_types import (
+from elasticd.coordinator.live_feed import LiveFeed
+from elasticd.wire.api_types import (
     ClusterStatus,
     DeviceStatus,
     JobStatus,
@@ -45,7 +46,6 @@ from elasticd.coordinator.api_types import (
     MemberStatus,
     NodeStatus,
 )
-from elasticd.coordinator.live_feed import LiveFeed
 from elasticd.wire.coordinator import FromClient, to_leader
 from elasticd.wire.worker import Report
 

@@ -22,7 +22,15 @@ from elasticd.codec.safe_text import for_terminal, json_for_terminal
 from elasticd.config.credentials import Credentials, credentials
 from elasticd.config.security import SecuritySection
 from elasticd.config.tree import Config, load
-from elasticd.coordinator.api_types import (
+from elasticd.local_cluster import settings as settings_of
+from elasticd.records import AnyHistoryRecord, JobSpec, Keys
+from elasticd.store.configured import etcd_options
+from elasticd.store.etcd import EtcdStore
+from elasticd.store.leader import ElectedLeader, read_leader
+from elasticd.store.protocol import Store, StoreError, StoreRefused
+from elasticd.system.logs import say
+from elasticd.wire.api_types import (
+    USER_HEADER,
     CallerStatus,
     ClusterStatus,
     Events,
@@ -33,16 +41,8 @@ from elasticd.coordinator.api_types import (
     Steps,
     Stopping,
 )
-from elasticd.coordinator.auth import USER_HEADER
-from elasticd.coordinator.events.event_log import EventRecord
-from elasticd.coordinator.live_types import LINES, AnyNews
-from elasticd.local_cluster import settings as settings_of
-from elasticd.records import AnyHistoryRecord, JobSpec, Keys
-from elasticd.store.configured import etcd_options
-from elasticd.store.etcd import EtcdStore
-from elasticd.store.leader import ElectedLeader, read_leader
-from elasticd.store.protocol import Store, StoreError, StoreRefused
-from elasticd.system.logs import say
+from elasticd.wire.event_record import EventRecord
+from elasticd.wire.live_types import LINES, AnyNews
 
 #: Seconds that one request may take.
 REQUEST_TIMEOUT_SECONDS = 10.0

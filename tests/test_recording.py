@@ -12,16 +12,86 @@ from tests.machines.world import World
 
 #: The fields of a job in recordings so far. Add those that are new; none of these is renamed or left out.
 FIELDS = frozenset(
-    """
-    abandoned arrived asked batch checkpoint_at decided deferred done_epoch earlier enough_since
-    expert_rows experts failing fence first_step fresh gathered give_up gone highest item_shares
-    item_shifts job joined joiners last_steps left_out lengths likely longest modules moved network
-    no_aside not_before orderly patient_until phase plan prediction probes profile progress proposal
-    published published_at rates read_step reason rehearsal rehearsed remedy republish sampled setback
-    settle_until shares shares_plan shifts since snapshots spec stability standstill stop_asked_at
-    stop_at stopping stuck_step taught_by thrown token unadopted unexpected unmade unmet unpublished
-    workers world_size
-    """.split()
+    {
+        "abandoned",
+        "arrived",
+        "asked",
+        "batch",
+        "checkpoint_at",
+        "decided",
+        "deferred",
+        "done_epoch",
+        "earlier",
+        "enough_since",
+        "expert_rows",
+        "experts",
+        "failing",
+        "fence",
+        "first_step",
+        "fresh",
+        "gathered",
+        "give_up",
+        "gone",
+        "highest",
+        "item_shares",
+        "item_shifts",
+        "job",
+        "joined",
+        "joiners",
+        "last_steps",
+        "left_out",
+        "lengths",
+        "likely",
+        "longest",
+        "modules",
+        "moved",
+        "network",
+        "no_aside",
+        "not_before",
+        "orderly",
+        "patient_until",
+        "phase",
+        "plan",
+        "prediction",
+        "probes",
+        "profile",
+        "progress",
+        "proposal",
+        "published",
+        "published_at",
+        "rates",
+        "read_step",
+        "reason",
+        "rehearsal",
+        "rehearsed",
+        "remedy",
+        "republish",
+        "sampled",
+        "setback",
+        "settle_until",
+        "shares",
+        "shares_plan",
+        "shifts",
+        "since",
+        "snapshots",
+        "spec",
+        "stability",
+        "standstill",
+        "stop_asked_at",
+        "stop_at",
+        "stopping",
+        "stuck_step",
+        "taught_by",
+        "thrown",
+        "token",
+        "unadopted",
+        "unexpected",
+        "unmade",
+        "unmet",
+        "unpublished",
+        "workers",
+        "world_size",
+    }
 )
 
 

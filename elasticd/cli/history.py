@@ -14,9 +14,9 @@ from elasticd.cli.console import command_console
 from elasticd.cli.job_argument import job_with_plans
 from elasticd.cli.options import asking, json_option, plain_table, write_json
 from elasticd.client import ApiClient
-from elasticd.coordinator.events.event_log import EventRecord
-from elasticd.dashboard.why import prediction_of
+from elasticd.explain.why import prediction_of
 from elasticd.records import AnyHistoryRecord
+from elasticd.wire.event_record import EventRecord
 
 
 @click.command()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from elasticd.client import CannotReach
-from elasticd.coordinator.api_types import ClusterStatus, RestartStatus
+from elasticd.wire.api_types import ClusterStatus, RestartStatus
 
 
 def running_jobs(status: ClusterStatus) -> list[str]:

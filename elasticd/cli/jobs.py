@@ -13,7 +13,7 @@ from elasticd.cli.console import command_console
 from elasticd.cli.options import asking, json_option, plain_table, write_json
 from elasticd.client import ApiClient, CannotReach, asker
 from elasticd.codec.safe_text import in_one_line
-from elasticd.coordinator.api_types import ClusterStatus, JobStatus, RestartStatus
+from elasticd.wire.api_types import ClusterStatus, JobStatus, RestartStatus
 
 #: Seconds beyond those that the job has, until its end is known to whoever asks.
 _MARGIN_SECONDS = 10.0
@@ -62,7 +62,7 @@ def _row(job: JobStatus) -> tuple[str, ...]:
     loss = "-" if job.loss is None else f"{job.loss:.4f}"
     speed = "-" if job.tokens_per_second is None else f"{job.tokens_per_second:,.0f}"
     plan = ("-", "-") if job.plan is None else (str(job.plan.number), str(len(job.plan.members)))
-    return job.job, job.word, str(job.step), loss, speed, *plan, in_one_line(job.reason)
+    return job.job, job.shown_phase, str(job.step), loss, speed, *plan, in_one_line(job.reason)
 
 
 @click.command()

@@ -15,9 +15,9 @@ from elasticd.cli.job_argument import named_job, running_jobs
 from elasticd.cli.options import cluster_options, json_option
 from elasticd.cli.worker_output import show_output
 from elasticd.client import ApiClient, CannotReach, reach
-from elasticd.coordinator.api_types import ClusterStatus
-from elasticd.coordinator.events.event_log import EVENTS_OF_A_TERM, EventRecord, line
 from elasticd.machines.job.state.events import EventKind
+from elasticd.wire.api_types import ClusterStatus
+from elasticd.wire.event_record import EVENTS_OF_A_TERM, EventRecord, line
 
 _POLL_SECONDS = 0.5
 #: Seconds between attempts to find a leader: doubled from the first to the second.

@@ -17,10 +17,7 @@ import msgspec
 import numpy as np
 from elasticd_planner.spec.measurement import Measurement
 
-from elasticd.coordinator import live_types as live
-from elasticd.coordinator.api_types import LeaderStatus, Settings
 from elasticd.coordinator.events.event_log import EventLog
-from elasticd.coordinator.events.switch_gain import StepRecord
 from elasticd.coordinator.live_feed import FeedSource, hello, measurements
 from elasticd.dashboard.history import HistoryWriter, Sample
 from elasticd.dashboard.known import balanced_seconds, lowest_seconds, table_of
@@ -30,7 +27,10 @@ from elasticd.machines.job.state.events import SLOWDOWN_KINDS, CoordinatorNote, 
 from elasticd.machines.job.state.job_state import JobState
 from elasticd.recording import Line
 from elasticd.records import HistoryRecord
+from elasticd.wire import live_types as live
+from elasticd.wire.api_types import LeaderStatus, Settings
 from elasticd.wire.coordinator import FromClient
+from elasticd.wire.step_record import StepRecord
 from elasticd.wire.worker import Prepared, Report, StayedOnPlan, Switched
 
 #: Events and steps that are kept of a recording.

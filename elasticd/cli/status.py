@@ -21,7 +21,8 @@ from elasticd.cli.options import asking, json_option, plain_table, write_json
 from elasticd.cli.picture import picture
 from elasticd.client import ApiClient, CannotReach
 from elasticd.codec.safe_text import in_one_line
-from elasticd.coordinator.api_types import (
+from elasticd.explain.why import differs
+from elasticd.wire.api_types import (
     CheckpointStatus,
     ClusterStatus,
     DeviceStatus,
@@ -34,7 +35,6 @@ from elasticd.coordinator.api_types import (
     NodeStatus,
     RestartStatus,
 )
-from elasticd.dashboard.why import differs
 
 #: Devices up to which each has a line of its own; of more, nodes have one where something is not normal.
 FEW_DEVICES = 32
@@ -195,7 +195,12 @@ def _over_cells(job: JobStatus | RestartStatus) -> tuple[str, str, str, str]:
     """Name, phase, step and loss of a job that is over."""
     if isinstance(job, RestartStatus):
         return job.job, job.phase, f"step {job.step}" if job.step else "step -", "restart mode"
-    return job.job, job.word, f"step {job.step}", "loss -" if job.loss is None else f"loss {job.loss:.4f}"
+    return (
+        job.job,
+        job.shown_phase,
+        f"step {job.step}",
+        "loss -" if job.loss is None else f"loss {job.loss:.4f}",
+    )
 
 
 def abnormal_nodes(listed: Sequence[NodeStatus]) -> Iterator[RenderableType]:
@@ -357,7 +362,7 @@ def _job(
     job: JobStatus, reason: str, rates: Mapping[str, float], *, everything: bool = True
 ) -> Iterator[RenderableType]:
     yield Text.assemble(
-        ("job ", "dim"), (job.job, "bold"), f"  {job.word}", f"  {job.reason}" if job.reason else ""
+        ("job ", "dim"), (job.job, "bold"), f"  {job.shown_phase}", f"  {job.reason}" if job.reason else ""
     )
     yield from exception(job.exception)
     loss = "-" if job.loss is None else f"{job.loss:.4f}"

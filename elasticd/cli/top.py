@@ -27,7 +27,7 @@ from elasticd.cli.status import (
     restart_mode_job,
 )
 from elasticd.client import ApiClient, CannotReach, reach
-from elasticd.coordinator.api_types import (
+from elasticd.wire.api_types import (
     ClusterStatus,
     JobStatus,
     ModuleDeviceStatus,
@@ -35,8 +35,8 @@ from elasticd.coordinator.api_types import (
     NodeStatus,
     RestartStatus,
 )
-from elasticd.coordinator.events.event_log import EventRecord, line
-from elasticd.coordinator.events.switch_gain import StepRecord
+from elasticd.wire.event_record import EventRecord, line
+from elasticd.wire.step_record import StepRecord
 
 #: Characters of a rate's bar, and the rate at which it is full.
 WIDTH, FULL = 24, 4.0
@@ -146,7 +146,8 @@ def _job(job: JobStatus, steps: Sequence[StepRecord], rates: Mapping[str, float]
     rate = f"{1 / job.wall_seconds:.2f}" if job.wall_seconds else "-"
     loss = "-" if job.loss is None else f"{job.loss:.4f}"
     yield Text.assemble(
-        (job.job, "bold"), f"  {job.word}", ("   step ", "dim"), str(job.step), ("   loss ", "dim"), loss,
+        (job.job, "bold"), f"  {job.shown_phase}",
+        ("   step ", "dim"), str(job.step), ("   loss ", "dim"), loss,
         ("   steps/s ", "dim"), rate, ("   tokens/s ", "dim"), speed,
     )  # fmt: skip
     if job.reason:

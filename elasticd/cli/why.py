@@ -17,10 +17,7 @@ from elasticd.cli.options import asking, json_option, write_json
 from elasticd.cli.picture import picture
 from elasticd.cli.status import exception, expert_share, item_share
 from elasticd.client import ApiClient, CannotReach
-from elasticd.coordinator.api_types import ClusterStatus, DeviceStatus, JobStatus, NodeStatus
-from elasticd.coordinator.events.event_log import EventRecord
-from elasticd.coordinator.events.switch_gain import StepRecord
-from elasticd.dashboard.why import (
+from elasticd.explain.why import (
     WhyLine,
     decided,
     did,
@@ -36,6 +33,9 @@ from elasticd.dashboard.why import (
     use,
 )
 from elasticd.records import AnyHistoryRecord
+from elasticd.wire.api_types import ClusterStatus, DeviceStatus, JobStatus, NodeStatus
+from elasticd.wire.event_record import EventRecord
+from elasticd.wire.step_record import StepRecord
 
 
 @click.command()

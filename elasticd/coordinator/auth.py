@@ -46,8 +46,8 @@ class CallerProof:
     certificate: Mapping[str, Any] | None = None  # verified by the handshake, as `ssl` gives it
 
 
-#: The header in which a sender says who it is, and characters of it that are kept.
-USER_HEADER, MOST_SAID = "x-elasticd-user", 200
+#: Characters that are kept of who a sender says it is.
+MOST_SAID = 200
 #: Who asks where nobody is asked who he is.
 ANYBODY = Caller(role=Role.OPERATOR)
 

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from elasticd.config.tree import ConfigError
-from elasticd.coordinator.api_types import CHAOS_OFF, ApiError, unknown
 from elasticd.coordinator.leader import Leader
 from elasticd.coordinator.live_config import ConfigChanges, Scalar
 from elasticd.coordinator.store_transactions import LeadershipProbe
@@ -28,6 +27,7 @@ from elasticd.machines.job.state.events import (
     StopAsked,
 )
 from elasticd.machines.job.state.job_state import OVER, JobState, NodeState
+from elasticd.wire.api_types import CHAOS_OFF, ApiError, unknown
 from elasticd.wire.coordinator import is_first
 
 #: Seconds that a user waits for etcd to take what he changed.

@@ -22,7 +22,6 @@ from elasticd.config.credentials import load_pair, server_context
 from elasticd.config.tree import Config, ConfigError, reloaded
 from elasticd.coordinator import election
 from elasticd.coordinator import live_config as changed
-from elasticd.coordinator.api_types import ClusterStatus, LeaderStatus
 from elasticd.coordinator.auth import Authorizer, CallerProof
 from elasticd.coordinator.commands import Commands
 from elasticd.coordinator.election import CannotLead, Deposed, Term
@@ -60,6 +59,7 @@ from elasticd.system.http_connections import BoundedHttpServer
 from elasticd.system.network_addresses import is_loopback, own_names
 from elasticd.system.sd_notify import SdNotifier
 from elasticd.version import __version__
+from elasticd.wire.api_types import ClusterStatus, LeaderStatus
 
 _log = logging.getLogger(__name__)
 

@@ -9,8 +9,8 @@ import msgspec
 
 from elasticd.coordinator.events.event_log import EventLog, Lines
 from elasticd.coordinator.events.event_pages import MOST_EVENTS, MOST_STEPS, Pages
-from elasticd.coordinator.events.trusted_time import ReadTimes
 from elasticd.coordinator.store_writer import Writer
+from elasticd.trusted_time import ReadTimes
 
 #: Seconds between looks at whether the journal has something new; how many looks until steps alone are written.
 PAGE_SECONDS, STEPS_SELDOM = 1.0, 5

@@ -13,12 +13,10 @@ import msgspec
 
 from elasticd.codec.decoding import shown, tag_of
 from elasticd.coordinator import status
-from elasticd.coordinator.api_types import ApiError, LeaderStatus, Settings
 from elasticd.coordinator.bootstrap_stores import BootstrapStores
 from elasticd.coordinator.connections import Connection, Connections
 from elasticd.coordinator.events.event_log import EventLog
 from elasticd.coordinator.events.event_pages import Paged
-from elasticd.coordinator.events.trusted_time import ReadTimes
 from elasticd.coordinator.fair_queue import FairQueue
 from elasticd.coordinator.journal_pages import JournalPages
 from elasticd.coordinator.live_config import ConfigChanges
@@ -58,6 +56,8 @@ from elasticd.machines.job.state.events import (
 )
 from elasticd.machines.job.state.job_state import OVER
 from elasticd.records import ConfigRecord, DoneRecord, RestartEndRecord, StopRecord
+from elasticd.trusted_time import ReadTimes
+from elasticd.wire.api_types import ApiError, LeaderStatus, Settings
 from elasticd.wire.coordinator import (
     AgentHello,
     Crossed,
@@ -213,7 +213,7 @@ class Leader:
                     self.feed.stepped(job, newest)
         if gain is not None:
             number = report.measurement.plan
-            text = f"plan {number} {gain.about}: {gain.words}"
+            text = f"plan {number} {gain.about}: {gain.text}"
             data = {
                 "number": number,
                 "before": gain.before,

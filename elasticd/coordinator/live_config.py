@@ -16,11 +16,11 @@ from elasticd_planner.value import Value
 
 from elasticd.codec.decoding import shown, skip
 from elasticd.config.tree import Config, ConfigError, section
-from elasticd.coordinator.api_types import Settings
 from elasticd.machines.job.state.events import Configured
 from elasticd.records import ConfigRecord, Keys, decode_at
 from elasticd.store.protocol import KeyValue
 from elasticd.version import __version__
+from elasticd.wire.api_types import Settings
 
 Scalar = bool | int | float | str
 T = TypeVar("T")

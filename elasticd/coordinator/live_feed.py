@@ -32,19 +32,19 @@ from elasticd_planner.spec.measurement import Measurement
 from elasticd_planner.spec.mesh import JobPlan
 from elasticd_planner.spec.plan import Plan
 
-from elasticd.coordinator import live_types as live
 from elasticd.coordinator import status
-from elasticd.coordinator.api_types import ApiError, LeaderStatus, Settings
-from elasticd.coordinator.events.event_log import EventRecord
-from elasticd.coordinator.events.job_times import JobTime
-from elasticd.coordinator.events.switch_gain import StepRecord
-from elasticd.coordinator.events.training_speed import TrainingSpeed
+from elasticd.explain.training_speed import TrainingSpeed
 from elasticd.line_queue import LineQueue
 from elasticd.machines.coordinator.machine import CoordinatorState
 from elasticd.machines.coordinator.restart_jobs import RestartJob
 from elasticd.machines.job.state.job_state import OVER, JobState, NodeState
 from elasticd.machines.job.state.last_checkpoint import is_dead
 from elasticd.version import __version__
+from elasticd.wire import live_types as live
+from elasticd.wire.api_types import ApiError, LeaderStatus, Settings
+from elasticd.wire.event_record import EventRecord
+from elasticd.wire.job_time import JobTime
+from elasticd.wire.step_record import StepRecord
 from elasticd.wire.worker import Prepared, StayedOnPlan, Switched
 
 #: Seconds between two rounds, between two looks at what devices measured, and between pulses.

@@ -14,13 +14,13 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from elasticd.codec.decoding import skipped
-from elasticd.coordinator.api_types import RestartStatus
 from elasticd.coordinator.events.job_times import CAUSES, OTHER, REASONS, REPEATED, ClockReading
-from elasticd.coordinator.events.training_speed import TrainingSpeed
+from elasticd.explain.training_speed import TrainingSpeed
 from elasticd.machines.coordinator.machine import CoordinatorState
 from elasticd.machines.job.lifecycle import phase_time, stop_request
 from elasticd.machines.job.measurements.module_times import module_times
 from elasticd.machines.job.state.job_state import OVER, JobPhase, JobState, NodeState
+from elasticd.wire.api_types import RestartStatus
 
 #: The content type of `GET /metrics`.
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"

@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterable, Mapping
 from elasticd_planner.detection.stragglers import DetectSettings
 from elasticd_planner.policy.policy import PolicySettings
 
-from elasticd.coordinator.api_types import ApiError
 from elasticd.coordinator.store_transactions import Asked, RendezvousSweep
 from elasticd.machines.coordinator import restart_jobs
 from elasticd.machines.coordinator.restart_jobs import RestartJob
 from elasticd.machines.job.state.events import Effect
 from elasticd.records import RestartEndRecord
+from elasticd.wire.api_types import ApiError
 from elasticd.wire.rendezvous import StepTime, TorchrunState
 
 #: Jobs whose laps are judged; beyond them the one that was silent longest is forgotten.

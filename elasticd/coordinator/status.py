@@ -10,7 +10,15 @@ from elasticd_planner.spec.cluster import node_of
 from elasticd_planner.spec.expert_load import ExpertLoad, held_by_device
 from elasticd_planner.spec.plan import Plan
 
-from elasticd.coordinator.api_types import (
+from elasticd.explain.training_speed import TrainingSpeed
+from elasticd.machines.coordinator.machine import CoordinatorState
+from elasticd.machines.coordinator.restart_jobs import RestartJob
+from elasticd.machines.job.faults.hangs import awaited
+from elasticd.machines.job.lifecycle import phase_time, stop_request
+from elasticd.machines.job.measurements.module_times import ModuleTimes, module_times
+from elasticd.machines.job.state.job_state import LIVE, JobState, NodeState
+from elasticd.machines.job.state.last_checkpoint import newest
+from elasticd.wire.api_types import (
     CheckpointStatus,
     ClusterStatus,
     DeviceStatus,
@@ -27,14 +35,6 @@ from elasticd.coordinator.api_types import (
     Pace,
     RestartStatus,
 )
-from elasticd.coordinator.events.training_speed import TrainingSpeed
-from elasticd.machines.coordinator.machine import CoordinatorState
-from elasticd.machines.coordinator.restart_jobs import RestartJob
-from elasticd.machines.job.faults.hangs import awaited
-from elasticd.machines.job.lifecycle import phase_time, stop_request
-from elasticd.machines.job.measurements.module_times import ModuleTimes, module_times
-from elasticd.machines.job.state.job_state import LIVE, JobState, NodeState
-from elasticd.machines.job.state.last_checkpoint import newest
 
 
 def status(

@@ -22,7 +22,7 @@ from elasticd_planner.value import StoredValue
 
 from elasticd.codec.record_parts import Shelf
 from elasticd.coordinator.events.event_log import Lines
-from elasticd.coordinator.events.trusted_time import ReadTimes, newest_of, stamp_of
+from elasticd.coordinator.events.event_pages import newest_of, stamp_of
 from elasticd.coordinator.store_transactions import (
     MOST_TOGETHER,
     Asked,
@@ -69,6 +69,7 @@ from elasticd.store.protocol import (
     StoreUnavailable,
     check_request,
 )
+from elasticd.trusted_time import ReadTimes
 from elasticd.wire.rendezvous import Torchrun
 
 #: Seconds between attempts while the store is away.

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from elasticd_planner.spec.cluster import node_of
 
-from elasticd.coordinator.api_types import ApiError
 from elasticd.coordinator.connections import Connections
+from elasticd.wire.api_types import ApiError
 from elasticd.wire.launch import OutputPart, ReadOutput
 
 #: Seconds for an agent's answer.

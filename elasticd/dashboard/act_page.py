@@ -15,9 +15,9 @@ from urllib.parse import quote
 import msgspec
 from elasticd_planner.value import Value
 
-from elasticd.coordinator.api_types import CHAOS_OFF, Settings
 from elasticd.dashboard import views
 from elasticd.dashboard.known import KnownCluster
+from elasticd.wire.api_types import CHAOS_OFF, Settings
 
 #: Seconds for a last checkpoint where none are given, as on the command line.
 STOP_SECONDS = 600.0

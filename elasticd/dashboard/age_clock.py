@@ -8,7 +8,7 @@ After a pause of weeks rows are kept for longer; the bound in bytes holds at all
 
 from __future__ import annotations
 
-from elasticd.coordinator.events.trusted_time import ReadTimes
+from elasticd.trusted_time import ReadTimes
 
 
 class AgeClock:

@@ -29,8 +29,6 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from elasticd.codec.decoding import decoded_as
-from elasticd.coordinator.events.event_log import EventRecord
-from elasticd.coordinator.events.training_speed import SPEED_STEPS
 from elasticd.dashboard import act_page, views
 from elasticd.dashboard.board import Board
 from elasticd.dashboard.device_page import device_view
@@ -41,10 +39,12 @@ from elasticd.dashboard.plan_page import plan_row, plan_view
 from elasticd.dashboard.session import Session
 from elasticd.dashboard.switch_page import KINDS, nothing, switch_view
 from elasticd.dashboard.viewer_requests import AskedLeader, Failure, ViewerRequests, role
-from elasticd.dashboard.why import earlier_starts
+from elasticd.explain.training_speed import SPEED_STEPS
+from elasticd.explain.why import earlier_starts
 from elasticd.records import AnyHistoryRecord, JobSpec
 from elasticd.system.front_door import GUEST, Guest, network_of
 from elasticd.system.network_addresses import is_address
+from elasticd.wire.event_record import EventRecord
 
 JSON = "application/json"
 #: What a page may load and do: nothing from elsewhere, no script or style of its own text, no HTML from text.

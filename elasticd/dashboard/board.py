@@ -16,9 +16,6 @@ from typing import Any
 import msgspec
 from elasticd_planner.spec.mesh import JobPlan
 
-from elasticd.coordinator import live_types as live
-from elasticd.coordinator.events.event_log import EventRecord
-from elasticd.coordinator.events.switch_gain import StepRecord
 from elasticd.dashboard import views
 from elasticd.dashboard.cluster_page import (
     FAILED_SECONDS,
@@ -40,6 +37,9 @@ from elasticd.dashboard.known import KnownCluster
 from elasticd.dashboard.stream import Streams
 from elasticd.dashboard.subscription import Told
 from elasticd.dashboard.switch_page import KINDS, switch_view
+from elasticd.wire import live_types as live
+from elasticd.wire.event_record import EventRecord
+from elasticd.wire.step_record import StepRecord
 
 _log = logging.getLogger(__name__)
 

@@ -9,13 +9,13 @@ from collections.abc import Iterable, Iterator, Mapping
 import msgspec
 from elasticd_planner.readable import readable_seconds
 
-from elasticd.coordinator.api_types import NodeStatus
-from elasticd.coordinator.events.event_log import EventRecord
-from elasticd.coordinator.events.training_speed import tokens_per_second
-from elasticd.coordinator.live_types import LiveJob, RestartingJob
 from elasticd.dashboard import views
 from elasticd.dashboard.history import about
 from elasticd.dashboard.known import ClusterNow, KnownCluster
+from elasticd.explain.training_speed import tokens_per_second
+from elasticd.wire.api_types import NodeStatus
+from elasticd.wire.event_record import EventRecord
+from elasticd.wire.live_types import LiveJob, RestartingJob
 from elasticd.wire.node_health import causes
 
 #: What a phase means, in a sentence's beginning.
@@ -227,7 +227,9 @@ def _links(known: KnownCluster) -> Iterator[views.Abnormal]:
 
 def _failures(known: KnownCluster) -> Iterator[views.Abnormal]:
     """Jobs that failed a short time ago. One that ended otherwise is over, as somebody wanted it."""
-    jobs = {name: sentence(news) for name, news in known.cluster.jobs.items() if news.job.word == "failed"}
+    jobs = {
+        name: sentence(news) for name, news in known.cluster.jobs.items() if news.job.shown_phase == "failed"
+    }
     jobs |= {job.job: job.sentence for job in known.cluster.restarts if job.phase == "failed"}
     for name, why in jobs.items():
         since = known.began.get(("failed", name))
@@ -268,7 +270,7 @@ def slow_links(cluster: ClusterNow) -> tuple[views.LinkRow, ...]:
 
 def sentence(news: LiveJob) -> str:
     """A job's phase in a sentence, with its reason."""
-    job, phase = news.job, news.job.word
+    job, phase = news.job, news.job.shown_phase
     text = PHASES.get(phase, phase)
     if job.phase == "proposed" and job.proposal is not None:
         text = "trains on" if news.plan else "waits"
@@ -286,7 +288,7 @@ def job_row(known: KnownCluster, name: str, now: float) -> views.JobRow:
     at = None if news.over else max(now, known.heard) if known.reachable else known.heard
     return views.JobRow(
         job=name,
-        phase=job.word,
+        phase=job.shown_phase,
         sentence=sentence(news),
         step=job.step,
         loss=job.loss,

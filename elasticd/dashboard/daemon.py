@@ -26,7 +26,6 @@ import uvicorn
 from elasticd.client import ApiClient, CannotReach, checked_url, leader_url
 from elasticd.config.credentials import Credentials, credentials, of_another, server_context
 from elasticd.config.tree import Config, ConfigError
-from elasticd.coordinator import live_types as live
 from elasticd.dashboard.app import application
 from elasticd.dashboard.board import Board
 from elasticd.dashboard.history import EventQuery, HistoryReader, StepRow, opened
@@ -41,6 +40,7 @@ from elasticd.system.network_addresses import is_loopback, own_names
 from elasticd.system.sd_notify import SdNotifier
 from elasticd.system.tcp_listener import bound
 from elasticd.version import __version__
+from elasticd.wire import live_types as live
 
 #: Seconds between two times that the view of the cluster is kept for a restart.
 KEEP_SECONDS = 30.0

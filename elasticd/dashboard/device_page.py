@@ -8,7 +8,6 @@ from typing import Any
 
 import msgspec
 
-from elasticd.coordinator.events.event_log import EventRecord
 from elasticd.dashboard import views, why
 from elasticd.dashboard.cluster_page import cell, event_row
 from elasticd.dashboard.history import Sample
@@ -17,6 +16,7 @@ from elasticd.dashboard.known import KnownCluster
 from elasticd.dashboard.subscription import HEALTH_SECONDS, JUST_AFTER_SECONDS
 from elasticd.machines.job.state.events import SLOWDOWN_KINDS
 from elasticd.records import AnyHistoryRecord
+from elasticd.wire.event_record import EventRecord
 from elasticd.wire.node_health import DeviceHealth, Health, causes
 
 #: Seconds between two rows of a node's health, above which nothing is known between them.

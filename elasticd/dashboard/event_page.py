@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from elasticd.coordinator.events.event_log import EventRecord
 from elasticd.dashboard import views
 from elasticd.dashboard.cluster_page import event_row
 from elasticd.machines.job.state.events import SLOWDOWN_KINDS
+from elasticd.wire.event_record import EventRecord
 
 #: Kinds of events that ask for a new plan, and seconds for which one waits to be answered.
 CAUSES = (

@@ -31,11 +31,11 @@ import msgspec
 
 from elasticd.codec.decoding import decoded_as, shown, skip
 from elasticd.config.tree import ConfigError
-from elasticd.coordinator.events.event_log import EventRecord
-from elasticd.coordinator.events.switch_gain import StepRecord
-from elasticd.coordinator.live_types import RankNews
 from elasticd.records import AnyHistoryRecord, HistoryRecord, encode
+from elasticd.wire.event_record import EventRecord
+from elasticd.wire.live_types import RankNews
 from elasticd.wire.node_health import Health
+from elasticd.wire.step_record import StepRecord
 
 T = TypeVar("T")
 

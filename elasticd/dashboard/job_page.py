@@ -14,16 +14,16 @@ from elasticd_planner.spec.mesh import JobPlan, MeshPlan
 from elasticd_planner.spec.plan import Plan, Stage
 from elasticd_planner.spec.sequence_lengths import PER_DOUBLING
 
-from elasticd.coordinator.api_types import JobStatus
-from elasticd.coordinator.events.event_log import EventRecord
-from elasticd.coordinator.events.switch_gain import StepRecord
-from elasticd.coordinator.events.training_speed import tokens_per_second, training_speed, wall_seconds
-from elasticd.coordinator.live_types import LiveJob, RestartingJob
 from elasticd.dashboard import views
 from elasticd.dashboard.cluster_page import event_row, hung, job_row, restart_row, restarting
 from elasticd.dashboard.history import StepRow
 from elasticd.dashboard.known import KnownCluster, Table
+from elasticd.explain.training_speed import tokens_per_second, training_speed, wall_seconds
 from elasticd.machines.job.state.events import SLOWDOWN_KINDS
+from elasticd.wire.api_types import JobStatus
+from elasticd.wire.event_record import EventRecord
+from elasticd.wire.live_types import LiveJob, RestartingJob
+from elasticd.wire.step_record import StepRecord
 
 #: By part of a step the columns that are summed.
 _COLUMNS: Mapping[str, tuple[str, ...]] = {

@@ -25,19 +25,13 @@ from elasticd_planner.spec.plan import Place
 from elasticd_planner.value import Value
 
 from elasticd.codec.decoding import decoded_as
-from elasticd.coordinator import live_types as live
-from elasticd.coordinator.api_types import (
-    LeaderStatus,
-    LinkStatus,
-    MemberStatus,
-    NodeStatus,
-    Settings,
-)
-from elasticd.coordinator.events.event_log import EventRecord
-from elasticd.coordinator.events.switch_gain import StepRecord
 from elasticd.dashboard.history import StepRow, about
+from elasticd.wire import live_types as live
+from elasticd.wire.api_types import LeaderStatus, LinkStatus, MemberStatus, NodeStatus, Settings
+from elasticd.wire.event_record import EventRecord
 from elasticd.wire.main_thread import Halted
 from elasticd.wire.node_health import Health
+from elasticd.wire.step_record import StepRecord
 
 #: Who leads while nobody was heard.
 NOBODY = LeaderStatus(name="", url="", epoch=0)

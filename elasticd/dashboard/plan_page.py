@@ -31,11 +31,11 @@ from elasticd_planner.spec.item_batch import ItemBatch
 from elasticd_planner.spec.plan import Pipeline, Plan, spanned
 from elasticd_planner.value import Invalid
 
-from elasticd.coordinator.events.event_log import EventRecord
-from elasticd.coordinator.events.switch_gain import StepRecord
 from elasticd.dashboard import views, why
 from elasticd.dashboard.history import PlanInBrief
 from elasticd.records import AnyHistoryRecord, HistoryRecord, JobSpec, MeshHistoryRecord
+from elasticd.wire.event_record import EventRecord
+from elasticd.wire.step_record import StepRecord
 
 #: Micro-batches of a schedule that are drawn, lanes of it, and devices of a difference that are listed.
 MOST_MICRO_BATCHES, MOST_LANES, MOST_MOVING = 32, 16, 512

@@ -24,7 +24,6 @@ import msgspec
 from elasticd.client import ApiClient, CannotReach
 from elasticd.config.credentials import Credentials
 from elasticd.config.tree import ConfigError, DashboardSection
-from elasticd.coordinator.live_types import Whole
 from elasticd.dashboard.app import Assets, application
 from elasticd.dashboard.board import Board
 from elasticd.dashboard.history import EventQuery, HistoryReader, StepRow, opened
@@ -32,6 +31,7 @@ from elasticd.dashboard.session import Sessions
 from elasticd.dashboard.stream import Streams
 from elasticd.dashboard.subscription import Subscription, Told
 from elasticd.records import JobSpec
+from elasticd.wire.live_types import Whole
 
 #: Seconds to hear from a leader at all, and until it has said all that it knows; what devices measure comes at
 #: most once a second.

@@ -24,11 +24,11 @@ import numpy as np
 from elasticd.backoff import Backoff
 from elasticd.client import ApiClient, CannotReach, StoreAway
 from elasticd.config.tree import ConfigError, DashboardSection
-from elasticd.coordinator import live_types as live
-from elasticd.coordinator.events.switch_gain import StepRecord
 from elasticd.dashboard.age_clock import AgeClock
 from elasticd.dashboard.history import HistoryWriter, Sample
 from elasticd.dashboard.known import ClusterNow, another_store, step_row
+from elasticd.wire import live_types as live
+from elasticd.wire.step_record import StepRecord
 
 #: Seconds between attempts to find a leader: doubled from the first to the second.
 AWAY = (0.1, 1.0)

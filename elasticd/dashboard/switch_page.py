@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from elasticd_planner.spec.cluster import node_of
 from elasticd_planner.spec.mesh import JobPlan
 
-from elasticd.coordinator.events.event_log import EventRecord
-from elasticd.coordinator.live_types import RankNews
 from elasticd.dashboard import views
 from elasticd.dashboard.cluster_page import event_row
+from elasticd.wire.event_record import EventRecord
+from elasticd.wire.live_types import RankNews
 
 #: Kinds of events that belong to a switch.
 KINDS = ("proposed", "prepared", "swapped", "recorded", "aborted", "fenced")

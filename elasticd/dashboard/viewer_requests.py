@@ -18,11 +18,10 @@ import msgspec
 from elasticd.codec.decoding import decoded_as
 from elasticd.config.credentials import Credentials, check_token
 from elasticd.config.tree import ConfigError
-from elasticd.coordinator.api_types import CallerStatus
-from elasticd.coordinator.auth import USER_HEADER
 from elasticd.dashboard import views
 from elasticd.dashboard.session import RECHECK_SECONDS, Session, Sessions
 from elasticd.store.write_allowance import Allowance
+from elasticd.wire.api_types import USER_HEADER, CallerStatus
 
 #: Seconds for the leader to answer what is passed on.
 LEADER_TIMEOUT_SECONDS = 15.0

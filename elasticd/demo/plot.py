@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
 
-from elasticd.coordinator.events.switch_gain import StepRecord
 from elasticd.demo.record import DemoRecord
 from elasticd.machines.job.state.events import SLOWDOWN_KINDS
+from elasticd.wire.step_record import StepRecord
 
 _MARKS = {
     "chaos": "tab:red",

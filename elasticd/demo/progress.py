@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from elasticd.coordinator.api_types import JobStatus
-from elasticd.coordinator.events.event_log import EventRecord
 from elasticd.demo.scenario import DemoScenario
 from elasticd.demo.story import DemoPhase
 from elasticd.machines.job.state.events import SLOWDOWN_KINDS
+from elasticd.wire.api_types import JobStatus
+from elasticd.wire.event_record import EventRecord
 
 #: The events that a viewer wants to read of; the rest is in the record.
 _TOLD = frozenset({*SLOWDOWN_KINDS, "fitted", "proposed", "recorded", "kept_plan", "aborted", "stopped"})

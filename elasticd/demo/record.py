@@ -8,10 +8,10 @@ import msgspec
 from elasticd_planner.value import StoredValue, Value
 
 from elasticd.codec.decoding import decoder_of
-from elasticd.coordinator.events.event_log import EventRecord, Pacing
-from elasticd.coordinator.events.switch_gain import StepRecord
 from elasticd.demo.scenario import DemoError, DemoScenario
 from elasticd.records import HistoryRecord
+from elasticd.wire.event_record import EventRecord, Pacing
+from elasticd.wire.step_record import StepRecord
 
 
 class DemoLine(Value, frozen=True, kw_only=True):

@@ -19,11 +19,11 @@ from elasticd_planner.search.planner import plan
 from elasticd_planner.spec.plan import Plan
 from elasticd_planner.value import StoredValue, Value
 
-from elasticd.coordinator.events.event_log import EventRecord
-from elasticd.coordinator.events.switch_gain import StepRecord
 from elasticd.demo.record import DemoLine, DemoRecord
 from elasticd.demo.scenario import DemoError
 from elasticd.records import HistoryRecord
+from elasticd.wire.event_record import EventRecord
+from elasticd.wire.step_record import StepRecord
 
 #: What must hold: measured over predicted after the replan, the relative error of the loss, overruns, and
 #: bytes on the wire over those that were lacking.

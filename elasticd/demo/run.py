@@ -10,9 +10,6 @@ from elasticd_planner.value import Value
 from rich.console import Console
 
 from elasticd.client import ApiClient
-from elasticd.coordinator.api_types import JobStatus
-from elasticd.coordinator.events.event_log import EventRecord, Pacing
-from elasticd.coordinator.events.switch_gain import StepRecord
 from elasticd.demo import story
 from elasticd.demo.cluster import LEDGER, PLAIN_LEDGER, DemoCluster, gpus_of
 from elasticd.demo.progress import DemoProgress
@@ -22,6 +19,9 @@ from elasticd.demo.story import Action, DemoPhase, Seen, Story
 from elasticd.extras import need
 from elasticd.records import HistoryRecord
 from elasticd.system.child_processes import Child, Processes
+from elasticd.wire.api_types import JobStatus
+from elasticd.wire.event_record import EventRecord, Pacing
+from elasticd.wire.step_record import StepRecord
 
 #: Seconds between two looks at the coordinator.
 _LOOK_SECONDS = 0.2

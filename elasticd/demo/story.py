@@ -21,10 +21,10 @@ from collections.abc import Sequence
 import msgspec
 from elasticd_planner.value import Value
 
-from elasticd.coordinator.api_types import JobStatus
-from elasticd.coordinator.events.event_log import EventRecord
-from elasticd.coordinator.events.switch_gain import StepRecord
 from elasticd.demo.scenario import DemoScenario
+from elasticd.wire.api_types import JobStatus
+from elasticd.wire.event_record import EventRecord
+from elasticd.wire.step_record import StepRecord
 
 #: Seconds without a new step after which the job counts as standing still; the start may take longer.
 STEP_TIMEOUT_SECONDS = 60.0

@@ -12,8 +12,8 @@ from types import ModuleType
 import pytest
 from rich.console import Console
 
-from elasticd.coordinator.events.event_log import Pacing
 from elasticd.demo.report import report
+from elasticd.wire.event_record import Pacing
 from tests.demo.records import changed, record
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"

@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from elasticd.chaos.faults import Fault
-from elasticd.coordinator.api_types import JobStatus
+from elasticd.wire.api_types import JobStatus
 from tests.soak.chaos_cluster import ChaosCluster
 from tests.soak.fault_player import FaultPlayer, LedgerSteps
 

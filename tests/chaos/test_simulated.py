@@ -8,9 +8,9 @@ from collections.abc import Callable
 import pytest
 
 from elasticd.coordinator.commands import Commands
-from elasticd.coordinator.events.trusted_time import ReadTimes
 from elasticd.simulator.planning import Planner
 from elasticd.simulator.run import Simulation
+from elasticd.trusted_time import ReadTimes
 from tests import sizes
 from tests.soak.fault_script import Faults
 from tests.soak.random_faults import Soaking, draw

@@ -11,10 +11,10 @@ from urllib.parse import parse_qs, urlsplit
 
 import msgspec
 
-from elasticd.coordinator.api_types import ClusterStatus, Events, History, Settings, Steps, unknown
-from elasticd.coordinator.events.event_log import EventRecord, Pacing
-from elasticd.coordinator.events.switch_gain import StepRecord
 from elasticd.records import HistoryRecord
+from elasticd.wire.api_types import ClusterStatus, Events, History, Settings, Steps, unknown
+from elasticd.wire.event_record import EventRecord, Pacing
+from elasticd.wire.step_record import StepRecord
 
 
 @dataclass

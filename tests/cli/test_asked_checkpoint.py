@@ -10,7 +10,7 @@ from click import ClickException
 
 from elasticd.cli import checkpoint
 from elasticd.client import CannotReach
-from elasticd.coordinator.api_types import OVER_PHASES
+from elasticd.wire.api_types import OVER_PHASES
 
 
 class Played:

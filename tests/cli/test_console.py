@@ -15,9 +15,9 @@ from rich.table import Table
 from rich.text import Text
 
 from elasticd.cli.console import command_console
-from elasticd.coordinator.api_types import ExceptionStatus, RestartStatus, Settings
-from elasticd.coordinator.events.event_log import EventRecord
 from elasticd.records import ConfigRecord
+from elasticd.wire.api_types import ExceptionStatus, RestartStatus, Settings
+from elasticd.wire.event_record import EventRecord
 from tests.cli.answers import Answers, long_text, serving
 from tests.cli.support import call
 from tests.cli.test_app_without_extras import DOCTOR, READING

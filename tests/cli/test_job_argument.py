@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from elasticd.coordinator.api_types import JobStatus, RestartStatus
-from elasticd.coordinator.events.event_log import EventRecord
+from elasticd.wire.api_types import JobStatus, RestartStatus
+from elasticd.wire.event_record import EventRecord
 from tests.cli.answers import Answers, serving
 from tests.cli.support import call, refused
 from tests.cli.test_status import STATUS

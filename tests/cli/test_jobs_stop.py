@@ -9,7 +9,7 @@ import pytest
 
 from elasticd.cli import jobs
 from elasticd.client import CannotReach
-from elasticd.coordinator.api_types import OVER_PHASES
+from elasticd.wire.api_types import OVER_PHASES
 
 
 class Played:

@@ -10,7 +10,7 @@ from elasticd_planner.spec.plan import ModulePlan, Pipeline, Plan, Prediction, S
 from rich.console import Console
 
 from elasticd.cli.status import screen, status_of
-from elasticd.coordinator.api_types import (
+from elasticd.wire.api_types import (
     ClusterStatus,
     DeviceStatus,
     JobStatus,

@@ -10,14 +10,7 @@ from rich.console import Console
 from elasticd.cli.jobs import listed
 from elasticd.cli.status import screen, status_of
 from elasticd.cli.top import drawn
-from elasticd.coordinator.api_types import (
-    ClusterStatus,
-    DeviceStatus,
-    LeaderStatus,
-    NodeStatus,
-    Pace,
-    RestartStatus,
-)
+from elasticd.wire.api_types import ClusterStatus, DeviceStatus, LeaderStatus, NodeStatus, Pace, RestartStatus
 
 
 def test_straggler_comes_first_and_an_excluded_torchrun_with_its_reason() -> None:

@@ -19,17 +19,18 @@ from rich.console import Console, RenderableType
 
 from elasticd.cli import history, jobs, logs, top, why
 from elasticd.cli.status import screen
-from elasticd.coordinator.api_types import (
+from elasticd.explain.switch_gain import Gain
+from elasticd.records import HistoryRecord
+from elasticd.wire.api_types import (
     ExceptionStatus,
     ExpertDeviceStatus,
     ExpertsStatus,
     ModuleDeviceStatus,
     ModuleStatus,
 )
-from elasticd.coordinator.events.event_log import EVENTS_OF_A_TERM as TERM
-from elasticd.coordinator.events.event_log import EventRecord
-from elasticd.coordinator.events.switch_gain import Gain, StepRecord
-from elasticd.records import HistoryRecord
+from elasticd.wire.event_record import EVENTS_OF_A_TERM as TERM
+from elasticd.wire.event_record import EventRecord
+from elasticd.wire.step_record import StepRecord
 from tests.cli.test_status import PLAN, STATUS
 from tests.planner.test_search import problem
 

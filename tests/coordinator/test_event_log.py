@@ -5,8 +5,9 @@ from __future__ import annotations
 import msgspec
 from elasticd_planner.spec.measurement import Measurement
 
-from elasticd.coordinator.events.event_log import EventLog, Pacing
+from elasticd.coordinator.events.event_log import EventLog
 from elasticd.machines.job.state.events import CoordinatorNote
+from elasticd.wire.event_record import Pacing
 from elasticd.wire.worker import Report
 
 

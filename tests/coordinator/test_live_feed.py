@@ -20,8 +20,6 @@ from elasticd.client import ApiClient, CannotReach
 from elasticd.codec import decoding
 from elasticd.config.credentials import Credentials
 from elasticd.coordinator import live_feed
-from elasticd.coordinator import live_types as live
-from elasticd.coordinator.api_types import ApiError, LeaderStatus, Settings
 from elasticd.coordinator.daemon import Coordinator
 from elasticd.dashboard.known import ClusterNow
 from elasticd.machines.coordinator.restart_jobs import RestartJob
@@ -29,6 +27,8 @@ from elasticd.machines.job.state.events import CoordinatorNote
 from elasticd.machines.job.state.job_state import JobState
 from elasticd.machines.job.state.parts.expert_rows import ExpertRows
 from elasticd.records import Proposal
+from elasticd.wire import live_types as live
+from elasticd.wire.api_types import ApiError, LeaderStatus, Settings
 from elasticd.wire.node_health import Health
 from tests.cli.support import call
 from tests.coordinator.agents import agent, coordinating, get, until

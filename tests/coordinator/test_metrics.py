@@ -20,13 +20,13 @@ from elasticd.coordinator.daemon import Coordinator
 from elasticd.coordinator.events import event_pages
 from elasticd.coordinator.events.event_log import EventLog
 from elasticd.coordinator.events.job_times import JobClock
-from elasticd.coordinator.events.switch_gain import StepRecord
 from elasticd.coordinator.metrics import FAMILIES, LeaderMetrics, LeaderReading
 from elasticd.machines.coordinator.machine import CoordinatorState
 from elasticd.machines.job.state.job_state import OVER, JobPhase, JobState, Worker, fresh
 from elasticd.records import Keys
 from elasticd.store.protocol import KeyValue
 from elasticd.wire.rendezvous import Leave
+from elasticd.wire.step_record import StepRecord
 from elasticd.wire.worker import Report, StayedOnPlan
 from tests.coordinator.agents import agent, coordinating, until
 from tests.machines.cast import FakeWorker, node_record

@@ -16,13 +16,13 @@ from schemathesis.specs.openapi.checks import ignored_auth, positive_data_accept
 from starlette.routing import Route
 
 from elasticd.config.security import SecuritySection
-from elasticd.coordinator.api_types import ClusterStatus, Refusal
 from elasticd.coordinator.http.api import ApiRoutes, Served
 from elasticd.coordinator.http.app import application
 from elasticd.coordinator.http.chaos import ChaosRoutes
 from elasticd.coordinator.http.openapi import document
 from elasticd.coordinator.http.routing import ApiRoute, endpoints
 from elasticd.machines.job.state.events import AgentUp
+from elasticd.wire.api_types import ClusterStatus, Refusal
 from tests import sizes
 from tests.coordinator.agents import config
 from tests.coordinator.elsewhere import Leader, leading

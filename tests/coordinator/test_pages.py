@@ -17,7 +17,7 @@ from elasticd.coordinator.events import event_log as journals
 from elasticd.coordinator.events import event_pages as module
 from elasticd.coordinator.events.event_log import EventLog
 from elasticd.coordinator.events.event_pages import MOST_EVENTS, MOST_STEPS, TOGETHER, Pages
-from elasticd.coordinator.events.switch_gain import AFTER, BEFORE, Gain, gain_of
+from elasticd.explain.switch_gain import AFTER, BEFORE, Gain, gain_of
 from elasticd.machines.job.state.events import CoordinatorNote
 from elasticd.records import Keys
 from elasticd.store.memory import MemoryServer, MemoryStore

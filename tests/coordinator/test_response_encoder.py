@@ -16,13 +16,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elasticd.coordinator import daemon
-from elasticd.coordinator.api_types import ClusterStatus, Events, LeaderStatus, NodeStatus, Steps
-from elasticd.coordinator.events.event_log import EventRecord, Pacing
-from elasticd.coordinator.events.switch_gain import StepRecord
 from elasticd.coordinator.http import response_encoder
 from elasticd.coordinator.http.api import ApiRoutes, Served
 from elasticd.coordinator.http.routing import endpoints
 from elasticd.machines.job.state.job_state import JobPhase, fresh
+from elasticd.wire.api_types import ClusterStatus, Events, LeaderStatus, NodeStatus, Steps
+from elasticd.wire.event_record import EventRecord, Pacing
+from elasticd.wire.step_record import StepRecord
 from tests.coordinator.agents import coordinating
 
 

@@ -11,10 +11,10 @@ import pytest
 from websockets.asyncio.client import connect
 
 from elasticd.codec.message import encode
-from elasticd.coordinator.api_types import Reason
 from elasticd.coordinator.http import agent_socket
 from elasticd.coordinator.http.app import STATUS
 from elasticd.version import __version__
+from elasticd.wire.api_types import Reason
 from elasticd.wire.coordinator import together
 from elasticd.wire.worker import EmulatedSpeed, StayedOnPlan, StoreAnswer, StoreCall
 from tests.coordinator.agents import agent, coordinating, get, post, until

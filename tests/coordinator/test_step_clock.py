@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from elasticd.coordinator.events.event_log import EventLog
 from elasticd.coordinator.events.step_clock import LATE_SECONDS, StepClock
-from elasticd.coordinator.events.training_speed import wall_seconds
+from elasticd.explain.training_speed import wall_seconds
 from elasticd.machines.job.state.events import CoordinatorNote
 from elasticd.wire.worker import Report
 

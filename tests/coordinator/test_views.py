@@ -7,10 +7,10 @@ import msgspec
 from elasticd_planner.detection.slowness_history import Episode
 from elasticd_planner.detection.stragglers import DetectSettings, DeviceRate, RateState
 
-from elasticd.coordinator.api_types import DeviceStatus, LeaderStatus
 from elasticd.coordinator.status import status
 from elasticd.machines.coordinator.machine import CoordinatorState
 from elasticd.machines.job.state.job_state import JobPhase, JobSettings, JobState, NodeState, Worker, fresh
+from elasticd.wire.api_types import DeviceStatus, LeaderStatus
 from elasticd.wire.main_thread import Halted
 from tests.cli.test_status import PLAN
 from tests.machines.cast import node_record

@@ -26,8 +26,8 @@ from elasticd_planner.spec.plan import ModulePlan, Pipeline, Plan, Prediction, S
 from elasticd.cli.app import elasticd
 from elasticd.config.credentials import Credentials
 from elasticd.config.tree import with_overrides
-from elasticd.coordinator.events.training_speed import SPEED_STEPS
 from elasticd.dashboard.daemon import Dashboard
+from elasticd.explain.training_speed import SPEED_STEPS
 from elasticd.machines.job.state.job_state import JobSettings
 from elasticd.testing.waiting import until
 from tests.coordinator.test_metrics import samples

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from elasticd.coordinator.events.trusted_time import JUMP_SECONDS
 from elasticd.dashboard.age_clock import AgeClock
+from elasticd.trusted_time import JUMP_SECONDS
 
 NOW, DAY = 1.8e9, 86_400.0
 

@@ -15,9 +15,6 @@ import numpy as np
 import pytest
 
 from elasticd.coordinator import live_feed
-from elasticd.coordinator import live_types as live
-from elasticd.coordinator.api_types import MemberStatus
-from elasticd.coordinator.events.switch_gain import StepRecord
 from elasticd.dashboard import app
 from elasticd.dashboard.board import Board
 from elasticd.dashboard.daemon import Dashboard
@@ -25,6 +22,9 @@ from elasticd.dashboard.history import HistoryReader, opened
 from elasticd.dashboard.stream import Streams
 from elasticd.dashboard.subscription import Told
 from elasticd.machines.job.state.job_state import JobPhase, fresh
+from elasticd.wire import live_types as live
+from elasticd.wire.api_types import MemberStatus
+from elasticd.wire.step_record import StepRecord
 from tests.coordinator.agents import agent, coordinating, until
 from tests.coordinator.test_live_feed import known_of, running_world
 from tests.dashboard.serving import SOON, Page, serving, streaming

@@ -14,18 +14,18 @@ from hypothesis import strategies as st
 
 from elasticd.codec import decoding
 from elasticd.config.tree import ConfigError
-from elasticd.coordinator.api_types import NodeStatus
-from elasticd.coordinator.events.event_log import EventRecord
 from elasticd.coordinator.events.job_times import JobClock
-from elasticd.coordinator.events.switch_gain import StepRecord
-from elasticd.coordinator.live_types import RankNews
 from elasticd.dashboard.board import Board
 from elasticd.dashboard.event_page import grouped
 from elasticd.dashboard.history import MOST_PLANS, EventQuery, HistoryReader, HistoryWriter, Sample, opened
 from elasticd.dashboard.report import _devices
 from elasticd.dashboard.stream import Streams
 from elasticd.demo.scenario import DemoScenario
+from elasticd.wire.api_types import NodeStatus
+from elasticd.wire.event_record import EventRecord
+from elasticd.wire.live_types import RankNews
 from elasticd.wire.node_health import Health
+from elasticd.wire.step_record import StepRecord
 from tests.demo.records import history as demo_history
 
 

@@ -8,10 +8,10 @@ import msgspec
 import pytest
 from elasticd_planner.spec.plan import Edge, ModulePlan, Pipeline, Plan, Stage, Strategy
 
-from elasticd.coordinator import live_types as live
 from elasticd.dashboard import views
 from elasticd.dashboard.job_page import job_view
 from elasticd.dashboard.subscription import Told
+from elasticd.wire import live_types as live
 from tests.dashboard.test_views import JOB, NOW, PLAN, board, job
 
 #: Blocks 0 and 1 have four experts each, of which a/0 has more rows; block 2 has none.

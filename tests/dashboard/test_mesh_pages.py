@@ -10,14 +10,14 @@ from rich.console import Console, RenderableType
 
 from elasticd.cli import history, top, why
 from elasticd.cli.status import screen
-from elasticd.coordinator.api_types import ClusterStatus, LeaderStatus
 from elasticd.coordinator.live_feed import measurements
 from elasticd.coordinator.status import status
 from elasticd.dashboard import job_page, plan_page
 from elasticd.dashboard.history import in_brief
 from elasticd.dashboard.known import KnownCluster, balanced_seconds, table_of
-from elasticd.dashboard.why import use
+from elasticd.explain.why import use
 from elasticd.records import MeshHistoryRecord, decode_history
+from elasticd.wire.api_types import ClusterStatus, LeaderStatus
 from tests.machines.cast import JOB
 from tests.machines.checked import KEYS
 from tests.machines.meshed import Meshed

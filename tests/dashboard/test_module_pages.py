@@ -24,7 +24,7 @@ from elasticd.cli.step_picture import StepPicture
 from elasticd.coordinator.live_feed import measurements
 from elasticd.dashboard import job_page, plan_page
 from elasticd.dashboard.known import table_of
-from elasticd.dashboard.why import use
+from elasticd.explain.why import use
 from elasticd.machines.job.measurements.module_times import module_times
 from elasticd.machines.job.state.job_state import JobPhase, JobState
 from elasticd.records import HistoryRecord, JobSpec, ModuleSpec

@@ -13,13 +13,13 @@ import pytest
 
 from elasticd.client import ApiClient, CannotReach
 from elasticd.config.tree import DashboardSection
-from elasticd.coordinator.api_types import JobStatus
-from elasticd.coordinator.events.event_log import EventRecord
-from elasticd.coordinator.events.switch_gain import StepRecord
-from elasticd.coordinator.live_types import LiveJob
 from elasticd.dashboard.board import Board
 from elasticd.dashboard.history import opened
 from elasticd.dashboard.report import NoReport, of_history, report_values
+from elasticd.wire.api_types import JobStatus
+from elasticd.wire.event_record import EventRecord
+from elasticd.wire.live_types import LiveJob
+from elasticd.wire.step_record import StepRecord
 from tests.coordinator.agents import coordinating
 from tests.dashboard.serving import Page, serving
 

@@ -15,10 +15,10 @@ import msgspec
 import pytest
 
 from elasticd.config.tree import ConfigError, with_overrides
-from elasticd.coordinator.events.event_log import EventRecord
 from elasticd.dashboard import app, daemon
 from elasticd.dashboard.daemon import Dashboard, most_connections
 from elasticd.dashboard.history import opened
+from elasticd.wire.event_record import EventRecord
 from tests.coordinator.agents import coordinating, until
 from tests.dashboard.serving import SOON, Page, configured, serving
 

@@ -16,12 +16,12 @@ import pytest
 from elasticd_planner.detection.settings import DetectSettings
 
 from elasticd.config.tree import DashboardSection
-from elasticd.coordinator import live_types as live
-from elasticd.coordinator.api_types import JobStatus, LeaderStatus, Steps
-from elasticd.coordinator.events.event_log import EventRecord, Pacing
-from elasticd.coordinator.events.switch_gain import StepRecord
 from elasticd.dashboard.history import EventQuery, HistoryReader, opened
 from elasticd.dashboard.subscription import Subscription, Told
+from elasticd.wire import live_types as live
+from elasticd.wire.api_types import JobStatus, LeaderStatus, Steps
+from elasticd.wire.event_record import EventRecord, Pacing
+from elasticd.wire.step_record import StepRecord
 from tests.cli.test_status import PLAN
 
 HELLO = live.LiveHello(

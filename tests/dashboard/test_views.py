@@ -16,18 +16,6 @@ from elasticd_planner.spec.plan import ModulePlan, Pipeline, Plan, Stage, StateP
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elasticd.coordinator import live_types as live
-from elasticd.coordinator.api_types import (
-    DeviceStatus,
-    JobStatus,
-    LeaderStatus,
-    LinkStatus,
-    NodeStatus,
-    Pace,
-)
-from elasticd.coordinator.events.event_log import EventRecord
-from elasticd.coordinator.events.job_times import JobTime
-from elasticd.coordinator.events.switch_gain import StepRecord
 from elasticd.dashboard import device_page, views
 from elasticd.dashboard.act_page import ACTS, ActFields, Unusable, request
 from elasticd.dashboard.board import Board
@@ -37,8 +25,13 @@ from elasticd.dashboard.job_page import job_view, mark
 from elasticd.dashboard.stream import Streams
 from elasticd.dashboard.subscription import Told
 from elasticd.dashboard.switch_page import switch_view
+from elasticd.wire import live_types as live
+from elasticd.wire.api_types import DeviceStatus, JobStatus, LeaderStatus, LinkStatus, NodeStatus, Pace
+from elasticd.wire.event_record import EventRecord
+from elasticd.wire.job_time import JobTime
 from elasticd.wire.main_thread import Halted
 from elasticd.wire.node_health import DeviceHealth, Health
+from elasticd.wire.step_record import StepRecord
 
 NOW = 1000.0
 JOB = "<b>job</b>"

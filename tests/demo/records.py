@@ -11,11 +11,11 @@ from elasticd_planner.spec.batch import Sampler
 from elasticd_planner.spec.cluster import Cluster, Device, Node
 from elasticd_planner.spec.plan import Plan
 
-from elasticd.coordinator.events.event_log import EventRecord, Pacing
-from elasticd.coordinator.events.switch_gain import StepRecord
 from elasticd.demo.record import DemoLine, DemoRecord
 from elasticd.demo.scenario import DemoScenario
 from elasticd.records import HistoryRecord
+from elasticd.wire.event_record import EventRecord, Pacing
+from elasticd.wire.step_record import StepRecord
 
 SCENARIO = DemoScenario()
 PIDS = {"alpha/0": 10, "alpha/1": 11, "beta/0": 12, "beta/1": 13}

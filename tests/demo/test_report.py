@@ -12,11 +12,11 @@ from elasticd_planner.problem import without
 from elasticd_planner.search.planner import plan
 from rich.console import Console
 
-from elasticd.coordinator.events.event_log import Pacing
 from elasticd.demo.record import DemoLine, DemoRecord, read_ledger
 from elasticd.demo.report import report, samples_check, unequal, work
 from elasticd.demo.scenario import DemoError
 from elasticd.demo.show import show
+from elasticd.wire.event_record import Pacing
 from tests.demo.records import PIDS, SCENARIO, TOKENS, changed, history, record, seconds_of
 
 GOOD = record()

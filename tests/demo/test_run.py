@@ -9,12 +9,12 @@ from typing import Any, cast
 import pytest
 
 from elasticd.client import ApiClient, CannotReach
-from elasticd.coordinator.events.event_log import EventRecord
 from elasticd.demo import run
 from elasticd.demo.cluster import DemoCluster
 from elasticd.demo.scenario import DemoScenario
 from elasticd.system.child_processes import ProcessError, Processes
 from elasticd.testing import cluster
+from elasticd.wire.event_record import EventRecord
 
 
 def event(number: int) -> EventRecord:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from elasticd_planner.spec.plan import Plan
 
-from elasticd.coordinator.api_types import JobStatus
-from elasticd.coordinator.events.event_log import EventRecord
-from elasticd.coordinator.events.switch_gain import StepRecord
 from elasticd.demo.story import OVER, STEP_TIMEOUT_SECONDS, TRANSITIONS, Action, DemoPhase, Seen, Story, step
+from elasticd.wire.api_types import JobStatus
+from elasticd.wire.event_record import EventRecord
+from elasticd.wire.step_record import StepRecord
 from tests.demo.records import SCENARIO, history
 
 PLANS = [entry.plan for entry in history()]

@@ -22,12 +22,12 @@ import torch
 from elasticd_planner.spec.batch import Sampler
 
 from elasticd.client import ApiClient, CannotReach
-from elasticd.coordinator.events.event_log import EventRecord
 from elasticd.models import DecoderConfig
 from elasticd.store.leader import ElectedLeader, read_leader
 from elasticd.store.protocol import StoreError, WatchEvent
 from elasticd.system.parent_death_signal import ending_with_us
 from elasticd.testing.waiting import until
+from elasticd.wire.event_record import EventRecord
 from tests import forkserver, sizes
 from tests.etcds import SharedEtcd
 from tests.forkserver import Forked

@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from elasticd.coordinator.events.training_speed import wall_seconds
+from elasticd.explain.training_speed import wall_seconds
 from elasticd.store.leader import ElectedLeader
 from elasticd.testing.waiting import until
 from tests import sizes

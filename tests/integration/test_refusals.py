@@ -12,9 +12,9 @@ import pytest
 from elasticd_agent.daemon import Agent
 
 from elasticd.config.tree import with_overrides
-from elasticd.coordinator.api_types import ApiError
 from elasticd.store.memory import MemoryStore
 from elasticd.testing.waiting import until
+from elasticd.wire.api_types import ApiError
 from tests import forkserver
 from tests.integration import train
 from tests.integration.cluster import JOB, Cluster

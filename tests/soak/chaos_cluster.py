@@ -9,9 +9,9 @@ from elasticd_planner.value import Value
 
 from elasticd.chaos.client import Chaos
 from elasticd.client import CannotReach
-from elasticd.coordinator.api_types import JobStatus
 from elasticd.system.child_processes import Child, Processes
 from elasticd.testing.cluster import Cluster
+from elasticd.wire.api_types import JobStatus
 
 JOB = "soak"
 

@@ -16,11 +16,11 @@ from elasticd_planner.value import refuse
 
 from elasticd.chaos.faults import Fault
 from elasticd.client import CannotReach
-from elasticd.coordinator.api_types import JobStatus
 from elasticd.machines.job.copies.holdings import lost_boxes
 from elasticd.records import Fence, MeshJobSpec, decode, decode_spec
 from elasticd.system.child_processes import ProcessError
 from elasticd.testing.cluster import TIMEOUT_SECONDS
+from elasticd.wire.api_types import JobStatus
 from tests.soak.chaos_cluster import JOB, ChaosCluster
 from tests.soak.network_cut import NetworkCut, pair_of
 from tests.soak.script_faults import Place, Planted, plant, taken, withdraw

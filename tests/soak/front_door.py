@@ -7,7 +7,6 @@ from typing import Any
 import msgspec
 from starlette.types import Message
 
-from elasticd.coordinator.api_types import ClusterStatus
 from elasticd.coordinator.auth import Authorizer
 from elasticd.coordinator.commands import Commands
 from elasticd.coordinator.http.app import application
@@ -15,6 +14,7 @@ from elasticd.coordinator.http.response_encoder import Viewers
 from elasticd.coordinator.leader import Leader
 from elasticd.coordinator.live_feed import FeedSource
 from elasticd.records import HistoryRecord
+from elasticd.wire.api_types import ClusterStatus
 
 #: Requests a second of an address: no user here is turned away for asking often.
 OFTEN = 1e9

@@ -12,18 +12,18 @@ from collections import deque
 from collections.abc import Set
 from itertools import islice, takewhile
 from operator import attrgetter, itemgetter
-from time import localtime, strftime
 from typing import Any
 
 import msgspec
-from elasticd_planner.value import StoredValue, Value
+from elasticd_planner.value import StoredValue
 
-from elasticd.codec.safe_text import in_one_line
 from elasticd.coordinator.events.job_times import ClockReading, JobClock
 from elasticd.coordinator.events.step_clock import StepClock, clock_name
-from elasticd.coordinator.events.switch_gain import AFTER, BEFORE, Gain, StepRecord, gain_of
-from elasticd.coordinator.events.training_speed import SPEED_STEPS, TrainingSpeed, training_speed
+from elasticd.explain.switch_gain import AFTER, BEFORE, Gain, gain_of
+from elasticd.explain.training_speed import SPEED_STEPS, TrainingSpeed, training_speed
 from elasticd.machines.job.state.events import CoordinatorNote
+from elasticd.wire.event_record import EVENTS_OF_A_TERM, EventRecord, Pacing
+from elasticd.wire.step_record import StepRecord
 from elasticd.wire.worker import Finished, Report
 
 EVENTS = 10_000
@@ -34,33 +34,6 @@ ANOTHER_START = ("started_again", "forgotten", "restart_mode")
 BEGINS = ("job_gathered", "planning", "proposed")
 #: Fences of a job whose numbers are kept: a plan answers the newest of them.
 MOST_FENCES = 8
-#: Events of one leader before its ids reach those of the next one, which go on above them then.
-EVENTS_OF_A_TERM = 1 << 20
-
-
-class EventRecord(Value, frozen=True, kw_only=True):
-    """Something that happened."""
-
-    id: int  # grows with each event
-    time: float  # unix seconds
-    kind: str  # for programs
-    job: str  # empty: about no job
-    text: str  # one line for people
-    data: dict[str, Any]  # for programs
-
-
-def line(event: EventRecord) -> str:
-    """An event for people: local time, kind, job, text."""
-    clock = strftime("%H:%M:%S", localtime(event.time))
-    about = f"{event.job}: " if event.job else ""
-    return in_one_line(f"{clock}  {event.kind:<15} {about}{event.text}")
-
-
-class Pacing(Value, frozen=True, kw_only=True):
-    """The reports of all ranks of a job about emulated devices."""
-
-    paced: int = 0  # sections that were slowed down to the emulated speed
-    overruns: int = 0  # sections that took longer than that speed allows
 
 
 class Lines(StoredValue, frozen=True, kw_only=True, tag="journal-lines"):

@@ -17,9 +17,10 @@ import msgspec
 from elasticd_planner.value import StoredValue, Value
 
 from elasticd.codec.decoding import decode_stored, skip
-from elasticd.coordinator.events.event_log import EventRecord, Lines
+from elasticd.coordinator.events.event_log import Lines
 from elasticd.records import Keys, decode_at, encode, numbered
 from elasticd.store.protocol import KeyValue
+from elasticd.wire.event_record import EventRecord
 
 #: Pages, and bytes of their JSON, that are put together into one.
 TOGETHER, TOGETHER_BYTES = 32, 256 << 10
@@ -153,3 +154,18 @@ def _unpacked(data: bytes) -> bytes:
     if not unpacked.eof:
         raise msgspec.DecodeError("it is cut off, or too large")
     return text
+
+
+def stamp_of(pages: Iterable[Lines]) -> float:
+    """The newest stamp in the journal, in unix seconds; 0 where there is none."""
+    return max((lines.stamp for lines in pages), default=0.0)
+
+
+def newest_of(pages: Iterable[Lines]) -> float:
+    """The newest time in the journal, in unix seconds; 0 where it is empty."""
+    newest = 0.0
+    for lines in pages:
+        times = [event.time for event in lines.events]
+        times += [step.time for steps in lines.steps.values() for step in steps]
+        newest = max(newest, *times) if times else newest
+    return newest

@@ -27,11 +27,11 @@ from collections.abc import Mapping
 from statistics import median
 from typing import Any
 
-import msgspec
 from elasticd_planner.value import Value
 
-from elasticd.coordinator.events.switch_gain import StepRecord
-from elasticd.coordinator.events.training_speed import TrainingSpeed
+from elasticd.explain.training_speed import TrainingSpeed
+from elasticd.wire.job_time import JobTime
+from elasticd.wire.step_record import StepRecord
 
 #: Kinds of events by the loss that they announce; of several since a step the first of this order counts.
 CAUSES: Mapping[str, tuple[str, ...]] = {
@@ -58,35 +58,6 @@ LEAST_STEPS, MOST_STEPS = 5, 101
 MOST_UNHEARD = 1000
 #: Newest times between two steps, without another cause, whose median is the usual one.
 USUAL_STEPS = 21
-
-
-class JobTime(Value, frozen=True, kw_only=True):
-    """The uses of a job's wall time so far."""
-
-    began: float  # unix seconds at which its first step began
-    last: float  # unix seconds at which its newest step was reported
-    productive: float  # seconds of the steps of the surviving history
-    steps: int  # of the surviving history, as far as they are known
-    repeated: int  # steps that were done again
-    lost: dict[str, float] = msgspec.field(default_factory=dict)  # seconds by cause
-    times: dict[str, int] = msgspec.field(default_factory=dict)  # how often, by cause
-    healthy: float | None = None  # seconds of a step at the healthy speed (None: too few steps)
-
-    def wall(self, now: float | None = None) -> float:
-        """Seconds since the first step began, up to `now` (None: to the newest step)."""
-        return max(self.last if now is None else now, self.last) - self.began
-
-    def ettr(self, now: float | None = None) -> float | None:
-        """The part of the wall time that went into steps that count; None where there was none."""
-        wall = self.wall(now)
-        return min(1.0, self.productive / wall) if wall > 0 else None
-
-    def goodput(self, now: float | None = None) -> float | None:
-        """The same where a step counts for what it takes at the healthy speed."""
-        wall = self.wall(now)
-        if wall <= 0 or self.healthy is None:
-            return None
-        return min(1.0, self.productive / wall, self.steps * self.healthy / wall)
 
 
 class ClockReading(Value, frozen=True, kw_only=True):

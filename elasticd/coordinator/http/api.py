@@ -10,7 +10,17 @@ from typing import Annotated, Any, Protocol
 import msgspec
 
 from elasticd.config.security import Role
-from elasticd.coordinator.api_types import (
+from elasticd.coordinator.auth import ANYBODY, Authorizer, Caller
+from elasticd.coordinator.commands import Commands
+from elasticd.coordinator.http.response_encoder import Viewers
+from elasticd.coordinator.http.routing import get, post
+from elasticd.coordinator.leader import Leader
+from elasticd.coordinator.live_config import Scalar
+from elasticd.coordinator.live_feed import FeedSource
+from elasticd.coordinator.metrics import CONTENT_TYPE
+from elasticd.coordinator.worker_output import ANSWER_BYTES
+from elasticd.records import AnyHistoryRecord, JobSpec
+from elasticd.wire.api_types import (
     ApiError,
     CallerStatus,
     ClusterStatus,
@@ -24,16 +34,6 @@ from elasticd.coordinator.api_types import (
     Stopping,
     unknown,
 )
-from elasticd.coordinator.auth import ANYBODY, Authorizer, Caller
-from elasticd.coordinator.commands import Commands
-from elasticd.coordinator.http.response_encoder import Viewers
-from elasticd.coordinator.http.routing import get, post
-from elasticd.coordinator.leader import Leader
-from elasticd.coordinator.live_config import Scalar
-from elasticd.coordinator.live_feed import FeedSource
-from elasticd.coordinator.metrics import CONTENT_TYPE
-from elasticd.coordinator.worker_output import ANSWER_BYTES
-from elasticd.records import AnyHistoryRecord, JobSpec
 
 #: The longest that a user may have a job's end wait for.
 MOST_STOP_SECONDS = 86_400.0
@@ -243,7 +243,7 @@ class ApiRoutes:
         self, caller: Caller | None, after: str = "", measured: bool = True, page: str = ""
     ) -> AsyncIterator[bytes]:
         """All that the leader knows, then what changes, until it ends or the caller goes: a JSON object in each
-        line (`elasticd.coordinator.live_types`). `after`: the id of the last line that the caller has; it goes
+        line (`elasticd.wire.live_types`). `after`: the id of the last line that the caller has; it goes
         on from there, where what followed is still kept. `measured`: false leaves out what devices measure each
         step. `page`: the URL of the caller's pages, which users are told of."""
         served, feed = self._served, self._served.leading.feed

@@ -15,13 +15,13 @@ from starlette.routing import WebSocketRoute
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from starlette.websockets import WebSocket
 
-from elasticd.coordinator.api_types import ApiError, Reason, Refusal
 from elasticd.coordinator.http.agent_socket import serve_agent
 from elasticd.coordinator.http.api import ApiRoutes, Served
 from elasticd.coordinator.http.chaos import ChaosRoutes
 from elasticd.coordinator.http.middleware import RequestMiddleware
 from elasticd.coordinator.http.openapi import document
 from elasticd.coordinator.http.routing import JSON, endpoints, routes
+from elasticd.wire.api_types import ApiError, Reason, Refusal
 
 #: The HTTP status of each reason.
 STATUS: dict[Reason, int] = {

@@ -20,7 +20,6 @@ from msgspec import Meta
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from elasticd.config.security import Role
-from elasticd.coordinator.api_types import ApiError, Harming
 from elasticd.coordinator.auth import ANYBODY, Caller
 from elasticd.coordinator.commands import Commands
 from elasticd.coordinator.connections import REACH_SECONDS
@@ -29,6 +28,7 @@ from elasticd.coordinator.http.routing import post
 from elasticd.coordinator.leader import Leader
 from elasticd.machines.job.state.events import Harmed
 from elasticd.system.network_addresses import is_loopback
+from elasticd.wire.api_types import ApiError, Harming
 from elasticd.wire.coordinator import Harm, is_first
 
 #: What is done to a device; the rest is done to a node.

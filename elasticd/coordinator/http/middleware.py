@@ -14,10 +14,11 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from elasticd.codec.decoding import shown
-from elasticd.coordinator.auth import MOST_SAID, USER_HEADER, Authorizer, Caller, CallerProof, needed
+from elasticd.coordinator.auth import MOST_SAID, Authorizer, Caller, CallerProof, needed
 from elasticd.store.write_allowance import Allowance
 from elasticd.system.front_door import GUEST, Guest
 from elasticd.system.network_addresses import is_address
+from elasticd.wire.api_types import USER_HEADER
 
 #: Bytes of a request's body, and seconds for all of it: ours are a few hundred bytes.
 LARGEST_BODY_BYTES = 64 * 1024

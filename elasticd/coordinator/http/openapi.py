@@ -7,9 +7,9 @@ from typing import Any
 
 import msgspec
 
-from elasticd.coordinator.api_types import Refusal
 from elasticd.coordinator.http.routing import JSON, ApiRoute, Parameter
 from elasticd.version import __version__
+from elasticd.wire.api_types import Refusal
 
 #: Why an endpoint is refused, by status.
 _WHY = {

@@ -24,10 +24,10 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route, compile_path
 
 from elasticd.codec.decoding import decoded_as
-from elasticd.coordinator.api_types import ApiError
 from elasticd.coordinator.auth import needed
 from elasticd.coordinator.http.middleware import CALLER
 from elasticd.coordinator.http.response_encoder import Viewers
+from elasticd.wire.api_types import ApiError
 
 JSON = "application/json"
 _MARK = "__declared__"

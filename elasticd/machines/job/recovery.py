@@ -179,7 +179,9 @@ def recover(turn: Transaction) -> None:
     owners = _owners(turn)
     silent = [w for w in owners if w.standing is None or w.standing.fence != job.losses.fence.number]
     if silent and job.losses.fence.epoch < turn.epoch:
-        fault(turn, {}, job.losses.fence.reason)  # agents that have seen this leader refuse the word of the one before
+        fault(
+            turn, {}, job.losses.fence.reason
+        )  # agents that have seen this leader refuse the word of the one before
         return
     if silent:
         _silent(turn, silent)
@@ -284,9 +286,8 @@ def _go_back(turn: Transaction, lost: str, *, survivors: bool) -> None:
         _begin_anew(turn)
         return
     assert job.losses.fence is not None
-    stop(
-        turn, f"{job.losses.fence.reason}; state is lost: {lost}, and there is no snapshot or checkpoint to go back to"
-    )
+    why = job.losses.fence.reason
+    stop(turn, f"{why}; state is lost: {lost}, and there is no snapshot or checkpoint to go back to")
 
 
 def _begin_anew(turn: Transaction) -> None:

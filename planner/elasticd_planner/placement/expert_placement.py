@@ -204,9 +204,7 @@ class _Search:
                     break
                 left = min(rows[light], key=lambda d: (rows[light][d], d))
             counts = self._counts(rows)
-            targets = [
-                d for d in devices if d not in rows[heavy] and (counts[d] < self._slots[d] or d == left)
-            ]
+            targets = [d for d in devices if d not in rows[heavy] and (counts[d] < self._slots[d] or d == left)]
             if not targets:
                 break
             if light >= 0:

@@ -20,7 +20,6 @@ from elasticd.chaos.client import Chaos
 from elasticd.client import ApiClient, CannotReach
 from elasticd.config.credentials import Credentials
 from elasticd.config.tree import load
-from elasticd.coordinator.api_types import JobStatus
 from elasticd.records import Keys
 from elasticd.store.etcd import EtcdStore
 from elasticd.store.leader import read_leader
@@ -29,6 +28,7 @@ from elasticd.store.server import EtcdServer
 from elasticd.store.session import EtcdOptions
 from elasticd.system.parent_death_signal import ending_with_us
 from elasticd.testing.waiting import until
+from elasticd.wire.api_types import JobStatus
 from tests.coordinator.secured import private
 from tests.soak import worker
 from tests.torchruns import Torchrun, environment

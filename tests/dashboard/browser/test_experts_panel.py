@@ -12,9 +12,9 @@ from elasticd_planner.placement.expert_placement import placed
 from elasticd_planner.spec.plan import Pipeline, Stage
 from playwright.sync_api import Browser, expect
 
-from elasticd.coordinator import live_types as live
 from elasticd.dashboard.job_page import job_view
 from elasticd.dashboard.single_file import single_file
+from elasticd.wire import live_types as live
 from tests.dashboard.test_job_page_experts import plan_with
 from tests.dashboard.test_views import NOW, VIEWER, board, job, node
 

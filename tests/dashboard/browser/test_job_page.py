@@ -10,10 +10,10 @@ import msgspec
 import pytest
 from playwright.sync_api import Browser, expect
 
-from elasticd.coordinator import live_types as live
 from elasticd.dashboard.board import Board
 from elasticd.dashboard.job_page import job_view
 from elasticd.dashboard.single_file import single_file
+from elasticd.wire import live_types as live
 from tests.dashboard.test_views import JOB, NOW, PLAN, VIEWER, board, job, measured_step, node
 
 NAME = quote(JOB, safe="")

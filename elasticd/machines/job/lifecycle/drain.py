@@ -33,7 +33,12 @@ def notice(turn: Transaction, worker: Worker, body: DrainNotice) -> None:
     text = f"worker {worker.device} drains ({body.reason}): {follows}"
     turn.note("leaving", text, device=worker.device, reason=body.reason)
     job = turn.job
-    if job.phase is not JobPhase.PROPOSED or job.losses.fence is not None or job.plan is None or job.proposal is None:
+    if (
+        job.phase is not JobPhase.PROPOSED
+        or job.losses.fence is not None
+        or job.plan is None
+        or job.proposal is None
+    ):
         return
     joins = worker.device in job.proposal.plan.binding and worker.device not in job.plan.binding
     nobody = all(_drains(turn, device) for device in job.proposal.plan.members)

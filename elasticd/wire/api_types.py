@@ -15,10 +15,10 @@ from elasticd_planner.spec.batch import BatchSummary
 from elasticd_planner.spec.mesh import JobPlan
 from elasticd_planner.value import Value
 
-from elasticd.coordinator.events.event_log import EventRecord, Pacing
-from elasticd.coordinator.events.switch_gain import StepRecord
 from elasticd.records import AnyHistoryRecord, ConfigRecord
+from elasticd.wire.event_record import EventRecord, Pacing
 from elasticd.wire.node_health import Health
+from elasticd.wire.step_record import StepRecord
 from elasticd.wire.worker import WorkerDevice
 
 #: Why an order to harm the cluster is not carried out.
@@ -28,6 +28,9 @@ CHAOS_OFF = (
 )
 #: Values of `JobStatus.phase` after which nothing follows.
 OVER_PHASES = frozenset({"done", "stopped"})
+
+#: The header in which a sender says who it is.
+USER_HEADER = "x-elasticd-user"
 
 
 class DeviceStatus(Value, frozen=True, kw_only=True):
@@ -170,7 +173,7 @@ class JobStatus(Value, frozen=True, kw_only=True):
         return self.phase in OVER_PHASES
 
     @property
-    def word(self) -> str:
+    def shown_phase(self) -> str:
         """The phase for people: "failed" where the job has stopped, and its workers were not told to go."""
         is_said = self.stopping is not None  # by a leader that says whether they were
         return "failed" if self.phase == "stopped" and is_said and not self.orderly else self.phase

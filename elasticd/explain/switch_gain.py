@@ -9,27 +9,11 @@ from statistics import median
 from elasticd_planner.readable import readable_seconds
 from elasticd_planner.value import Value
 
+from elasticd.wire.step_record import StepRecord
+
 #: Steps before a switch, and after it, that its gain is the median of. Few before: the reason for the switch is
 #: often no older than that.
 BEFORE, AFTER = 3, 20
-
-
-class StepRecord(Value, frozen=True, kw_only=True):
-    """A step as rank 0 reported it."""
-
-    step: int  # index
-    plan: int  # number of its plan
-    loss: float | None  # mean per token
-    tokens: int | None  # of all ranks
-    #: of the step itself, from its begin to its end; the script's own code between two steps is not in it
-    #: (0: not measured)
-    seconds: float
-    time: float  # unix seconds at which it ended, by the leader's clock
-    #: the same in seconds of rank 0's monotonic clock (0: it did not tell, and `time` is the report's arrival)
-    ended_at: float = 0.0
-    #: name of that clock, which begins with each start of the worker's process: `time` and `ended_at` measure
-    #: durations between steps of one clock alone
-    clock: str = ""
 
 
 class Gain(Value, frozen=True, kw_only=True):
@@ -47,7 +31,7 @@ class Gain(Value, frozen=True, kw_only=True):
         return "after a fault" if self.faulted else "gained"
 
     @property
-    def words(self) -> str:
+    def text(self) -> str:
         """As people read it."""
         text = (
             f"{readable_seconds(self.before)} a step before, {readable_seconds(self.after)} after "

@@ -5,10 +5,10 @@ from __future__ import annotations
 import msgspec
 from elasticd_planner.spec.plan import Strategy
 
-from elasticd.coordinator.events.event_log import EventRecord
-from elasticd.coordinator.events.switch_gain import StepRecord
-from elasticd.dashboard.why import decided, did, earlier_starts, gained, module_changes, record_before, use
+from elasticd.explain.why import decided, did, earlier_starts, gained, module_changes, record_before, use
 from elasticd.records import HistoryRecord
+from elasticd.wire.event_record import EventRecord
+from elasticd.wire.step_record import StepRecord
 from tests.planner.models import cluster
 from tests.planner.test_module_measurements import ALONE, BOTH, problem_of, profiles
 from tests.runtime import image_model

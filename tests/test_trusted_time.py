@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from elasticd.coordinator.events.event_log import EventRecord, Lines
-from elasticd.coordinator.events.switch_gain import StepRecord
-from elasticd.coordinator.events.trusted_time import JUMP_SECONDS, ReadTimes, newest_of, stamp_of
+from elasticd.coordinator.events.event_log import Lines
+from elasticd.coordinator.events.event_pages import newest_of, stamp_of
 from elasticd.coordinator.store_writer import aged, read_times, stored
 from elasticd.machines.coordinator import machine
 from elasticd.machines.job.state.events import CoordinatorTick, Stored
 from elasticd.machines.job.state.job_state import JobSettings
 from elasticd.records import DoneRecord, Keys, StopRecord, encode
 from elasticd.store.protocol import KeyValue
+from elasticd.trusted_time import JUMP_SECONDS, ReadTimes
+from elasticd.wire.event_record import EventRecord
+from elasticd.wire.step_record import StepRecord
 
 KEYS = Keys(cluster="c")
 DAY = 86_400.0

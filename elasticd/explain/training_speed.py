@@ -14,7 +14,7 @@ from typing import Protocol
 
 from elasticd_planner.value import Value
 
-from elasticd.coordinator.events.switch_gain import StepRecord
+from elasticd.wire.step_record import StepRecord
 
 #: Newest steps whose tokens and wall time make the speed that is shown.
 SPEED_STEPS = 10

@@ -21,7 +21,8 @@ from elasticd_planner.detection.slowness_history import Slowness
 from elasticd_planner.spec.mesh import JobPlan
 from elasticd_planner.value import Value
 
-from elasticd.coordinator.api_types import (
+from elasticd.records import PublishedCheckpoint
+from elasticd.wire.api_types import (
     JobStatus,
     LeaderStatus,
     LinkStatus,
@@ -30,12 +31,11 @@ from elasticd.coordinator.api_types import (
     Pace,
     Settings,
 )
-from elasticd.coordinator.events.event_log import EventRecord
-from elasticd.coordinator.events.job_times import JobTime
-from elasticd.coordinator.events.switch_gain import StepRecord
-from elasticd.records import PublishedCheckpoint
+from elasticd.wire.event_record import EventRecord
+from elasticd.wire.job_time import JobTime
 from elasticd.wire.main_thread import Halted
 from elasticd.wire.node_health import Health
+from elasticd.wire.step_record import StepRecord
 
 #: The columns of `MeasuredStep`: fields of a device's `Measurement`, then what detection makes of it: the
 #: device's slowdown in this step against the fleet, and the CUSUM evidence that its slowdown changes.

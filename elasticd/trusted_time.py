@@ -20,8 +20,6 @@ from collections.abc import Iterable
 
 from elasticd_planner.value import Value
 
-from elasticd.coordinator.events.event_log import Lines
-
 #: Seconds that may have passed since the newest time that a leader wrote.
 JUMP_SECONDS = 86_400.0
 
@@ -44,18 +42,3 @@ class ReadTimes(Value, frozen=True, kw_only=True):
             return cls(trusted=trusted, stamp=trusted, led=led)
         trusted = min(wall, newest + JUMP_SECONDS)
         return cls(trusted=trusted, stamp=max(newest, trusted), led=led)
-
-
-def stamp_of(pages: Iterable[Lines]) -> float:
-    """The newest stamp in the journal, in unix seconds; 0 where there is none."""
-    return max((lines.stamp for lines in pages), default=0.0)
-
-
-def newest_of(pages: Iterable[Lines]) -> float:
-    """The newest time in the journal, in unix seconds; 0 where it is empty."""
-    newest = 0.0
-    for lines in pages:
-        times = [event.time for event in lines.events]
-        times += [step.time for steps in lines.steps.values() for step in steps]
-        newest = max(newest, *times) if times else newest
-    return newest

@@ -7,9 +7,9 @@ from elasticd_planner.spec.measurement import Measurement
 
 from elasticd.coordinator.events.event_log import EventLog
 from elasticd.coordinator.events.job_times import JobClock
-from elasticd.coordinator.events.switch_gain import StepRecord
-from elasticd.coordinator.events.training_speed import SPEED_STEPS, training_speed, wall_seconds
+from elasticd.explain.training_speed import SPEED_STEPS, training_speed, wall_seconds
 from elasticd.machines.job.state.events import CoordinatorNote
+from elasticd.wire.step_record import StepRecord
 from elasticd.wire.worker import Finished, Report
 
 
@@ -165,4 +165,4 @@ def test_the_pause_of_a_switch_is_that_which_its_ranks_measured() -> None:
         found = journal.report("j", Report(measurement=quicker, loss=2.0, tokens=40), time=100.0 + 0.4 * index)
         gains += [found] if found is not None else []
     assert [gain.pause for gain in gains[:1]] == [0.049]
-    assert gains[0].words.endswith("the switch took 0.049 s, paid back in 1 step")
+    assert gains[0].text.endswith("the switch took 0.049 s, paid back in 1 step")

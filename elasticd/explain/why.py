@@ -1,4 +1,4 @@
-"""Why a plan was made and how it did, in lines: the same in `elasticd why` and on the plan's page."""
+"""The cause and the results of a plan, in lines: the same in `elasticd why` and on the plan's page."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from elasticd_planner.spec.plan import ModulePlan, Pipeline, Stage
 from elasticd_planner.spec.plan_summary import row_limit, row_tokens
 from elasticd_planner.value import Value
 
-from elasticd.coordinator.events.event_log import EventRecord, line
-from elasticd.coordinator.events.switch_gain import Gain, StepRecord, gain_of
+from elasticd.explain.switch_gain import Gain, gain_of
 from elasticd.records import AnyHistoryRecord, HistoryRecord
+from elasticd.wire.event_record import EventRecord, line
+from elasticd.wire.step_record import StepRecord
 
 #: Devices of a change that are named; more are counted.
 MOST_NAMED = 4
@@ -90,23 +91,23 @@ def _layout(pipeline: Pipeline) -> tuple[Stage, ...]:
 
 
 def did(
-    record: AnyHistoryRecord, told: Sequence[EventRecord], steps: Sequence[StepRecord]
+    record: AnyHistoryRecord, history: Sequence[EventRecord], steps: Sequence[StepRecord]
 ) -> Iterator[WhyLine]:
     """The results of a plan; `steps` are those around the switch to it."""
-    seconds, predicted = seconds_under(record.plan, steps), prediction_of(record, told)
+    seconds, predicted = seconds_under(record.plan, steps), prediction_of(record, history)
     if predicted.seconds is not None:
-        yield WhyLine("predicted ", predicted.words)
+        yield WhyLine("predicted ", predicted.text)
     if len(seconds) >= LEAST_STEPS:
         real = median(seconds)
         text = f"{readable_seconds(real)} a step, the median of {len(seconds)} steps"
         if predicted.seconds is not None and not predicted.guessed:
             text += f"; {real / predicted.seconds:.2f} times the prediction"
         yield WhyLine("took      ", text)
-    if (cost := snapshot_cost(record.number, told)) is not None:
+    if (cost := snapshot_cost(record.number, history)) is not None:
         part = cost.seconds / median(seconds) if len(seconds) >= LEAST_STEPS else None
-        yield WhyLine("snapshots ", cost.words(part))
-    if (gain := gained(record.number, told, steps)) is not None:
-        yield WhyLine("fault     " if gain.faulted else "gained    ", gain.words)
+        yield WhyLine("snapshots ", cost.text(part))
+    if (gain := gained(record.number, history, steps)) is not None:
+        yield WhyLine("fault     " if gain.faulted else "gained    ", gain.text)
 
 
 class SnapshotCost(Value, frozen=True, kw_only=True):
@@ -116,7 +117,7 @@ class SnapshotCost(Value, frozen=True, kw_only=True):
     seconds: float  # for which one held training up, at most (0: not known yet)
     every: int  # steps from one to the next
 
-    def words(self, part: float | None) -> str:
+    def text(self, part: float | None) -> str:
         """As people read it.
 
         Args:
@@ -130,9 +131,9 @@ class SnapshotCost(Value, frozen=True, kw_only=True):
         return text if part is None else f"{text}, {part:.1%} of a step"
 
 
-def snapshot_cost(number: int, told: Sequence[EventRecord]) -> SnapshotCost | None:
+def snapshot_cost(number: int, history: Sequence[EventRecord]) -> SnapshotCost | None:
     """The newest of a plan, from the events of its job; None: it has none that is known."""
-    events = [event for event in told if event.kind == "snapshot" and event.data.get("number") == number]
+    events = [event for event in history if event.kind == "snapshot" and event.data.get("number") == number]
     data = max(events, key=lambda event: event.id).data if events else {}
     size, seconds, every = (data.get(key) for key in ("bytes", "seconds", "every"))
     if not (isinstance(size, int) and isinstance(seconds, int | float) and isinstance(every, int) and every):
@@ -148,7 +149,7 @@ class ShownPrediction(NamedTuple):
     guessed: bool  # by the model's shapes alone: no step had been measured
 
     @property
-    def words(self) -> str:
+    def text(self) -> str:
         """As people read it."""
         if self.seconds is None:
             return ""
@@ -159,10 +160,10 @@ class ShownPrediction(NamedTuple):
         return text if first is None else f"{text}; {readable_seconds(first)} when it was made"
 
 
-def prediction_of(record: AnyHistoryRecord, told: Sequence[EventRecord]) -> ShownPrediction:
+def prediction_of(record: AnyHistoryRecord, history: Sequence[EventRecord]) -> ShownPrediction:
     """The seconds of a step under a plan: as its leader predicted them last, else as when it was made."""
     first = record.plan.prediction.step_seconds if record.plan.prediction is not None else None
-    newest = newest_prediction(record.number, told)
+    newest = newest_prediction(record.number, history)
     if newest is None:
         guessed = isinstance(record, HistoryRecord) and not record.problem.profile.fitted
         return ShownPrediction(first, None, guessed)
@@ -171,12 +172,12 @@ def prediction_of(record: AnyHistoryRecord, told: Sequence[EventRecord]) -> Show
     )
 
 
-def newest_prediction(number: int, told: Sequence[EventRecord]) -> float | None:
+def newest_prediction(number: int, history: Sequence[EventRecord]) -> float | None:
     """Seconds of a step under a plan by the newest profile, from the events of its job; None where there was no
     newer profile than the plan's own."""
     events = [
         (event.id, float(seconds))
-        for event in told
+        for event in history
         if event.data.get(PREDICTS.get(event.kind, "")) == number
         and isinstance(seconds := event.data.get("step_seconds"), float | int)
     ]
@@ -192,9 +193,11 @@ def differs(before: float, after: float) -> bool:
     return readable_seconds(before) != readable_seconds(after)
 
 
-def events_of(number: int, told: Sequence[EventRecord]) -> list[EventRecord]:
+def events_of(number: int, history: Sequence[EventRecord]) -> list[EventRecord]:
     """The events of a plan, and the exceptions of the script's code under it."""
-    return [event for event in told if event.data.get("plan" if event.kind == "raised" else "number") == number]
+    return [
+        event for event in history if event.data.get("plan" if event.kind == "raised" else "number") == number
+    ]
 
 
 def event_lines(events: Sequence[EventRecord]) -> Iterator[str]:
@@ -207,55 +210,57 @@ def event_lines(events: Sequence[EventRecord]) -> Iterator[str]:
 
 def about_plan(
     record: AnyHistoryRecord,
-    told: Sequence[EventRecord],
+    history: Sequence[EventRecord],
     steps: Sequence[StepRecord],
     before: AnyHistoryRecord | None = None,
 ) -> Iterator[str]:
     """All lines of `elasticd why NUMBER` but for its picture; `before`: the plan before it."""
-    for each in (*decided(record, before), *did(record, told, steps)):
+    for each in (*decided(record, before), *did(record, history, steps)):
         yield each.about + each.text
-    yield from event_lines([event for event in events_of(record.number, told) if event.kind != "gained"])
+    yield from event_lines([event for event in events_of(record.number, history) if event.kind != "gained"])
 
 
-def seconds_under(made: JobPlan, steps: Sequence[StepRecord]) -> list[float]:
+def seconds_under(plan: JobPlan, steps: Sequence[StepRecord]) -> list[float]:
     """Of each step under a plan."""
-    return [step.seconds for step in steps if step.plan == made.number and step.seconds > 0]
+    return [step.seconds for step in steps if step.plan == plan.number and step.seconds > 0]
 
 
-def gained(number: int, told: Sequence[EventRecord], steps: Sequence[StepRecord]) -> Gain | None:
-    """The gain of the switch to a plan: as its leader told it once it was measured, or from the steps."""
-    for event in told:
+def gained(number: int, history: Sequence[EventRecord], steps: Sequence[StepRecord]) -> Gain | None:
+    """The gain of the switch to a plan: as its leader published it once it was measured, or from the steps."""
+    for event in history:
         if event.kind == "gained" and event.data.get("number") == number:
             kept = {name: event.data[name] for name in Gain.__struct_fields__ if name in event.data}
             return msgspec.convert(kept, Gain)
-    before = earlier_starts(number, told)
+    before = earlier_starts(number, history)
     fences = [
-        fence for event in told if event.kind == "fenced" and isinstance(fence := event.data.get("number"), int)
+        fence
+        for event in history
+        if event.kind == "fenced" and isinstance(fence := event.data.get("number"), int)
     ]
-    return gain_of(number, [step for step in steps if step.plan > before], pause_of(number, told), fences)
+    return gain_of(number, [step for step in steps if step.plan > before], pause_of(number, history), fences)
 
 
-def earlier_starts(number: int, told: Sequence[EventRecord]) -> int:
+def earlier_starts(number: int, history: Sequence[EventRecord]) -> int:
     """The highest number of the plans that are of earlier starts of the job than plan `number`, by the job's
     events; 0 where it was started once. Nothing is compared over the time between two starts."""
-    starts = (event.data.get("number") for event in told if event.kind == "started_again")
+    starts = (event.data.get("number") for event in history if event.kind == "started_again")
     return max((last for last in starts if isinstance(last, int) and last < number), default=0)
 
 
-def pause_of(number: int, told: Sequence[EventRecord]) -> float:
+def pause_of(number: int, history: Sequence[EventRecord]) -> float:
     """Seconds for which the step loop stood still in the switch to a plan: the longest that a rank measured."""
-    swapped = [event for event in told if event.kind == "swapped" and event.data.get("number") == number]
+    swapped = [event for event in history if event.kind == "swapped" and event.data.get("number") == number]
     return max((float(event.data.get("pause_seconds", 0.0)) for event in swapped), default=0.0)
 
 
-def _use_on_mesh(made: MeshPlan, name: str) -> str:
-    if name not in made.coordinates:
-        return "idle" if name in made.idle else "no part of it"
-    place = zip(made.names, made.coordinates[name], strict=True)
+def _use_on_mesh(plan: MeshPlan, name: str) -> str:
+    if name not in plan.coordinates:
+        return "idle" if name in plan.idle else "no part of it"
+    place = zip(plan.names, plan.coordinates[name], strict=True)
     at = ", ".join(f"{dimension} {index}" for dimension, index in place)
-    lane = made.lane_of[name]
-    with_others = f" with {len(made.lanes[lane]) - 1} more" if len(made.lanes[lane]) > 1 else ""
-    return f"{at}; {made.samples[lane]} of {made.global_batch} samples a step{with_others}"
+    lane = plan.lane_of[name]
+    with_others = f" with {len(plan.lanes[lane]) - 1} more" if len(plan.lanes[lane]) > 1 else ""
+    return f"{at}; {plan.samples[lane]} of {plan.global_batch} samples a step{with_others}"
 
 
 def packed_for(record: AnyHistoryRecord | None) -> PackedSequences | None:
@@ -263,25 +268,25 @@ def packed_for(record: AnyHistoryRecord | None) -> PackedSequences | None:
     return record.problem.packed if isinstance(record, HistoryRecord) else None
 
 
-def use(made: JobPlan, name: str, packed: PackedSequences | None = None) -> str:
+def use(plan: JobPlan, name: str, packed: PackedSequences | None = None) -> str:
     """A plan's use of a device, in a few words; packed: see `packed_for`."""
-    if isinstance(made, MeshPlan):
-        return _use_on_mesh(made, name)
-    if len(made.modules) > 1:
-        views = ((module.module, made.view(module.module)) for module in made.modules)
+    if isinstance(plan, MeshPlan):
+        return _use_on_mesh(plan, name)
+    if len(plan.modules) > 1:
+        views = ((module.module, plan.view(module.module)) for module in plan.modules)
         parts = [f"{module}: {use(view, name, packed)}" for module, view in views if name in view.places]
         if parts:
             return "; ".join(parts)
-    elif place := made.places.get(name):
-        stage, own = made.stage(place), made.pipeline(place)
+    elif place := plan.places.get(name):
+        stage, own = plan.stage(place), plan.pipeline(place)
         count = own.micro_batches
         taken = f"{count} micro-batch{'es' * (count > 1)} a step"
         if own.packed:
-            (tokens,) = row_tokens(own, row_limit(made, packed))
+            (tokens,) = row_tokens(own, row_limit(plan, packed))
             taken = f"about {count} row{'s' * (count > 1)} a step of at most {tokens} tokens"
-        lane = f", lane {place.lane}" if made.pipelines[place.pipeline].rows else ""
+        lane = f", lane {place.lane}" if plan.pipelines[place.pipeline].rows else ""
         return (
             f"pipeline {place.pipeline}{lane}, layers {stage.named}, {stage.shares[place.position]} of "
             f"{sum(stage.shares)} shares, {taken}"
         )
-    return "state alone" if name in made.carriers else "idle" if name in made.idle else "no part of it"
+    return "state alone" if name in plan.carriers else "idle" if name in plan.idle else "no part of it"
