@@ -105,10 +105,10 @@ def _decoded(kind: type[T], body: bytes, *, strict: bool = True) -> T:
     """The value of a line. Release 0.1 wrote no tags of problems and answers, which were all of pipelines."""
     try:
         return decoded_as(kind, body, strict=strict)
-    except msgspec.ValidationError as error:
-        if "required field `type`" not in str(error):
+    except msgspec.ValidationError:
+        if (tagged := _tagged(value := msgspec.json.decode(body))) == value:
             raise
-    return decoded_as(kind, msgspec.json.encode(_tagged(msgspec.json.decode(body))), strict=strict)
+    return decoded_as(kind, msgspec.json.encode(tagged), strict=strict)
 
 
 def _tagged(value: Any, name: str = "") -> Any:

@@ -514,6 +514,7 @@ class DoneRecord(StoredValue, frozen=True, kw_only=True, tag="job-done"):
     epoch: int  # of the leader that wrote it
     reason: str = ""  # why it stopped (empty: it finished)
     orderly: bool = False  # its workers were told to go, by a user who stopped it or by signals, and did
+    requested: bool = False  # somebody asked for it, whether they went in order or not
     at: float = 0.0  # unix seconds (0: release 0.1 did not say)
     version: int = RECORD_VERSION
 

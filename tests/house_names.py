@@ -23,7 +23,11 @@ RULES = {
     "participles": "values named by how they came about (found, made, given, ...)",
     "hearing": "functions named by verbs of hearing (publish, describe, send, on_message, events_of say more)",
     "units": "constants of seconds or bytes without the unit in their name",
+    "sentences": "sentences for people that are searched (decide by a value: a cause, a kind, a device)",
 }
+#: Names of sentences for people, and the methods of text that search them.
+SENTENCES = {"reason", "why", "refusal", "sentence", "text", "error"}
+SEARCHES = {"startswith", "endswith", "find", "index", "count"}
 PARTICIPLES = {"found", "made", "came", "mine", "told", "said", "given"}
 _BEGINS = re.compile(r"(What|Whether|Who|Whom|Whose|How|Where|That)\b")
 _HEARING = re.compile(r"_*(?:\w+_)?(?:tell|tells|told|say|says|said|hear|hears|heard|word|words)(?:_\w+)?")
@@ -117,7 +121,7 @@ def counts(sources: Mapping[str, str]) -> dict[str, Counter[str]]:
     Returns:
         By rule and package: docstrings that begin with what, who, whether and the like; assignments and
         parameters with a participle for a name; functions named by verbs of hearing; numbers of seconds or
-        bytes without unit.
+        bytes without unit; searches of sentences for people.
     """
     breaches: dict[str, Counter[str]] = {rule: Counter() for rule in RULES}
     for module, source in sources.items():
@@ -131,8 +135,30 @@ def counts(sources: Mapping[str, str]) -> dict[str, Counter[str]]:
                 breaches["participles"][package] += node.arg in PARTICIPLES
             if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
                 breaches["participles"][package] += node.id in PARTICIPLES
+            breaches["sentences"][package] += _searches(node)
         breaches["units"][package] += sum(1 for _ in unitless(tree, source))
     return {rule: +by_package for rule, by_package in breaches.items()}
+
+
+def _searches(node: ast.AST) -> bool:
+    """Returns True for `part in event.text`, `reason.startswith(part)` and `"part" in str(error)`."""
+    if isinstance(node, ast.Compare) and len(node.ops) == 1 and isinstance(node.ops[0], ast.In | ast.NotIn):
+        return _is_sentence(node.comparators[0])
+    called = node.func if isinstance(node, ast.Call) else None
+    return isinstance(called, ast.Attribute) and called.attr in SEARCHES and _is_sentence(called.value)
+
+
+def _is_sentence(node: ast.expr) -> bool:
+    """Returns True for a field or a text that people read; a plain name `text` may be any text."""
+    if isinstance(node, ast.Attribute):
+        return node.attr in SENTENCES
+    if isinstance(node, ast.Call):
+        name = node.func.id if isinstance(node.func, ast.Name) else ""
+        inner = node.func.value if isinstance(node.func, ast.Attribute) else None
+        return (name == "str" and bool(node.args) and _is_sentence(node.args[0])) or (
+            inner is not None and _is_sentence(inner)
+        )
+    return isinstance(node, ast.Name) and node.id in SENTENCES - {"text"}
 
 
 def unitless(tree: ast.Module, source: str) -> Iterator[str]:

@@ -98,6 +98,7 @@ BREACHES = [
     ("coordinator", APP, "elasticd.runtime", "from ... import runtime"),
     ("coordinator", APP, JOB, "if TYPE_CHECKING:\n    import {}"),
     ("dashboard", "elasticd.dashboard.known", "elasticd.coordinator.leader", "import {}"),
+    ("commands", "elasticd.cli.why", "elasticd.coordinator.status", "import {}"),
     ("agent-migration", "elasticd_agent.store_watch", "elasticd_migration.reshard", "import {}"),
     ("agent", "elasticd_agent.store_watch", JOB, "from elasticd.runtime.api import job"),
     ("agent", "elasticd_agent.store_watch", APP, "import {}"),
@@ -158,6 +159,13 @@ KEPT = [
     ("elasticd.rendezvous.handler", "from torch.distributed.elastic.rendezvous import RendezvousHandler"),
     ("elasticd_agent.daemon", "import asyncio\nfrom elasticd.machines.agent import machine\nimport websockets"),
     ("elasticd_planner.search.item_flow", "def flow():\n    import networkx"),
+    ("elasticd.coordinator.events.event_log", ""),
+    ("elasticd.cli.config", "import elasticd.coordinator.live_config"),
+    ("elasticd.cli.coordinator", "import elasticd.coordinator.daemon"),
+    (
+        "elasticd.cli.recorded_history",
+        "import elasticd.coordinator.events.event_log\nimport elasticd.coordinator.live_feed",
+    ),
 ]
 
 
@@ -356,6 +364,7 @@ LAPS = 4
 def tell(given): "What it is."
 def _words_of(word): found = [made for made in given]
 def spell(foundation): "Tells nothing: whether, who."
+fits = "fit" in answer.refusal or why.startswith("fits") or "a" in str(error) or "b" in words or text.index("c")
 '''
     counted = house_names.counts({"elasticd.store.etcd": source, "elasticd.cli": "x = 1"})
     assert counted == {
@@ -363,8 +372,9 @@ def spell(foundation): "Tells nothing: whether, who."
         "participles": {"elasticd.store": 3},
         "hearing": {"elasticd.store": 2},
         "units": {"elasticd.store": 2},
+        "sentences": {"elasticd.store": 3},
     }
-    allowed = {rule: {"elasticd.store": 2} for rule in house_names.RULES}
+    allowed = {rule: {"elasticd.store": 2 + (rule == "sentences")} for rule in house_names.RULES}
     (line,) = house_names.grown({"elasticd.store.etcd": source}, allowed)
     assert line.startswith("elasticd.store: 3 values named by how they came about")
     assert "2 are allowed" in line

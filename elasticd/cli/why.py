@@ -171,9 +171,8 @@ def plan(
     before: AnyHistoryRecord | None = None,
 ) -> Iterator[RenderableType]:
     """The cause of a plan, the plan, and how it did; `before`: the plan before it."""
-    (about, text), *measured = decided(record, before)
-    number, _, reason = text.partition("  ")
-    yield Text.assemble((about, "dim"), (number, "bold"), f"  {reason}")
+    (head, *measured) = decided(record, before)
+    yield Text.assemble((head.about, "dim"), (str(record.number), "bold"), f"  {record.reason}")
     yield from map(_shown_line, measured)
     yield picture(record.plan, record.problem.rates)
     yield from map(_shown_line, did(record, told, steps))

@@ -17,7 +17,7 @@ from elasticd.codec.decoding import skipped
 from elasticd.coordinator.events.job_times import CAUSES, OTHER, REASONS, REPEATED, ClockReading
 from elasticd.explain.training_speed import TrainingSpeed
 from elasticd.machines.coordinator.machine import CoordinatorState
-from elasticd.machines.job.lifecycle import phase_time, stop_request
+from elasticd.machines.job.lifecycle import phase_time
 from elasticd.machines.job.measurements.module_times import module_times
 from elasticd.machines.job.state.job_state import OVER, JobPhase, JobState, NodeState
 from elasticd.wire.api_types import RestartStatus
@@ -479,7 +479,7 @@ def _end_of(job: JobState) -> Iterator[tuple[str, tuple[str, ...], float]]:
     """The phase of a job, whether it failed, and how far it came."""
     for phase in JobPhase:
         yield "elasticd_job_phase", (phase.value,), float(job.phase is phase)
-    wanted = job.ending.orderly or stop_request.on_request(job.reason)
+    wanted = job.ending.orderly or job.ending.requested
     failed = job.phase is JobPhase.STOPPED and not wanted
     yield "elasticd_job_failed", (), float(failed)
     yield "elasticd_job_step", (), job.steps.progress.step

@@ -8,12 +8,13 @@ from typing import Any
 
 import msgspec
 
-from elasticd.dashboard import views, why
+from elasticd.dashboard import views
 from elasticd.dashboard.cluster_page import cell, event_row
 from elasticd.dashboard.history import Sample
 from elasticd.dashboard.job_page import parts_of
 from elasticd.dashboard.known import KnownCluster
 from elasticd.dashboard.subscription import HEALTH_SECONDS, JUST_AFTER_SECONDS
+from elasticd.explain import why
 from elasticd.machines.job.state.events import SLOWDOWN_KINDS
 from elasticd.records import AnyHistoryRecord
 from elasticd.wire.event_record import EventRecord

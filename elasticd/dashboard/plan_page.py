@@ -31,8 +31,9 @@ from elasticd_planner.spec.item_batch import ItemBatch
 from elasticd_planner.spec.plan import Pipeline, Plan, spanned
 from elasticd_planner.value import Invalid
 
-from elasticd.dashboard import views, why
+from elasticd.dashboard import views
 from elasticd.dashboard.history import PlanInBrief
+from elasticd.explain import why
 from elasticd.records import AnyHistoryRecord, HistoryRecord, JobSpec, MeshHistoryRecord
 from elasticd.wire.event_record import EventRecord
 from elasticd.wire.step_record import StepRecord

@@ -142,7 +142,7 @@ class LaunchLines:
             case "recorded":
                 return in_one_line(self._recorded(event))
             case "finished" | "stopped":
-                text = event.text.removeprefix("stopped: ") if "stopped by" in event.text else event.text
+                text = event.text.removeprefix("stopped: ") if event.data.get("requested") else event.text
                 return in_one_line(f"job {event.job} {text}")
         return in_one_line(event.text)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, NamedTuple
 
 import msgspec
 
@@ -147,6 +147,17 @@ class MeshProblem(StoredValue, frozen=True, kw_only=True, tag="mesh-problem"):
         check_rates(self.rates, self.cluster)
 
 
+#: Causes of a refusal that callers give advice for: state or activations need more memory than there is.
+RefusalCause = Literal["", "memory"]
+
+
+class Refusal(NamedTuple):
+    """The reason for which a problem has no plan."""
+
+    text: str  # for people
+    cause: RefusalCause = ""  # for callers
+
+
 class Answer(StoredValue, frozen=True, kw_only=True, tag="planner-answer"):
     """The best plan (its prediction and reason inside), or why there is none: what does not fit, by how
     much, and what would help. `current_seconds` is the current plan's step time at the problem's rates, None
@@ -154,8 +165,20 @@ class Answer(StoredValue, frozen=True, kw_only=True, tag="planner-answer"):
 
     plan: Plan | None
     refusal: str = ""
+    cause: RefusalCause = ""  # of the refusal
     current_seconds: float | None = None
     candidates: int = 0
+
+    @classmethod
+    def refused(cls, refusal: Refusal, *, current_seconds: float | None = None, candidates: int = 0) -> Answer:
+        """Returns the answer that there is no plan."""
+        return cls(
+            plan=None,
+            refusal=refusal.text,
+            cause=refusal.cause,
+            current_seconds=current_seconds,
+            candidates=candidates,
+        )
 
 
 class MeshAnswer(StoredValue, frozen=True, kw_only=True, tag="mesh-answer"):

@@ -56,7 +56,7 @@ def test_start_switch_fault_and_end_are_a_line_each() -> None:
 def test_every_end_is_a_line() -> None:
     failed = "job j stopped: worker a/0 failed"
     assert told(("stopped", "stopped: worker a/0 failed", {"orderly": False})) == [failed]
-    assert told(("stopped", "stopped: stopped by alice", {"orderly": True})) == ["job j stopped by alice"]
+    assert told(("stopped", "stopped: stopped by alice", {"requested": True})) == ["job j stopped by alice"]
 
 
 def test_a_reason_of_another_process_cannot_forge_a_line() -> None:

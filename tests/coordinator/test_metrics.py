@@ -166,16 +166,19 @@ def test_the_dashboard_asks_for_metrics_that_are_there_and_for_each_of_them() ->
 
 
 @pytest.mark.parametrize(
-    ("phase", "reason", "failed"),
+    ("phase", "requested", "orderly", "failed"),
     [
-        (JobPhase.RUNNING, "", 0),
-        (JobPhase.DONE, "", 0),
-        (JobPhase.STOPPED, "stopped by alice, after 3 steps; start the job again", 0),
-        (JobPhase.STOPPED, "the plan does not fit: 3 is too many", 1),
+        (JobPhase.RUNNING, False, False, 0),
+        (JobPhase.DONE, False, False, 0),
+        (JobPhase.STOPPED, True, False, 0),
+        (JobPhase.STOPPED, False, True, 0),
+        (JobPhase.STOPPED, False, False, 1),
     ],
 )
-def test_a_job_that_somebody_stopped_has_not_failed(phase: JobPhase, reason: str, failed: int) -> None:
-    job = msgspec.structs.replace(fresh("j", phase, 0.0), reason=reason)
+def test_a_job_that_somebody_stopped_has_not_failed(
+    phase: JobPhase, requested: bool, orderly: bool, failed: int
+) -> None:
+    job = fresh("j", phase, 0.0).changed("ending", requested=requested, orderly=orderly)
     state = CoordinatorState(epoch=1, jobs={"j": job})
     found = samples(LeaderMetrics("test").text(LeaderReading(state=state, now=115.0)).decode())
     assert found["elasticd_job_failed", (("job", "j"),)] == failed

@@ -29,6 +29,7 @@ def ended(world: World) -> str:
     assert world.phase is JobPhase.STOPPED
     done = world.done()
     assert isinstance(done, DoneRecord)
+    assert done.requested
     return done.reason
 
 

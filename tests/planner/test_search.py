@@ -179,6 +179,7 @@ def test_what_does_not_fit_is_refused_with_the_bytes_missing_and_the_remedy() ->
     answer = plan(problem(2, part=0.3))
     assert answer.plan is None
     assert answer.refusal.startswith("does not fit: the nearest plan needs ")
+    assert answer.cause == "memory"
     assert "MiB more on n0/" in answer.refusal
     assert "more node" in answer.refusal
 

@@ -283,7 +283,7 @@ def _gone(turn: Transaction, place: str, body: Leave) -> None:
 
 def _stopped_by_signal(turn: Transaction, body: Leave) -> None:
     """A user ended the torchruns of a job before it began: nothing has failed."""
-    stop(turn, f"{BY_REQUEST}{shown(body.signal)} before its first step", orderly=True)
+    stop(turn, f"{BY_REQUEST}{shown(body.signal)} before its first step", orderly=True, requested=True)
 
 
 def forget(turn: Transaction, node: str, client: str | None = None) -> None:

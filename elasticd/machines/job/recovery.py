@@ -35,9 +35,6 @@ from elasticd.records import Recovery, Vote
 from elasticd.wire.coordinator import Frozen
 from elasticd.wire.worker import Copy, PeersLost, StateReport
 
-#: Of members that are waited for though they stand still.
-_NOBODY_ELSE = "they are waited for, as nobody else holds"
-
 
 def peers_lost(turn: Transaction, worker: Worker, body: PeersLost) -> None:
     """A member lost the others: most likely one of them died, and the word of it is on its way. Or all members
@@ -117,11 +114,11 @@ def _spared(turn: Transaction, found: Collection[str], why: str) -> bool:
     """Returns True if members that live, but stand still, are waited for: those that alone hold a part of the
     state, where there is none to go back to. Without them the job would end; and a step that takes longer than
     any of late, or a debugger, looks no different from a hang."""
-    if _NOBODY_ELSE not in turn.job.reason or older_state(turn):  # else it was found before
+    if turn.job.cause != "sole holders" or older_state(turn):  # else they are waited for already
         lost = lost_without(turn, found)
         if not lost:
             return False
-        waits(turn, f"{why}; {_NOBODY_ELSE} {lost}")
+        waits(turn, f"{why}; they are waited for, as nobody else holds {lost}", "sole holders")
         note(turn, tuple(worker for worker in _owners(turn) if worker.device in found and worker.halted))
     return True
 

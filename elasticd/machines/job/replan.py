@@ -16,7 +16,7 @@ from elasticd_planner.layout.module_passes import ROWS
 from elasticd_planner.placement.state_movement import bytes_to_move, expert_bytes_beyond_shares
 from elasticd_planner.policy.policy import Decision, decide, measured_price
 from elasticd_planner.policy.stability import payoff_horizon, settled
-from elasticd_planner.problem import JobProblem, ModuleProblem, Problem, SearchSpace
+from elasticd_planner.problem import JobProblem, ModuleProblem, Problem, RefusalCause, SearchSpace
 from elasticd_planner.profiling.fit import fit, fit_modules
 from elasticd_planner.profiling.section_bytes import with_bytes
 from elasticd_planner.readable import counted, readable_seconds
@@ -515,7 +515,7 @@ def first_plan(turn: Transaction, event: Planned) -> None:
         propose(turn, plan, asked.problem, f"{again}{plan.reason or 'the first plan'}")
         return
     why = event.refusal
-    stop(turn, f"there is no plan for this job: {why}{remedy(turn.job.spec, why)}")
+    stop(turn, f"there is no plan for this job: {why}{remedy(turn.job.spec, event.cause)}")
 
 
 def next_plan(turn: Transaction, event: Planned) -> None:
@@ -558,9 +558,9 @@ def _answered(turn: Transaction, event: Planned) -> Asked | None:
     return asked
 
 
-def remedy(spec: AnyJobSpec | None, why: str) -> str:
-    """The advice for a job that does not fit ("": there is none)."""
-    if not isinstance(spec, JobSpec) or spec.recompute or not why.startswith("does not fit"):
+def remedy(spec: AnyJobSpec | None, cause: RefusalCause) -> str:
+    """The advice for a job that has no plan for this cause ("": there is none)."""
+    if not isinstance(spec, JobSpec) or spec.recompute or cause != "memory":
         return ""
     return ', or let blocks recompute their activations: ParallelismOptions(recompute="plan")'
 

@@ -101,7 +101,7 @@ def plan_alone(spec: JobSpec, memory: int, longest: int = 0) -> Plan:
         raise ValueError(f"this job cannot be planned: {error}") from error
     if answer.plan is None:
         raise ValueError(
-            f"one process cannot train this job: {answer.refusal}{remedy(spec, answer.refusal)}; "
+            f"one process cannot train this job: {answer.refusal}{remedy(spec, answer.cause)}; "
             "several devices may: elasticd run --job NAME SCRIPT"
         )
     return msgspec.structs.replace(answer.plan, binding={DEVICE: INCARNATION})

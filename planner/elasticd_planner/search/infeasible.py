@@ -17,6 +17,7 @@ import numpy as np
 from elasticd_planner.cost.memory import least_need, need
 from elasticd_planner.grouping.node_partitions import hosts
 from elasticd_planner.numeric import EQUAL, Floats
+from elasticd_planner.problem import Refusal
 from elasticd_planner.readable import readable
 from elasticd_planner.search.task import Task, alive
 from elasticd_planner.spec.cluster import Device
@@ -57,7 +58,7 @@ def impossible_pin(task: Task) -> str:
     )
 
 
-def explain_infeasible(task: Task, *, setting: str = "", micro_batch: int = 1) -> str:
+def explain_infeasible(task: Task, *, setting: str = "", micro_batch: int = 1) -> Refusal:
     """One sentence with the smallest shortage and the remedy.
 
     Args:
@@ -69,39 +70,41 @@ def explain_infeasible(task: Task, *, setting: str = "", micro_batch: int = 1) -
     usable, pipelines = sum(map(len, places)), task.fixed_dp or 1
     counted = f"{pipelines} pipeline{'s' if pipelines > 1 else ''}"
     if not alive(task):
-        return "no device to plan for: every device is dead or in no group; add a node"
+        return Refusal("no device to plan for: every device is dead or in no group; add a node")
     widths = task.cost.widths(max(map(len, places), default=0))
     if not widths:
-        return "does not fit: no TP group of an allowed size can be made of the devices; allow a smaller size"
+        text = "does not fit: no TP group of an allowed size can be made of the devices; allow a smaller size"
+        return Refusal(text)
     widest = max(map(len, places))
     if task.fixed_tp is not None and task.fixed_tp > widest and not task.crosses_nodes:
-        return (
+        return Refusal(
             f"does not fit: tp is pinned to {task.fixed_tp}, and no node has more than {widest} devices that "
             "can be used; pin a smaller tp"
         )
     if usable < pipelines * widths[0]:
         needed = pipelines * widths[0]
-        return (
+        return Refusal(
             f"does not fit: {pipelines} pipelines need {needed} devices, there are {usable}; "
             f"add {needed - usable} or pin fewer pipelines"
         )
     nearest = shortage(task)
     if nearest is None:
-        return (
+        return Refusal(
             f"does not fit: {task.layers} layers and {task.micro_batches} micro-batches cannot be divided over "
             f"{counted}; pin fewer pipelines or use a larger batch"
         )
     missing, device = nearest
     under = f" ({setting})" if setting else ""
     if missing <= 0:
-        return (
+        return Refusal(
             f"no plan was found for {usable} devices in {counted} within the search's limits{under}; "
             "unpin tp or dp"
         )
     more = _more_nodes(task)
     nodes = "" if more is None else f", or {'one more node' if more == 1 else f'{more} more nodes'}"
     smaller = "; smaller micro-batches need less" if micro_batch > 1 else ""
-    return f"does not fit: the nearest plan needs {readable(missing)} more on {device}{under}{nodes}{smaller}"
+    text = f"does not fit: the nearest plan needs {readable(missing)} more on {device}{under}{nodes}{smaller}"
+    return Refusal(text, "memory")
 
 
 def shortage(task: Task) -> Shortage | None:

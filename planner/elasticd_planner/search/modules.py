@@ -29,7 +29,7 @@ from elasticd_planner.cost.model_profile import with_room
 from elasticd_planner.layout.optimizer_sharding import with_carriers
 from elasticd_planner.numeric import EQUAL
 from elasticd_planner.placement.state_movement import bytes_to_move
-from elasticd_planner.problem import Answer, ModuleProblem, Problem, SearchSpace
+from elasticd_planner.problem import Answer, ModuleProblem, Problem, Refusal, SearchSpace
 from elasticd_planner.readable import readable
 from elasticd_planner.search import given_plan
 from elasticd_planner.search.item_flow import serving
@@ -149,7 +149,7 @@ class ModulePlanner:
         now = None if running is None else _seconds(running)
         count = sum(each.candidates for each in self.tried) + len(candidates)
         if not candidates:
-            return Answer(plan=None, refusal=self._refusal(), current_seconds=now, candidates=count)
+            return Answer.refused(self._refusal(), current_seconds=now, candidates=count)
         slack = self.tolerance if self.problem.current is not None else 0.0
         current = [] if running is None else [running, self._predicted(self.costs.timed(self._roomy(running)))]
         options = [*self._options(candidates, slack), *current]
@@ -664,16 +664,19 @@ class ModulePlanner:
         reason = reason_of(plan, self.problem.rates, self.problem.packed)
         return plan.replace(number=self.number, prediction=prediction, reason=reason)
 
-    def _refusal(self) -> str:
+    def _refusal(self) -> Refusal:
         first = self.tried[0] if self.tried else None
         if first is None or first.plan is None:
-            return "no device to plan for: every device is dead; add a node" if first is None else first.refusal
+            dead = Refusal("no device to plan for: every device is dead; add a node")
+            return dead if first is None else Refusal(first.refusal, first.cause)
         sizes = ", ".join(
             f"{module.name} needs {readable(round(self.costs.state_bytes(module)))} of state"
             for module in self.problem.modules
         )
         reasons = "; ".join(dict.fromkeys(self.refused)) or "no device has room for a whole one"
-        return f"modules of items do not fit beside {self.problem.module}: {sizes}; {reasons}; add a node"
+        return Refusal(
+            f"modules of items do not fit beside {self.problem.module}: {sizes}; {reasons}; add a node"
+        )
 
 
 def reason_of(plan: Plan, rates: Rates, packed: PackedSequences | None = None) -> str:

@@ -29,7 +29,7 @@ from elasticd_planner.cost.model import CostModel
 from elasticd_planner.cost.pipeline_time import Steady
 from elasticd_planner.cost.profile_cost import ProfileCost
 from elasticd_planner.numeric import EQUAL
-from elasticd_planner.problem import Answer, Problem, SearchSpace
+from elasticd_planner.problem import Answer, Problem, Refusal, SearchSpace
 from elasticd_planner.search.infeasible import explain_infeasible, most_copies, shortage
 from elasticd_planner.search.large import SMALL, LargeSearch
 from elasticd_planner.search.refine import Refiner
@@ -279,11 +279,12 @@ class Settings:
         made = plan.replace(prediction=msgspec.structs.replace(plan.prediction, bound_seconds=least))
         return msgspec.structs.replace(answer, plan=made, candidates=tried)
 
-    def refusal(self, refused: Sequence[Answer]) -> str:
+    def refusal(self, refused: Sequence[Answer]) -> Refusal:
         """Why no setting has a plan: of those that ask the least memory the one that comes nearest."""
         if len(self.listed) == 1 and refused:
             task = task_of(self.listed[0].problem(self.problem))
-            return refused[0].refusal or explain_infeasible(task, micro_batch=self.listed[0].micro_batch)
+            own = Refusal(refused[0].refusal, refused[0].cause)
+            return own if own.text else explain_infeasible(task, micro_batch=self.listed[0].micro_batch)
         size = min(setting.micro_batch for setting in self.listed)
         again = any(setting.recompute for setting in self.listed)
         sliced = any(setting.sequence_parallel for setting in self.listed)

@@ -31,7 +31,7 @@ from elasticd_planner.cost.packed_cost import PackedCost
 from elasticd_planner.cost.profile_cost import ProfileCost
 from elasticd_planner.numeric import EQUAL
 from elasticd_planner.placement.state_movement import bytes_to_move
-from elasticd_planner.problem import Answer, Problem, SearchSpace
+from elasticd_planner.problem import Answer, Problem, Refusal, SearchSpace
 from elasticd_planner.search import given_plan, lanes
 from elasticd_planner.search.large import SMALL
 from elasticd_planner.search.options import Form, form, task_of
@@ -172,13 +172,13 @@ class _PackedSearch:
 
     def answer(self, tolerance: float) -> Answer:
         """The best plan of all views."""
-        current, refusals, tried, options = self.problem.current, [], 0, list[_Option]()
+        current, refusals, tried, options = self.problem.current, list[Refusal](), 0, list[_Option]()
         if current is not None and (kept := self._kept(current)) is not None:
             options.append(kept)
         now = self._now(current)
         if 1 < (room := self._room()) < self.packed.longest:
             self._rooms.append(room)
-            return Answer(plan=None, refusal=self._too_long(), current_seconds=now, candidates=1)
+            return Answer.refused(self._too_long(), current_seconds=now, candidates=1)
         tight = room < _TIGHT * self.packed.longest  # few plans hold it, if any: these come first
         beyond = tight and not options and room > 1 and self._beyond_memory()
         for part in (1, 2, 4) if tight else ():  # of what holds a part it is known how much that is
@@ -187,11 +187,11 @@ class _PackedSearch:
             if options or any(most > 1 for most in self._rooms):
                 break
         if beyond or (tight and not options and any(most > 1 for most in self._rooms)):
-            return Answer(plan=None, refusal=self._too_long(), current_seconds=now, candidates=1)
+            return Answer.refused(self._too_long(), current_seconds=now, candidates=1)
         layouts = self._layouts(tight=tight)
         options += layouts.options
         if not options and not tight and any(most > 1 for most in self._rooms) and self._beyond_memory():
-            return Answer(plan=None, refusal=self._too_long(), current_seconds=now, candidates=1)
+            return Answer.refused(self._too_long(), current_seconds=now, candidates=1)
         pinned = self.problem.search_space.fixed_tp is not None
         if not tight and not (layouts.options if pinned else layouts.usual):
             options += self._widest_dense(self.packed.longest)
@@ -199,11 +199,11 @@ class _PackedSearch:
             found = self.search(view, like)
             tried += found.candidates
             if found.plan is None:
-                refusals.append(found.refusal)
+                refusals.append(Refusal(found.refusal, found.cause))
             else:
                 options += self._joined(found.plan.pipelines)
         if not options:
-            return Answer(plan=None, refusal=self._refusal(refusals), current_seconds=now, candidates=tried)
+            return Answer.refused(self._refusal(refusals), current_seconds=now, candidates=tried)
         options = self._likely(options, room)
         slack = tolerance if current is not None else 0.0
         limit = min(option.seconds for option in options) * (1 + slack) * (1 + EQUAL)
@@ -535,15 +535,15 @@ class _PackedSearch:
     def as_given(self, given: Plan) -> Plan | str:
         """A plan from elsewhere with packed lanes; or why it does not hold the rows."""
         made = self.packed_plan(given.pipelines)
-        return self._too_long() if made is None else self.told(made, "given by the job: ")
+        return self._too_long().text if made is None else self.told(made, "given by the job: ")
 
-    def _refusal(self, refusals: Iterable[str]) -> str:
+    def _refusal(self, refusals: Iterable[Refusal]) -> Refusal:
         said = list(refusals)
         if not any(room > 1 for room in self._rooms) and said:
             return said[-1]
         return self._too_long()
 
-    def _too_long(self) -> str:
+    def _too_long(self) -> Refusal:
         packed, most = self.packed, max(self._rooms, default=0)
         held = "the lanes of no pipeline hold" if packed.cut else "no lane holds"
         remedies = ["add a node", "leave out or shorten such samples"]
@@ -551,11 +551,12 @@ class _PackedSearch:
             remedies.insert(0, "raise Packing(tokens=...)")
         if not packed.cut:
             remedies.insert(0, "let sequences be cut over devices, Packing(cut=True)")
-        return (
+        text = (
             f"does not fit: {packed.sample or 'a sequence'} has {packed.longest} tokens, and {held} more than "
             f"{most} in a row; "
             f"{', or '.join(remedies)}"
         )
+        return Refusal(text, "memory")
 
 
 def cost_of(problem: Problem) -> PackedCost:

@@ -18,7 +18,7 @@ from elasticd_planner.numeric import EQUAL, Floats
 from elasticd_planner.placement.state_movement import bytes_to_move
 from elasticd_planner.placement.stay_close import BETWEEN, WHOLE, nearest, rebalance_shares
 from elasticd_planner.placement.tp_rank_order import relax_shares, reorder_tp_ranks
-from elasticd_planner.problem import Answer, JobAnswer, JobProblem, MeshProblem, Problem, with_current
+from elasticd_planner.problem import Answer, JobAnswer, JobProblem, MeshProblem, Problem, Refusal, with_current
 from elasticd_planner.search import experts, given_plan, interleave, lanes, modules, packed
 from elasticd_planner.search.balance.micro_batch_split import split_micro_batches
 from elasticd_planner.search.device_swaps import swapped
@@ -245,12 +245,7 @@ def _plain(
     running = current_setting(problem)
     now = Planner(problem=running.problem(problem)).now() if running is not None else None
     if not made:
-        return Answer(
-            plan=None,
-            refusal=settings.refusal(refused),
-            current_seconds=now,
-            candidates=tried,
-        )
+        return Answer.refused(settings.refusal(refused), current_seconds=now, candidates=tried)
     limit = _least(made) * (1 + slack) * (1 + EQUAL)
     near = [one for one in made if one.seconds <= limit]
     chosen = min(near, key=lambda one: (one.moved, round(one.seconds, 12), one.place))
@@ -322,9 +317,9 @@ class Planner:
                 better = answer.plan if self.brief else planning.swapped(answer.plan)
                 return planning, msgspec.structs.replace(answer, plan=better)
             planning = replace(planning, members=len(answer.plan.members))
-        return planning, Answer(
-            plan=None,
-            refusal="does not fit: replicas of the state find no room beside it; add a node",
+        refusal = Refusal("does not fit: replicas of the state find no room beside it; add a node", "memory")
+        return planning, Answer.refused(
+            refusal,
             current_seconds=answer.current_seconds,
             candidates=answer.candidates,
         )

@@ -19,7 +19,7 @@ from elasticd_planner.spec.plan import Plan
 from elasticd_planner.value import Value
 
 from elasticd.machines.job.copies.snapshots import plan_of, words
-from elasticd.machines.job.state.job_state import JobPhase
+from elasticd.machines.job.state.job_state import JobPhase, WaitCause
 from elasticd.machines.job.state.last_checkpoint import is_dead
 from elasticd.machines.job.state.snapshot_sets import Moment, stand_ins
 from elasticd.machines.job.state.transaction import Transaction
@@ -55,11 +55,12 @@ def set_name(plan: int, step: int) -> str:
     return f"the snapshots of plan {plan} at step {step}"
 
 
-def waits(turn: Transaction, why: str) -> None:
-    """The job cannot go on as things are: it waits, its state safe, for more to come."""
+def waits(turn: Transaction, why: str, cause: WaitCause = "") -> None:
+    """The job cannot go on as things are: it waits, its state safe, for more to come. cause: of the wait, where
+    a decision goes by it."""
     if turn.job.reason != why:
         what = "waiting for capacity" if turn.job.phase is JobPhase.RECOVERING else "waiting"
-        turn.set(reason=why)
+        turn.set(reason=why, cause=cause)
         turn.note("waiting", f"{what}: {why}", number=turn.job.number)
 
 

@@ -76,7 +76,8 @@ def all_drain(turn: Transaction) -> None:
     if not saving(turn):
         reasons = ", ".join(dict.fromkeys(draining))
         why = job.ending.stopping or f"all workers drain ({reasons})"
-        stop(turn, f"{why}, {after_steps(job)}", orderly=not lost_steps(job))
+        requested = bool(job.ending.stopping)
+        stop(turn, f"{why}, {after_steps(job)}", orderly=not lost_steps(job), requested=requested)
 
 
 def _goes_on(turn: Transaction, worker: Worker) -> bool:

@@ -47,24 +47,27 @@ AGAIN = "the same command starts it again"
 ANEW = "with --fresh 'elasticd run' trains it from the beginning"
 
 
-def stop(turn: Transaction, why: str, *, orderly: bool = False) -> None:
+def stop(turn: Transaction, why: str, *, orderly: bool = False, requested: bool = False) -> None:
     """The job cannot go on: it is recorded, with why and what to do. orderly: its workers were told to go, by a
-    user or by signals, so that nothing has failed."""
+    user or by signals, so that nothing has failed. requested: somebody asked for it."""
     job = turn.job
     if job.phase in OVER:
         return
     reason = f"{shortened(why, MOST_REASON)}; {AGAIN}"
-    done = DoneRecord(step=job.steps.progress.step, epoch=turn.epoch, reason=reason, orderly=orderly)
+    done = DoneRecord(
+        step=job.steps.progress.step, epoch=turn.epoch, reason=reason, orderly=orderly, requested=requested
+    )
     records: list[Proposal | DoneRecord] = [done]
     if job.proposal is not None and job.proposal.status == "open":
         records.insert(0, aborted(job.proposal, turn.epoch, why))
     turn.enter(JobPhase.STOPPED, reason=reason, proposal=None)
-    turn.change("ending", orderly=orderly, done_epoch=turn.epoch)
+    turn.change("ending", orderly=orderly, requested=requested, done_epoch=turn.epoch)
     turn.change("planning", asked=None)
     turn.effects.append(CancelPlan(job=job.job))
     answer = Closed if orderly else Rejected
     _answer_waiting(turn, answer(reason=f"job {job.job} is over: {reason}"))
-    note = turn.told("stopped", f"stopped: {reason}", orderly=orderly, step=job.steps.progress.step)
+    step = job.steps.progress.step
+    note = turn.told("stopped", f"stopped: {reason}", orderly=orderly, requested=requested, step=step)
     turn.write(*records, notes=(note,))
 
 
@@ -102,7 +105,11 @@ def affirm(turn: Transaction) -> None:
 def _done_again(turn: Transaction) -> DoneRecord:
     job = turn.job
     return DoneRecord(
-        step=job.steps.progress.step, epoch=turn.epoch, reason=job.reason, orderly=job.ending.orderly
+        step=job.steps.progress.step,
+        epoch=turn.epoch,
+        reason=job.reason,
+        orderly=job.ending.orderly,
+        requested=job.ending.requested,
     )
 
 

@@ -27,11 +27,6 @@ from elasticd.wire.coordinator import End, is_first
 BY_REQUEST = "stopped by "
 
 
-def on_request(reason: str) -> bool:
-    """Returns True if a job that ended for this reason did so because somebody asked for it."""
-    return reason.startswith(BY_REQUEST)
-
-
 def asked(turn: Transaction, event: StopAsked) -> None:
     """From now on; a second wish may shorten the time, or lengthen it."""
     job = turn.job
@@ -61,7 +56,7 @@ def restored(job: JobState, record: StopRecord | None, seconds: float, now: floa
 
 def at_once(turn: Transaction, event: StopAsked) -> None:
     """Nothing trains that could be saved: the job ends now."""
-    stop(turn, f"{BY_REQUEST}{event.by}, {after_steps(turn.job)}", orderly=True)
+    stop(turn, f"{BY_REQUEST}{event.by}, {after_steps(turn.job)}", orderly=True, requested=True)
 
 
 def remind(turn: Transaction, node: str) -> None:
@@ -110,7 +105,7 @@ def due(turn: Transaction) -> None:
     if stands and not nobody:
         ends_unsaved(turn, job.reason or "its workers did not recover from the loss before")
     elif nobody or turn.now >= job.ending.stop_at:
-        stop(turn, f"{job.ending.stopping}, {after_steps(job)}", orderly=not lost_steps(job))
+        stop(turn, f"{job.ending.stopping}, {after_steps(job)}", orderly=not lost_steps(job), requested=True)
 
 
 def awaited(job: JobState) -> str:
@@ -139,5 +134,8 @@ def ends_unsaved(turn: Transaction, why: str) -> None:
     job = turn.job
     who = job.ending.stopping or "all workers drain"
     stop(
-        turn, f"{who}, {after_steps(job)}; no last checkpoint could be made: {why}", orderly=not lost_steps(job)
+        turn,
+        f"{who}, {after_steps(job)}; no last checkpoint could be made: {why}",
+        orderly=not lost_steps(job),
+        requested=bool(job.ending.stopping),
     )

@@ -8,7 +8,7 @@ import msgspec
 from elasticd_planner.detection.residual_test import Change
 from elasticd_planner.detection.stragglers import DetectSettings
 from elasticd_planner.policy.policy import PolicySettings
-from elasticd_planner.problem import JobAnswer, JobProblem
+from elasticd_planner.problem import Answer, JobAnswer, JobProblem, RefusalCause
 from elasticd_planner.spec.mesh import JobPlan
 from elasticd_planner.value import Value
 
@@ -156,6 +156,11 @@ class Planned(Value, frozen=True, kw_only=True):
     def refusal(self) -> str:
         """Why there is none."""
         return self.answer.refusal if self.answer is not None else self.error
+
+    @property
+    def cause(self) -> RefusalCause:
+        """Its cause, where there is advice for it."""
+        return self.answer.cause if isinstance(self.answer, Answer) else ""
 
 
 class Unwritten(Value, frozen=True, kw_only=True):

@@ -224,6 +224,10 @@ def incarnations(workers: Iterable[Worker]) -> dict[str, str]:
     return {worker.device: worker.incarnation for worker in workers}
 
 
+#: Causes of a wait that decisions go by. Sole holders: members that stand still are waited for, as nobody else
+#: holds a part of the state.
+WaitCause = Literal["", "sole holders"]
+
 #: The fields of `JobState` that are parts: each a value of its own, of one phase or of one concern.
 Part = Literal[
     "start",
@@ -249,7 +253,8 @@ class JobState(Value, frozen=True, kw_only=True):
     job: str  # the job's name
     phase: JobPhase  # the module's docstring says what each means
     since: float  # when it entered the phase
-    reason: str = ""  # why it waits or has ended, for people
+    reason: str = ""  # why it waits or has ended, for people: no decision reads it
+    cause: WaitCause = ""  # of that reason, where a decision goes by it
     spec: AnyJobSpec | None = None  # what all its workers train
     workers: dict[str, Worker] = msgspec.field(default_factory=dict)  # processes that said hello, by device
     plan: JobPlan | None = None  # in force

@@ -84,6 +84,7 @@ def restored(stored: Stored, now: float, settings: JobSettings) -> JobState:
         ending=JobEnding(
             done_epoch=stored.done.epoch if stored.done is not None else 0,
             orderly=stored.done is not None and stored.done.orderly,
+            requested=stored.done is not None and stored.done.requested,
             thrown=stored.fence.thrown if stored.fence is not None else (),
         ),
     )

@@ -61,7 +61,9 @@ class Transaction:
         return self.job.phase in OVER
 
     def set(self, **changes: Any) -> None:
-        """Changes fields of the job."""
+        """Changes fields of the job. A reason without a cause has none."""
+        if "reason" in changes:
+            changes = {"cause": "", **changes}
         self.job = msgspec.structs.replace(self.job, **changes)
 
     def change(self, part: Part, **changes: Any) -> None:

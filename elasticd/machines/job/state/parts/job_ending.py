@@ -12,6 +12,7 @@ class JobEnding(Value, frozen=True, kw_only=True):
 
     done_epoch: int = 0  # epoch of the job's end in the store
     orderly: bool = False  # it ended since its workers were told to go, by a user who stopped it or by signals
+    requested: bool = False  # somebody asked for its end, whether its workers left in order or not
     stopping: str = ""  # who stops the job (empty: nobody)
     stop_at: float = 0.0  # when it ends then, at the latest
     stop_asked_at: float = 0.0  # when somebody asked for that
