@@ -194,7 +194,7 @@ def test_job_that_is_started_again_is_shown_as_to_a_page_that_begins_then() -> N
     source, feed = known_of(running_world()), live_feed._Told()
     (name,) = source.state.jobs
     board = told(HELLO, *live_feed._changes(source, feed, lambda: "1:1"), live.Whole(id="1:1"))
-    again = msgspec.structs.replace(fresh(name, JobPhase.GATHERING, 0.0), highest=1, earlier=1)
+    again = msgspec.structs.replace(fresh(name, JobPhase.GATHERING, 0.0), highest=1).changed("start", earlier=1)
     state = msgspec.structs.replace(source.state, jobs={name: again})
     source = msgspec.structs.replace(source, state=state)
     say(board, *live_feed._changes(source, feed, lambda: "1:2"))
