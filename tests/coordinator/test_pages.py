@@ -227,13 +227,13 @@ def test_a_plan_that_answers_a_fault_gained_nothing_by_itself() -> None:
     journal.tell(fence, time=1.0)
     ((_, gain),) = gains(journal, steps)
     assert (gain.faulted, gain.about) == (True, "after a fault")
-    assert "paid back" not in gain.words
+    assert "paid back" not in gain.text
     for other in ({"number": 1}, {"number": 5}):
         journal = EventLog()
         journal.tell(msgspec.structs.replace(fence, data=other), time=1.0)
         ((_, gain),) = gains(journal, steps)
         assert not gain.faulted, "a fault before the plan before it, or after this one"
-        assert gain.words.endswith("paid back in 1 step")
+        assert gain.text.endswith("paid back in 1 step")
 
 
 def test_a_later_leader_tells_the_gain_of_a_switch_before_it_and_none_twice() -> None:
