@@ -85,7 +85,7 @@ class StrictWork:
         return all(work.is_completed() for work in self._works)
 
 
-class _KeyValue:
+class KeyValue:
     """A torch store, as members of a group of gloo's find each other by it."""
 
     def __init__(self, store: Store) -> None:
@@ -141,7 +141,7 @@ class StrictProcessGroup:
     def _connect(self, device: torch.device) -> None:
         self._before(f"connect {self._name}")
         try:
-            self._groups = PlanGroups("strict", self._me, "127.0.0.1", _KeyValue(self._store))
+            self._groups = PlanGroups("strict", self._me, "127.0.0.1", KeyValue(self._store))
             if self._aborted:
                 self._groups.shut()
             gloo = self._groups.group(self._members, "strict").backend

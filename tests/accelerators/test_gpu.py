@@ -28,7 +28,8 @@ from elasticd.runtime.comm.groups import Cancelled, PeerLost, PlanGroups
 from elasticd.runtime.comm.in_memory import MemoryPlanGroups, MemoryWorld
 from elasticd.runtime.comm.nccl import NcclLibrary, nccl_communicators
 from elasticd.runtime.engine import captured_passes, pipeline_stage
-from elasticd.runtime.engine.engine import DRAIN_SECONDS, Engine, first_state
+from elasticd.runtime.engine.device_rest import DRAIN_SECONDS
+from elasticd.runtime.engine.engine import Engine, first_state
 from elasticd.runtime.engine.parallelism import ParallelismOptions
 from elasticd.runtime.engine.pass_watch import FIRST
 from tests.accelerators import shared_gpu, test_nccl_drills, test_training, vgpu

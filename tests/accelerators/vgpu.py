@@ -136,7 +136,13 @@ def _module() -> SimpleNamespace:
         for generator in generators:
             generator.manual_seed(seed)
 
+    def stream(priority: int = 0) -> torch.Stream:
+        return torch.Stream(torch.device(NAME, index_of()))
+
     return SimpleNamespace(
+        Event=lambda: torch.Event(torch.device(NAME, index_of())),
+        Stream=stream,
+        stream=lambda entered: entered,
         _is_in_bad_fork=lambda: False,
         current_device=torch.accelerator.current_device_index,
         current_stream=torch.accelerator.current_stream,

@@ -19,7 +19,7 @@ from elasticd.runtime.accelerator import Accelerator, DeviceLost
 from elasticd.runtime.comm.device_communicators import DeviceCommunicators
 from elasticd.runtime.comm.groups import Cancelled, Group, PeerLost, PlanGroups, shut
 from elasticd.runtime.comm.in_memory import MemoryPlanGroups, MemoryWorld
-from elasticd.runtime.engine import engine as engines
+from elasticd.runtime.engine import device_rest
 from elasticd.runtime.engine.engine import Engine
 from elasticd.runtime.switch.copies import Copies
 from elasticd.runtime.switch.switcher import Switcher
@@ -123,7 +123,7 @@ def test_what_was_delivered_is_believed_once_the_device_has_it_and_no_fault_came
 def test_an_engine_whose_device_is_lost_has_no_state_to_give(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = an_engine(MemoryWorld())
     engine.rest()  # the CPU is at rest
-    monkeypatch.setattr(engines, "DRAIN_SECONDS", 0.05)
+    monkeypatch.setattr(device_rest, "DRAIN_SECONDS", 0.05)
     engine.accelerator = beside_the_host(Moment(1 << 30), monkeypatch)
     monkeypatch.setattr(engine.plan_groups, "shut", lambda: None)
     with pytest.raises(DeviceLost, match="did not come to rest"):

@@ -29,11 +29,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from elasticd import State, live
 from elasticd.records import Vote
-from elasticd.runtime.comm.groups import PeerLost, PlanGroups
+from elasticd.runtime.comm.groups import Cancelled, PeerLost, PlanGroups
 from elasticd.runtime.comm.torch_store import TorchStore
 from elasticd.runtime.exits import Drained, JobOver, JobStopped
 from elasticd.runtime.live import world
 from elasticd.runtime.live.collective_waits import CollectiveWaits
+from elasticd.runtime.live.live_copy import LiveCopy
 from elasticd.runtime.live.live_loop import LiveLoop
 from elasticd.runtime.live.live_state import LiveRefusal, LiveTensors, SmallState, _parts
 from elasticd.runtime.live.loop_step import LoopStep
@@ -359,6 +360,54 @@ def test_a_step_that_nobody_heard_decided_comes_again_as_it_was() -> None:
     assert len({*means}) == STEPS
     assert means[1] == means[2], "of the try that was lost, and of the next one"
     same_as_plain_torch(running, STEPS)
+
+
+def test_a_step_is_not_voted_for_whose_sums_on_a_device_were_aborted(monkeypatch: Any) -> None:
+    """An aborted sum raises nothing, and is garbage."""
+    running, bodies, told, rests = loop(build_of("ddp"), steps=3), [], [], []
+    monkeypatch.setattr(running._switcher, "peers_lost", told.append)
+
+    def aborted() -> None:
+        raise Cancelled("the plan's groups are shut")
+
+    for step in running:
+        copy, vote, lost = step.copy, step.copy.vote, bodies == [(0, True)]
+        if lost:
+            monkeypatch.setattr(copy, "reduced_here", aborted)
+            monkeypatch.setattr(copy, "rest", lambda: rests.append(1))
+            copy.vote = None  # type: ignore[assignment]  # asked for nothing
+        with step:
+            train(step)
+        bodies.append((step.index, step.made))
+        if lost:
+            assert copy.reduced is None
+            monkeypatch.undo()
+            monkeypatch.setattr(running._switcher, "peers_lost", told.append)
+            copy.vote = vote
+    assert bodies == [(0, True), (1, False), (1, True), (2, True)]
+    assert [type(error) for error in told] == [Cancelled]
+    assert rests == [1], "nothing writes to memory that is let go"
+    same_as_plain_torch(running, 3)
+
+
+@pytest.mark.parametrize("dead", [False, True])
+def test_a_vote_waits_until_the_device_has_come_to_it_or_the_plan_is_shut(dead: bool) -> None:
+    asked = []
+
+    class Device:
+        immediate = False
+
+        def passed(self, check: Callable[[], None]) -> None:
+            asked.append(1)
+            check()
+
+    copy: Any = SimpleNamespace(accelerator=Device(), interrupted=dead)
+    if dead:
+        with pytest.raises(Cancelled):
+            LiveCopy.reduced_here(copy)
+    else:
+        LiveCopy.reduced_here(copy)
+    assert asked
 
 
 def test_a_large_buffer_is_copied_once_torch_counts_a_write_to_it() -> None:

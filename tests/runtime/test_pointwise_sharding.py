@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor._op_schema import OpSchema, OutputSharding
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from elasticd.runtime.live import world
@@ -103,6 +104,23 @@ def test_answers_are_those_of_torch(placed: str) -> None:
     for schema, own, theirs in asked:
         if own is not None:
             assert own == theirs, schema
+
+
+def test_answers_are_those_of_torch_for_updates_under_fsdp_over_tensor_parallelism() -> None:
+    mesh = mesh_of(2, 2)
+    model = nn.Sequential(nn.Linear(6, 10), nn.GELU(), nn.Linear(10, 3)).double()
+    parallelize_module(model, mesh["b"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    fully_shard(model, mesh=mesh["a"])
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def update() -> None:
+        model(torch.ones(4, 6, dtype=torch.float64)).square().sum().backward()
+        optimizer.step()
+
+    asked = [(schema, own, theirs) for schema, own, theirs in answers(update) if own is not None]
+    assert len(asked) > 20
+    for schema, own, theirs in asked:
+        assert own == theirs, schema
 
 
 def test_torch_answers_for_sums_for_unlike_shardings_for_reductions_and_for_draws() -> None:

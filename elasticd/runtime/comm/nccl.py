@@ -39,6 +39,9 @@ SETTINGS = {
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
 }
+#: What a script's own loop must have set to 0 before it starts: torch's watchdog and the thread that watches it
+#: end processes. The waits of its wrappers stay as torch has them.
+WATCHDOG = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING")
 #: What is better so, and may be otherwise: the longest wait for a connection in seconds; no log of launches,
 #: whose entries the watchdog would retire; no warning that messages are in line with a communicator's others.
 DEFAULTS = {
@@ -147,6 +150,30 @@ def check(
         )
 
 
+def refuse_watchdog(environ: Mapping[str, str]) -> None:
+    """Refuses an environment in which torch's watchdog, or the thread that watches that, ends this process.
+
+    Raises:
+        NotUsable: with what to set.
+    """
+    for name in WATCHDOG:
+        if environ.get(name) != "0":
+            raise NotUsable(
+                f"{name} is {environ.get(name, 'not set')}, and torch would end this process a while after the "
+                f"death of a peer: export {' '.join(f'{each}=0' for each in WATCHDOG)} before the script starts"
+            )
+
+
+def nccl_library(accelerator: Accelerator) -> NcclLibrary:
+    """NCCL for the process groups of a script's own wrappers.
+
+    Raises:
+        NotUsable: this NCCL, or this torch, cannot carry out a plan.
+    """
+    check(version(), 0, os.environ, missing())
+    return NcclLibrary(accelerator.device, c10d.ProcessGroupNCCL)
+
+
 def nccl_communicators(
     plan_groups: PlanGroups, channels: tuple[Channel, ...], everyone: Group, accelerator: Accelerator
 ) -> DeviceCommunicators:
@@ -174,17 +201,31 @@ class NcclLibrary:
         self.device, self._make = device, process_group
 
     def connect(self, channel: Channel, me: str, store: Store) -> NcclCommunicator:
-        """See `Library`. NCCL connects in a thread of its own."""
+        """See `Library`."""
+        rank, size = channel.members.index(me), len(channel.members)
+        blocks = PAIR_BLOCKS if channel.use in ("activation", "gradient") else None
+        return NcclCommunicator(self.process_group(str(channel), rank, size, store, blocks), self.device)
+
+    def process_group(self, name: str, rank: int, size: int, store: Store, blocks: int | None = None) -> Any:
+        """A process group of torch's. NCCL connects in a thread of its own.
+
+        Args:
+            name: for people.
+            rank: of this member.
+            size: members.
+            store: in which they find each other.
+            blocks: thread blocks at most; None: as many as NCCL takes.
+        """
         options = self._make.Options()
         options._timeout = timedelta(seconds=ABORT_SECONDS)
         options.config.blocking = 0
         options.is_high_priority_stream = True  # before computation, and not of the pool of other streams
-        if channel.use in ("activation", "gradient"):
-            options.config.max_ctas = PAIR_BLOCKS
-        options.group_name = str(channel)
-        group = self._make(store, channel.members.index(me), len(channel.members), options)
+        if blocks is not None:
+            options.config.max_ctas = blocks
+        options.group_name = name
+        group = self._make(store, rank, size, options)
         group.eager_connect_single_device(self.device)
-        return NcclCommunicator(group, self.device)
+        return group
 
     def abort(self, communicators: Sequence[Communicator]) -> None:
         """See `Library`. Each has a thread: an abort may wait for the device, which another one must free."""

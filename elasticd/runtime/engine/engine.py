@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import math
 import struct
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -49,6 +48,7 @@ from elasticd.runtime.data.sample_ledger import LedgerError, expected_hash, expe
 from elasticd.runtime.data.shared_samples import SharedSamples
 from elasticd.runtime.data.step_samples import Samples
 from elasticd.runtime.engine.batches_ahead import BatchesAhead
+from elasticd.runtime.engine.device_rest import come_to_rest
 from elasticd.runtime.engine.mixed_precision import LossScaler
 from elasticd.runtime.engine.module_engine import ModuleEngine
 from elasticd.runtime.engine.module_passes import ModulePasses, item_borders
@@ -81,8 +81,6 @@ log = logging.getLogger(__name__)
 
 #: Steps between two reports of the rows of each expert.
 LOAD_EVERY = 10
-#: Seconds that a device has to come to rest after its communicators were aborted.
-DRAIN_SECONDS = 10.0
 
 #: The part of a state that has the position of its stream, see `elasticd.runtime.data.step_samples.Feed`.
 DATA = "data"
@@ -455,15 +453,11 @@ class Engine:
         """
         if self.accelerator.immediate:
             return
-        began = time.monotonic()
-        self.plan_groups.shut()  # which frees the device
-        if not (self.communicators.rest(DRAIN_SECONDS) and self.accelerator.drained(DRAIN_SECONDS)):
+        try:
+            come_to_rest(self.device, self.plan_groups, self.communicators.rest, self.accelerator)
+        except DeviceLost:
             self.torn = True
-            raise DeviceLost(
-                f"{self.device}: {self.accelerator.text} did not come to rest "
-                f"within {DRAIN_SECONDS:.0f} s of a fault"
-            )
-        log.warning("%s came to rest in %.3f s", self.accelerator.text, time.monotonic() - began)
+            raise
 
     def settle(self) -> None:
         """Returns when every member has the values that were sent to it. All members call it together."""

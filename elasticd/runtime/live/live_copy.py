@@ -13,7 +13,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from elasticd.records import Vote
-from elasticd.runtime.comm.groups import Group, PlanGroups
+from elasticd.runtime.accelerator import CPU, Accelerator, DeviceLost
+from elasticd.runtime.comm.groups import Cancelled, Group, PlanGroups
+from elasticd.runtime.engine.device_rest import come_to_rest
 from elasticd.runtime.engine.set_aside import NoHostMemory
 from elasticd.runtime.engine.vote import StepVote
 from elasticd.runtime.live.live_state import LiveRefusal, LiveTensors, State, difference, on_mesh
@@ -36,12 +38,20 @@ class LiveCopy:
         groups: of the plan; a copy that is given `before` has those of that one.
         before: the copy of a plan that differs in the samples of lanes alone: its world, tensors and groups are
             taken over.
+        accelerator: that tensors lie on.
     """
 
     stale = False  # nothing here is sent late
     lent = None
 
-    def __init__(self, layouts: MeshLayouts, groups: PlanGroups, before: LiveCopy | None = None) -> None:
+    def __init__(
+        self,
+        layouts: MeshLayouts,
+        groups: PlanGroups,
+        before: LiveCopy | None = None,
+        accelerator: Accelerator = CPU,
+    ) -> None:
+        self.accelerator = accelerator
         self.layouts, self.plan, self.plan_groups = layouts, layouts.plan, groups
         self.before = before
         self.spent = False  # the copy that took this one's tensors over has trained them on
@@ -50,7 +60,7 @@ class LiveCopy:
         self.rank = layouts.plan.rank(groups.me)
         self.everyone: Group = groups.group(layouts.plan.members, "vote")
         self.vote = StepVote(self.everyone)
-        self.world: World = World(groups, layouts.plan.members) if before is None else before.world
+        self.world: World = World(groups, layouts.plan.members, accelerator) if before is None else before.world
         if before is None:
             self.world.connect()
         self.tensors: LiveTensors | None = None if before is None else before.tensors
@@ -77,7 +87,7 @@ class LiveCopy:
         """
         self.world.enter()
         mesh = self.world.mesh(self.plan.names, self.plan.shape)
-        self.tensors = built(build, mesh, seed)
+        self.tensors = built(build, mesh, seed, self.accelerator)
         model = self.layouts.specs
         index = model.mesh(self.plan.names)
         expected = on_mesh(model, index)
@@ -109,8 +119,29 @@ class LiveCopy:
         assert self.tensors is not None
         self.tensors.install(state, self.layouts, self.device)
 
+    def reduced_here(self) -> None:
+        """Returns when the device has come to the end of what the body asked of it, as the sums of gradients.
+
+        Raises:
+            Cancelled: the plan's groups are shut, and sums may be garbage.
+        """
+
+        def check() -> None:
+            if self.interrupted:
+                raise Cancelled("the plan's groups are shut")
+
+        if not self.accelerator.immediate:
+            self.accelerator.passed(check)
+
     def rest(self) -> None:
-        """Nothing: the host has no queue of its own."""
+        """Returns when the device has come to rest, after another member was lost. Raises DeviceLost."""
+        if self.world.on_device is None:
+            return
+        try:
+            come_to_rest(self.device, self.plan_groups, self.world.on_device.rest, self.accelerator)
+        except DeviceLost:
+            self.torn = True
+            raise
 
     def back(self) -> None:
         """Nothing was set aside."""
@@ -127,17 +158,20 @@ class LiveCopy:
         raise RuntimeError(f"the update of step {vote.step} is the script's own")
 
     def end(self) -> None:
-        """Takes its world out of torch's tables, where the move to it failed."""
+        """Takes its world out of torch's tables, where the move to it failed. Raises DeviceLost."""
         self.world.end()
+        self.rest()
 
 
-def built(build: Build, mesh: DeviceMesh, seed: int) -> LiveTensors:
+def built(build: Build, mesh: DeviceMesh, seed: int, accelerator: Accelerator = CPU) -> LiveTensors:
     """Calls a script's `build`, with torch's generators seeded alike on all ranks, and restored afterwards.
 
     Raises:
         LiveRefusal: it returned something that cannot be kept alive.
     """
-    with torch.random.fork_rng(devices=[]):
+    devices = [] if accelerator.immediate else [accelerator.device.index]
+    of_type = {} if accelerator.immediate else {"device_type": accelerator.device.type}
+    with torch.random.fork_rng(devices=devices, **of_type):
         torch.manual_seed(seed)
         state = build(mesh)
     if not isinstance(state, State):

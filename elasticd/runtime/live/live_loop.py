@@ -101,7 +101,11 @@ class LiveLoop:
         self._snapper = None
         if snapshot_every is not None and not control.alone:
             self._snapper = Snapshotter(
-                snapshot_every, job, lambda: control.welcome, lambda message, fd: control.send(message, fd=fd)
+                snapshot_every,
+                job,
+                lambda: control.welcome,
+                lambda message, fd: control.send(message, fd=fd),
+                moves.accelerator,
             )
         self._measured: MeshLayouts | None = None  # of the plan that snapshots have files for
         self._step: LoopStep | None = None
@@ -325,6 +329,8 @@ class LiveLoop:
             if not self._usual.complete(step):
                 self._where.end(None)
                 if step.small is not None and not step.decided:
+                    if not step.told:
+                        step.copy.rest()  # what hangs on the device may write to memory that is let go
                     step.small.restore()
                 step.lost, step.decided = fault, False
                 return True
@@ -444,9 +450,16 @@ class LiveLoop:
             LedgerError: a rank gave other samples to its script than the plan says.
         """
         copy, switcher, snapper = step.copy, self._switcher, self._snapper
+        try:
+            copy.reduced_here()
+        except (Cancelled, RuntimeError) as error:
+            step.lost = error
+            raise StepLost(f"step {step.index} comes again") from error
         copy.reduced = step.index
         asked = time.perf_counter()
-        until, waited = self._last_gradient or (asked, self._waits.seconds)
+        until, waited = asked, self._waits.seconds
+        if copy.accelerator.immediate and self._last_gradient is not None:
+            until, waited = self._last_gradient
         self._seconds = max(1e-9, until - self._began - (waited - self._waited))
         self._pace(len(step.indices))
         loss, count = step.terms

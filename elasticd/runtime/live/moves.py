@@ -17,6 +17,7 @@ from elasticd_planner.layout.mesh_layouts import MeshLayouts
 from elasticd_planner.spec.mesh import MeshModel, MeshPlan
 
 from elasticd.records import Proposal
+from elasticd.runtime.accelerator import CPU, Accelerator
 from elasticd.runtime.comm.groups import Group, PlanGroups
 from elasticd.runtime.live import world
 from elasticd.runtime.live.live_copy import Build, LiveCopy
@@ -38,6 +39,7 @@ class LiveMoves:
     seed: int
     snapshots: Snapshots = field(default_factory=Snapshots)  #: those that this node's agent keeps
     resume: Resume | None = None  #: the script's own; None: the job begins at step 0
+    accelerator: Accelerator = CPU  #: that tensors lie on
 
     @property
     def folder(self) -> Path | None:
@@ -54,16 +56,17 @@ class LiveMoves:
         """See `PlanMoves`."""
         plan, old, recovery = proposal.plan, proposal.old, proposal.recovery
         assert isinstance(plan, MeshPlan)
+        self.accelerator.use()  # this thread is another than the training's
         layouts = MeshLayouts(self.model, plan)
         before = training if recovery is None and plan.same_mesh(old) else None
         copy = None
         if before is not None:
-            copy = LiveCopy(layouts, before.plan_groups, before)
+            copy = LiveCopy(layouts, before.plan_groups, before, self.accelerator)
         elif device in plan.members:
-            copy = LiveCopy(layouts, plan_groups_of("groups"))
+            copy = LiveCopy(layouts, plan_groups_of("groups"), accelerator=self.accelerator)
         snapshot = None
         if old is not None and recovery is not None and recovery.snapshots:
-            snapshot = self.snapshots.state(old, recovery, device)
+            snapshot = self.snapshots.state(old, recovery, device, self.accelerator)
         transition = plan_groups_of("transition")
         group = transition.group(transition_members(old, plan, recovery), "transition")
         return PreparedPlan(
@@ -102,7 +105,7 @@ class LiveMoves:
             step = begun.step if new is None or self.resume is None else self._resumed(new, group)
             return MoveResult(step=step, began=begun.began)
         transport = transport_of(group)
-        moved = begun.migrated(old, self.model, LiveCopy.state, transport)
+        moved = begun.migrated(old, self.model, LiveCopy.state, transport, self.accelerator.device)
         if new is not None:
             new.adopt(moved.state)
         return begun.result(old, moved, transport)

@@ -27,16 +27,10 @@ from elasticd.runtime.live.world import functional_collectives as functional
 #: Operations of lists of tensors that compute each element from those at its place, with or without a final "_"
 #: (which writes to the first operand). torch tags only those of single tensors.
 _OF_LISTS = frozenset(
-    f"aten::_{name}"
+    f"aten::_foreach_{name}"
     for name in (
-        *(
-            f"foreach_{each}"
-            for each in (
-                *("abs", "add", "addcdiv", "addcmul", "clamp_max", "clamp_min", "div", "exp", "lerp", "log"),
-                *("maximum", "mul", "neg", "pow", "reciprocal", "sqrt", "sub", "zero"),
-            )
-        ),
-        *("fused_adam", "fused_adamw"),
+        *("abs", "add", "addcdiv", "addcmul", "clamp_max", "clamp_min", "div", "exp", "lerp", "log"),
+        *("maximum", "mul", "neg", "pow", "reciprocal", "sqrt", "sub", "zero"),
     )
 )
 #: Arguments that are the same on all ranks.
@@ -137,7 +131,7 @@ def _bases(places: Iterable[Sequence[object]]) -> list[DTensorSpec]:
 def _bases_of_lists(arguments: Sequence[Any]) -> list[DTensorSpec]:
     """`_bases` of lists of operands; an argument that is no list belongs to each place."""
     count = len(arguments[0])
-    lists = [each for each in arguments if isinstance(each, list | tuple) and each]  # an empty one is left out
+    lists = [each for each in arguments if isinstance(each, list | tuple)]
     if any(len(each) != count for each in lists):
         return []
     others = [each for each in arguments if not isinstance(each, list | tuple)]

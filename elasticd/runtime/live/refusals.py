@@ -12,6 +12,8 @@ from elasticd_migration.text_codec import NotPlain, from_text, to_text
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from elasticd.runtime.accelerator import CPU
+from elasticd.runtime.live.device_groups import VARIABLE
 from elasticd.runtime.live.live_copy import PIPELINES
 from elasticd.runtime.live.live_state import LiveRefusal, State
 from elasticd.runtime.live.loop_step import LoopStep, counts_of
@@ -22,13 +24,18 @@ from elasticd.runtime.model.parameter_groups import ParameterGroups
 _STATISTICS = nn.modules.batchnorm._NormBase
 
 
-def refuse_state(state: State) -> None:
+def refuse_state(state: State, device: torch.device = CPU.device) -> None:
     """Refuses what cannot be kept alive of what `build` returned.
+
+    Args:
+        state: the return value.
+        device: that this worker trains on.
 
     Raises:
         LiveRefusal: with what to do instead.
     """
     _refuse_modules(state.model)
+    _refuse_other_devices(state.model, device)
     known = {id(parameter) for parameter in state.model.parameters()}
     for optimizer in state.optimizers:
         _refuse_optimizer(optimizer)
@@ -75,16 +82,24 @@ def _refuse_modules(model: nn.Module) -> None:
                 f"{name} ({kind.__name__}) keeps statistics of its own rank's samples, which no other mesh "
                 "has: use LayerNorm or GroupNorm, or track_running_stats=False"
             )
-    devices = {tensor.device.type for tensor in (*model.parameters(), *model.buffers())} - {"cpu"}
-    if "meta" in devices:
+
+
+def _refuse_other_devices(model: nn.Module, device: torch.device) -> None:
+    others = {str(tensor.device) for tensor in (*model.parameters(), *model.buffers())} - {str(device)}
+    if "meta" in others:
         raise LiveRefusal(
-            "the model is on meta, without values: let `build` end with model.to_empty(device='cpu') and the "
-            "first values of all parameters and buffers"
+            f"the model is on meta, without values: let `build` end with model.to_empty(device='{device}') and "
+            "the first values of all parameters and buffers"
         )
-    if devices:
+    if others and device.type == "cpu":
         raise LiveRefusal(
-            f"the model is on {min(devices)}: elasticd.live trains on CPUs over gloo so far; elasticd.Job and "
-            "restart mode take accelerators"
+            f"the model is on {min(others)}: elasticd.live trains on CPUs over gloo; elasticd.Job and restart "
+            f"mode take accelerators. (With {VARIABLE}=1 it takes CUDA devices, over NCCL: no GPU has run that)"
+        )
+    if others:
+        raise LiveRefusal(
+            f"the model is on {min(others)}, and {VARIABLE} is 1: let `build` put all of it on {device}, the "
+            "current device of this worker"
         )
 
 

@@ -18,7 +18,7 @@ from torch import distributed as dist
 from torch.utils.data import DataLoader
 
 from elasticd.records import MeshJobSpec
-from elasticd.runtime.accelerator import CPU
+from elasticd.runtime.accelerator import Accelerator
 from elasticd.runtime.api.connection import NAME, refuse_torch_groups
 from elasticd.runtime.api.hello import check_grace, environment, hello
 from elasticd.runtime.comm.groups import PlanGroups
@@ -28,6 +28,7 @@ from elasticd.runtime.control.agent_client import AgentClient, RejectedByAgent
 from elasticd.runtime.control.control import Control
 from elasticd.runtime.control.one_process import DEVICE, INCARNATION, OneProcess, runs_alone
 from elasticd.runtime.exits import refused, stopped
+from elasticd.runtime.live.device_groups import chosen
 from elasticd.runtime.live.live_copy import Build, built
 from elasticd.runtime.live.live_loop import LiveLoop, Samples
 from elasticd.runtime.live.live_state import LiveRefusal, LiveTensors, mesh_model
@@ -92,8 +93,9 @@ def live(
         check_grace(grace)
         allowed = _allowed(meshes)
         _refuse_other_groups()
-        register()
-        model, optimizers = _tried(build, allowed, seed)
+        accelerator = chosen(os.environ)
+        register(accelerator)
+        model, optimizers = _tried(build, allowed, seed, accelerator)
         samples = _samples(data, batch, seed)
         every = snapshot_every if snapshot_every is not None else default_snapshots(model, optimizers)
         if optimizers > 1:
@@ -103,7 +105,7 @@ def live(
                 optimizers,
                 every,
             )
-        control, spec = _connect(model, batch, len(data) if data is not None else batch, seed)
+        control, spec = _connect(model, batch, len(data) if data is not None else batch, seed, accelerator)
     except (ConnectionError, RejectedByAgent) as error:
         raise stopped(str(error)) from error
     except (ValueError, TypeError, RuntimeError) as error:
@@ -113,7 +115,14 @@ def live(
     snapshots = Snapshots(job=spec.job, fetch=control.fetch)
     return LiveLoop(
         control=control,
-        moves=LiveMoves(model=model, build=build, seed=seed, snapshots=snapshots, resume=resume),
+        moves=LiveMoves(
+            model=model,
+            build=build,
+            seed=seed,
+            snapshots=snapshots,
+            resume=resume,
+            accelerator=accelerator,
+        ),
         steps=steps,
         samples=samples,
         data=data,
@@ -176,7 +185,9 @@ def _refuse_other_groups() -> None:
     refuse_torch_groups()
 
 
-def _tried(build: Build, meshes: Sequence[AllowedMesh], seed: int) -> tuple[MeshModel, int]:
+def _tried(
+    build: Build, meshes: Sequence[AllowedMesh], seed: int, accelerator: Accelerator
+) -> tuple[MeshModel, int]:
     """Calls `build` on a mesh of this device alone for each allowed one. Refuses what cannot be kept alive.
 
     Returns:
@@ -187,12 +198,12 @@ def _tried(build: Build, meshes: Sequence[AllowedMesh], seed: int) -> tuple[Mesh
     for index, allowed in enumerate(meshes):
         store = TorchStore(dist.HashStore())  # type: ignore[attr-defined]
         groups = PlanGroups(f"trial/{index}", DEVICE, "127.0.0.1", store)
-        world = World(groups, (DEVICE,))
+        world = World(groups, (DEVICE,), accelerator)
         try:
             world.enter()
             mesh = world.mesh(allowed.names, (1,) * len(allowed.names))
-            trial = built(build, mesh, seed)
-            refuse_state(trial.state)
+            trial = built(build, mesh, seed, accelerator)
+            refuse_state(trial.state, accelerator.device)
             tensors.append(trial.described())
             optimizers = len(trial.state.optimizers)
         finally:
@@ -234,7 +245,9 @@ def default_snapshots(model: MeshModel, optimizers: int = 1) -> int | None:
     return None
 
 
-def _connect(model: MeshModel, batch: int, samples: int, seed: int) -> tuple[Control, MeshJobSpec]:
+def _connect(
+    model: MeshModel, batch: int, samples: int, seed: int, accelerator: Accelerator
+) -> tuple[Control, MeshJobSpec]:
     alone = runs_alone(os.environ)
     name = _ALONE if alone else environment(NAME)
     spec = MeshJobSpec(job=name, model=model, global_batch=batch, samples=samples, seed=seed)
@@ -248,9 +261,9 @@ def _connect(model: MeshModel, batch: int, samples: int, seed: int) -> tuple[Con
             samples=(batch,),
             binding={DEVICE: INCARNATION},
         )
-        return OneProcess(plan, (), None, CPU.text), spec
+        return OneProcess(plan, (), None, accelerator.text), spec
     parent_death.end_with(os.getppid())
     if remedy := parent_death.without_restarts(os.environ):
         log.warning(remedy)
-    said = replace(hello(spec, None, CPU), probes=False, rehearses=False, closes=False)
+    said = replace(hello(spec, None, accelerator), probes=False, rehearses=False, closes=False)
     return AgentClient(default_path(), said), spec

@@ -34,7 +34,9 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from elasticd.backoff import jittered
+from elasticd.runtime.accelerator import CPU, Accelerator
 from elasticd.runtime.comm.groups import PlanGroups
+from elasticd.runtime.live.device_groups import DeviceGroups
 
 #: Name of the backend, as torch has it.
 BACKEND = "elasticd"
@@ -60,10 +62,12 @@ class World:
     Args:
         groups: of the plan.
         members: devices in rank order.
+        accelerator: that groups are for; those of the CPU are over gloo.
     """
 
-    def __init__(self, groups: PlanGroups, members: tuple[str, ...]) -> None:
-        self.groups, self.members = groups, members
+    def __init__(self, groups: PlanGroups, members: tuple[str, ...], accelerator: Accelerator = CPU) -> None:
+        self.groups, self.members, self._type = groups, members, accelerator.device.type
+        self.on_device = None if accelerator.immediate else DeviceGroups(groups, accelerator)
         self._kept: dict[str, dict[Any, Any]] | None = None
         self._default: Any = None
         self._count = 0
@@ -84,7 +88,11 @@ class World:
             RuntimeError: a member did not come in time.
             Cancelled: the plan's groups were shut.
         """
-        self._connected = self.groups.torch_backend(self.members, "default")
+        self._connected = self._group(self.members, "default")
+
+    def _group(self, members: tuple[str, ...], name: str) -> Any:
+        of_plan = self.groups.torch_backend if self.on_device is None else self.on_device.process_group
+        return of_plan(members, name)
 
     def enter(self) -> None:
         """Makes it torch's world. The first time all members enter it together.
@@ -104,7 +112,7 @@ class World:
         hook = sys.excepthook
         try:
             dist.init_process_group(
-                f"cpu:{BACKEND}",
+                f"{self._type}:{BACKEND}",
                 store=self.groups.store("world"),
                 rank=self.members.index(self.groups.me),
                 world_size=len(self.members),
@@ -166,7 +174,7 @@ class World:
 
     def mesh(self, names: tuple[str, ...], shape: tuple[int, ...]) -> DeviceMesh:
         """The mesh of all members, last dimension fastest. All members call it together, in this world."""
-        return init_device_mesh("cpu", shape, mesh_dim_names=names)
+        return init_device_mesh(self._type, shape, mesh_dim_names=names)
 
 
 def current() -> World | None:
@@ -183,7 +191,7 @@ def enter(world: World) -> None:
 
 
 def _backend(options: Any, given: object) -> Any:
-    """Makes the gloo backend of a group of the current world; torch calls it."""
+    """Makes the backend of a group of the current world; torch calls it."""
     world = _current
     if world is None:
         raise RuntimeError(f"the backend {BACKEND!r} is for groups that are made in `build`, or in the loop")
@@ -192,7 +200,7 @@ def _backend(options: Any, given: object) -> Any:
         return backend
     ranks = options.global_ranks_in_group or range(len(world.members))
     members = tuple(world.members[rank] for rank in ranks)
-    return world.groups.torch_backend(members, str(options.group_id))
+    return world._group(members, str(options.group_id))
 
 
 def over() -> None:
@@ -200,11 +208,12 @@ def over() -> None:
     _over.set()
 
 
-def register() -> None:
+def register(accelerator: Accelerator = CPU) -> None:
     """Registers the backend with torch, once for a process; a loop begins."""
     _over.clear()
     if BACKEND not in dist.Backend.backend_list:
-        dist.Backend.register_backend(BACKEND, _backend, extended_api=True, devices=["cpu"])
+        devices = [accelerator.device.type]
+        dist.Backend.register_backend(BACKEND, _backend, extended_api=True, devices=devices)
 
 
 def in_world(group: dist.ProcessGroup) -> bool:

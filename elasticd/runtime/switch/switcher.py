@@ -26,7 +26,7 @@ from elasticd.runtime.accelerator import DeviceLost
 from elasticd.runtime.comm.groups import BootstrapKeyValue, Cancelled, PlanGroups
 from elasticd.runtime.comm.groups_by_plan import GroupsByPlan
 from elasticd.runtime.control.control import Control
-from elasticd.runtime.engine.engine import DRAIN_SECONDS
+from elasticd.runtime.engine.device_rest import DRAIN_SECONDS
 from elasticd.runtime.engine.set_aside import NoHostMemory
 from elasticd.runtime.exits import Drained, JobOver, JobStopped, refused, stopped
 from elasticd.runtime.switch.copies import Copies

@@ -1,0 +1,23 @@
+"""Loops of `elasticd.live` on an emulated device, whose process groups fail as NCCL's do: aborted, with garbage
+and no error. Losses and weights are those of one process on the CPU."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.accelerators import vgpu
+from tests.integration.cluster import Cluster
+from tests.integration.test_live import NODES, SCRIPT, SETTINGS, check, codes_of, full
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "moment"), [full("ddp", "backward"), ("fsdp", "kept")])
+def test_a_death_on_the_device_costs_no_step(kind: str, moment: str) -> None:
+    vgpu.needed()
+    steps = 10
+    with Cluster(NODES, settings=SETTINGS, emulated=False) as cluster:
+        cluster.run(SCRIPT, kind=kind, steps=steps, vgpu=True, dies={"b/1": [moment, 5]}, seconds=0.01)
+        codes_of(cluster, "b/1")
+        assert all(member["computes_on"]["name"].startswith("vgpu") for member in cluster.job()["members"])
+        check(cluster, kind, steps)
+        assert len(cluster.events("fenced")) == 1
