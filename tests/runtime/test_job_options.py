@@ -334,8 +334,10 @@ def test_every_argument_of_job_has_its_entry_and_every_field_of_a_group_its_line
 
 @pytest.mark.parametrize("wrong", ["/shared/run", None, {"folder": "/shared/run"}])
 def test_what_is_no_group_is_refused_in_one_line_that_names_the_group(wrong: Any, made: list[Job]) -> None:
-    with pytest.raises(JobStopped, match=r"checkpointing=.*; it takes an elasticd\.CheckpointingOptions"):
+    text = r"checkpointing=.*; it takes an elasticd\.CheckpointingOptions"
+    with pytest.raises(JobStopped, match=text) as error:
         job(checkpointing=wrong)
+    assert ("or leave checkpointing out" in str(error.value)) is (wrong is None)
     assert not made
 
 

@@ -55,7 +55,9 @@ class OptionGroups:
     def __post_init__(self) -> None:
         for name, kind in get_type_hints(OptionGroups).items():
             if not isinstance(getattr(self, name), kind):
-                raise TypeError(f"Job got {name}={getattr(self, name)!r}; it takes an elasticd.{kind.__name__}")
+                value = getattr(self, name)
+                none = f", or leave {name} out" if value is None else ""
+                raise TypeError(f"Job got {name}={value!r}; it takes an elasticd.{kind.__name__}(){none}")
 
 
 #: What a Job does where it is given no options.
