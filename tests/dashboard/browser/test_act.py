@@ -38,6 +38,8 @@ def test_an_emptied_field_is_shown_and_sent_as_the_command_lines_default(tmp_pat
 
             await page.route("**/api/act", with_a_job)
             await page.goto("/act")
+            text = "The command of a stopped job starts it again, from its newest checkpoint."
+            await api.expect(page.get_by_text(text)).to_be_visible()
             stop = page.locator("ed-act form").filter(
                 has=page.locator("h3", has_text="seconds for a last checkpoint")
             )

@@ -14,7 +14,7 @@ const PANELS = [
   ["Replanning", "While it is paused, faults and drains are still answered.", ["pause", "resume"]],
   [
     "Jobs",
-    "A stopped job cannot go on under its name; its checkpoints can, under another one.",
+    "The command of a stopped job starts it again, from its newest checkpoint.",
     ["checkpoint", "stop", "forget"],
   ],
   ["Chaos", "Harm on purpose, for trials.", ["chaos"]],
