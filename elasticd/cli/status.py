@@ -142,7 +142,9 @@ def screen(
     parts: list[RenderableType] = [title, *unwritten(cluster), *paused(cluster)]
     if not cluster.nodes and not one:
         parts.append(Text("no agent is connected: start one on each node with 'elasticd-agent'"))
-        return Group(*parts)
+        if not cluster.jobs and not cluster.restarts:
+            return Group(*parts)
+        parts.append(Text("agents that run come to a new leader by themselves, in seconds"))
     few = sum(len(node.devices) for node in cluster.nodes) <= FEW_DEVICES
     if not cluster.nodes:
         pass  # of one job, of which no device is known

@@ -124,6 +124,9 @@ def test_a_prediction_before_steps_were_measured_is_called_a_guess_with_digits_t
 
 def test_screen_of_an_empty_cluster_says_what_to_start() -> None:
     assert "elasticd-agent" in shown(msgspec.structs.replace(STATUS, nodes=(), jobs=()), {})
+    taken_over = shown(msgspec.structs.replace(STATUS, nodes=()), {})
+    assert "come to a new leader by themselves" in taken_over
+    assert all(f"job {job.job}" in taken_over for job in STATUS.jobs), "a new leader knows them from the store"
 
 
 def test_screen_of_a_job_without_a_plan_shows_its_phase_and_reason() -> None:

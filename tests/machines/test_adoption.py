@@ -67,6 +67,17 @@ def adopt(world: World) -> None:
     world.settle()
 
 
+def test_members_that_a_new_leader_hears_of_are_back_and_do_not_stand_by() -> None:
+    world = trained()
+    world.notes.clear()
+    world.new_leader()
+    world.settle()
+    plan = world.plan()
+    assert plan is not None
+    told = {note.text for note in world.notes if note.kind == "joined"}
+    assert told == {f"worker {device} is back" for device in plan.members}
+
+
 def turned_away(world: World) -> list[CoordinatorSend]:
     return [
         sent

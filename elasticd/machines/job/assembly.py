@@ -380,7 +380,8 @@ def hello(turn: Transaction, node: str, up: FromClient, body: Hello) -> None:
     turn.change("detection", probes=job.detection.probes.forgotten(up.device))
     if job.phase not in (JobPhase.GATHERING, JobPhase.ASSEMBLING):
         turn.change("planning", decided=None)
-        turn.note("joined", f"worker {up.device} stands by", device=up.device)
+        how = "is back" if job.is_member(up.device, up.incarnation) else "stands by"
+        turn.note("joined", f"worker {up.device} {how}", device=up.device)
 
 
 def hello_after_end(turn: Transaction, node: str, up: FromClient, body: Hello) -> None:
