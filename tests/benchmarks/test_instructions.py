@@ -21,7 +21,7 @@ sys.path.insert(0, str(FOLDER))
 import _instructions  # noqa: E402
 
 #: Python calls and instructions of our step over plain torch's, 12 blocks of width 64, 4 micro-batches.
-MOST_CALLS, MOST_INSTRUCTIONS = 0.78, 1.01
+MOST_CALLS, MOST_INSTRUCTIONS = 0.73, 1.01
 
 
 def test_a_step_calls_hardly_more_python_functions_than_plain_torchs(tmp_path: Path) -> None:

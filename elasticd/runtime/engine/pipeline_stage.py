@@ -14,7 +14,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -191,7 +191,8 @@ class StageRunner:
         self._rows: list[PackedRow] = []  # of the micro-batches of the step; empty: they are padded
         self._at: Sequence[int] = ()  # of each micro-batch the row of the pipeline
         self._flights: tuple[object, dict[int, int]] = (None, {})  # the acts of a step, and what they hold
-        self._ordered: tuple[object, tuple[Act, ...]] = (None, ())  # what a step does, by what it follows from
+        #: `_orders`, and what they follow from.
+        self._ordered: tuple[object, tuple[tuple[Act, ...], Sequence[Pass]]] = (None, ((), ()))
         self._made: dict[Act, list[Tensor]] = {}  # by pass what it has made for an adjacent stage
         self._own: tuple[Sequence[int], int] = ((), 0)  # which of how many rows of the pipeline they are
         self._drawing, self.loss, self._loader = local.drawing, recipe.loss, loader
@@ -323,9 +324,9 @@ class StageRunner:
         if self._exchange is not None:
             waits = waits or any(not all(row.lanes) for row in together)
         self._own = (self._numbers(together), len(together)) if together else (range(count), count)
-        before = self._order((self._stage - 1) % self._stages, count)
+        acts, before = self._orders()
         with self.running():
-            self.begin(micro_batches, acts := self._acts(count), before, scale, rows=rows, sums_wait=waits)
+            self.begin(micro_batches, acts, before, scale, rows=rows, sums_wait=waits)
             for act in acts:
                 self.carry_out(act)
             if (
@@ -495,14 +496,14 @@ class StageRunner:
         exchange = self._context.row(lanes) if self._context is not None and cut else None
         return PackedRow(mine, self._accelerator.device, exchange)
 
-    def _order(self, stage: int, count: int) -> list[Pass]:
+    def _order(self, stage: int) -> list[Pass]:
         """The passes of a stage of this lane. Lanes pass the rows that they share in one order, that of all."""
         mine, rows = self._own
         order = self._schedule(self._stages, stage, rows, len(self._chunks))
         return [Pass(*each) for each in passes_of_rows(order, mine)]
 
-    def _acts(self, count: int) -> tuple[Act, ...]:
-        """The acts of this stage in a step, in its order."""
+    def _orders(self) -> tuple[tuple[Act, ...], Sequence[Pass]]:
+        """The acts of this stage in a step, in its order, and the passes of the stage before in its own."""
         mine, rows = self._own
         key = self._schedule, tuple(mine), rows
         if self._ordered[0] != key:  # most steps are like the one before
@@ -511,7 +512,7 @@ class StageRunner:
                 mine,
                 serves=self._exchange is not None,
             )
-            self._ordered = key, tuple(acts)
+            self._ordered = key, (tuple(acts), self._order((self._stage - 1) % self._stages))
         return self._ordered[1]
 
     def forward(
@@ -560,14 +561,12 @@ class StageRunner:
         chunk = self._chunks[act.chunk]
         return chunk.before is None or chunk.after is None
 
-    @contextmanager
-    def _passing(self, index: int, micro: MicroBatch) -> Iterator[None]:
+    def _passing(self, index: int, micro: MicroBatch) -> AbstractContextManager[None]:
         """A pass of a micro-batch: modules ask for its row, and dropouts for its samples."""
         row = self._rows[index] if self._rows else None
         self._drawing.samples = draws_of(micro)
         self._drawing.tokens = None if row is None else (row.sample_of_token, row.positions)
-        with passing(row):
-            yield
+        return passing(row)
 
     def _post_headers(self, passes: Iterable[Act], expected: Sequence[Sequence[int]]) -> None:
         for ahead in passes:
