@@ -32,9 +32,10 @@ from elasticd.models import DecoderConfig
 from elasticd.runtime.accelerator import CPU
 
 WIDTH, TOKENS = 64, 16
-#: Steps before some are counted: lists and caches of a plan are made in the first ones, and all reads of their
-#: samples are watched for draws.
-WARM = 5
+#: Steps before some are counted: lists and caches of a plan are made in the first ones, all reads of their
+#: samples are watched for draws, and Python adapts its code of a function after eight calls, some of them one a
+#: step.
+WARM = 12
 #: Steps that are counted together: not each has the same work, and samples are read ahead by a thread.
 COUNTED = 4
 #: Goals: instructions and Python calls of our step over plain torch's.

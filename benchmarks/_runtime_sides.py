@@ -18,15 +18,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from _instructions import TOKENS as SMALL_TOKENS
-from _instructions import small
+from _instructions import WARM, small
 from _torch_sides import ddp, pipelined, tensor_parallel
 from _trained import CONFIG, TOKENS, StepOf, Text, engine_of, plan_of, sampler, stage
 from elasticd_planner.spec.plan import Plan
 
 from elasticd.models import DecoderConfig
 
-#: Steps of each side before the first that counts.
-WARM = 4
 #: The largest difference of two losses that sums taken in another order explain, in float32.
 CLOSE = 5e-3
 
