@@ -1,4 +1,4 @@
-"""Programs whose Python children are forked: `elasticd run`, torchrun, and the workers that it starts.
+"""Programs whose Python children are forked: elasticd's commands and daemons, torchrun, and its workers.
 
 A worker's interpreter spends four seconds of processor on importing torch, each time that torchrun starts one.
 
@@ -7,7 +7,7 @@ and has no thread and no file of the program's. The program's `subprocess.Popen`
 Python child. The nursery forks twice, and the first of the two ends at once. So the kernel gives the second
 to the program, which is a subreaper. From then on it is the program's own child: the program waits for it,
 signals it and gets its exit code as ever, and the kernel tells it of the program's death. A command of another
-kind, or with another `PYTHONPATH` than ours, is started as ever.
+kind, or with another `PYTHONPATH` than ours, is started as ever. The planner starts nobody, and has no nursery.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,8 +34,17 @@ from elasticd.system import parent_death_signal
 ROOT = Path(__file__).resolve().parent.parent
 #: The nursery's name in the process table, by which tests tell it from a program's true children.
 NAME = "nursery"
+PLANNER = "elasticd_planner.__main__"
 #: From <linux/prctl.h>.
 _PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 1, 15, 36
+#: What `python -m` runs of ours, besides the commands of `_COMMANDS`.
+_MODULES = (
+    *("torch.distributed.run", "elasticd.rendezvous.torchrun", "elasticd.runtime.checking"),
+    *("elasticd_agent", "elasticd_planner"),
+)
+_COMMANDS = (("elasticd", "coordinator"), ("elasticd", "dashboard"), ("elasticd", "run"))
+#: How asyncio asks for pipes: without buffers.
+_PIPED = {"shell": False, "universal_newlines": False, "bufsize": 0}
 #: Seconds for the kernel to give a child to its new parent.
 _PATIENCE = 30.0
 
@@ -51,10 +61,11 @@ class Child:
 
 def run_module(module: str, arguments: Sequence[str]) -> None:
     """Runs `python -m module arguments` in this process, which must have no thread yet; forks its children."""
-    subprocess.Popen = _popen(_open())  # type: ignore[misc]
-    handler = sys.modules.get("torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler")
-    if handler is not None:
-        handler.Popen = subprocess.Popen  # type: ignore[attr-defined]
+    if module != PLANNER:
+        subprocess.Popen = _popen(_open())  # type: ignore[misc]
+        subprocesses = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"
+        if (handler := sys.modules.get(subprocesses)) is not None:
+            handler.Popen = subprocess.Popen  # type: ignore[attr-defined]
     sys.argv[:] = [module, *arguments]
     sys.modules.pop(module, None)  # it was imported before, and is to run now
     runpy.run_module(module, run_name="__main__", alter_sys=True)
@@ -143,19 +154,27 @@ def _popen(nursery: socket.socket) -> type[subprocess.Popen[Any]]:
         ) -> None:
             command, death_signal = _unwrapped(args)
             environment = dict(os.environ if env is None else env)
-            if others or subprocess.PIPE in (stdin, stdout, stderr) or not _is_ours(command, environment):
+            piped = subprocess.PIPE in (stdin, stdout, stderr)
+            if others != (_PIPED if piped else {}) or not _is_ours(command, environment):
                 others |= {"env": env, "stdin": stdin, "stdout": stdout, "stderr": stderr}
                 super().__init__(args, start_new_session=start_new_session, **others)
                 return
             asked = Child(command[1:], environment, death_signal, start_new_session)
-            with open(os.devnull, "r+b") as null, lock:
+            ours: list[Any] = [None, None, None]
+            with ExitStack() as its, lock:
+                null = its.enter_context(open(os.devnull, "r+b"))
                 given = [stdin, stdout, stdout if stderr == subprocess.STDOUT else stderr]
                 files = [null if file == subprocess.DEVNULL else file for file in given]
+                for at in (at for at, file in enumerate(files) if file == subprocess.PIPE):
+                    ends = os.pipe()
+                    modes = ("rb", "wb") if at == 0 else ("wb", "rb")
+                    files[at] = its.enter_context(open(ends[at > 0], modes[0], 0))
+                    ours[at] = open(ends[at == 0], modes[1], 0)  # noqa: SIM115
                 numbers = [at if file is None else file.fileno() for at, file in enumerate(files)]
                 socket.send_fds(nursery, [pickle.dumps(asked)], numbers)
                 self.pid = int(nursery.recv(64))
             self.args, self.returncode = args, None
-            self.stdin = self.stdout = self.stderr = None
+            self.stdin, self.stdout, self.stderr = ours
             self._child_created, self._communication_started, self._input = True, False, None
             self._waitpid_lock = threading.Lock()
 
@@ -172,13 +191,11 @@ def _unwrapped(args: Any) -> tuple[tuple[str, ...], int]:
 
 
 def _is_ours(command: tuple[str, ...], environment: Mapping[str, str]) -> bool:
-    """Whether it is `elasticd run`, torchrun, what `elasticd check` starts, or a script, which this interpreter
-    imports from this checkout."""
+    """Whether it is one of ours, torchrun, or a script, which this interpreter imports from this checkout."""
     if command[:1] != (sys.executable,) or environment.get("PYTHONPATH") != str(ROOT):
         return False
     if command[1] == "-m":
-        modules = ("torch.distributed.run", "elasticd.rendezvous.torchrun", "elasticd.runtime.checking")
-        return command[2] in modules or command[2:4] == ("elasticd", "run")
+        return command[2] in _MODULES or command[2:4] in _COMMANDS
     return command[2 if command[1] == "-u" else 1].endswith(".py")
 
 
@@ -228,12 +245,12 @@ def _become(asked: bytes, files: Sequence[int], program: int) -> None:
     for number, file in enumerate(files):
         os.dup2(file, number)
         os.close(file)
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115
     _prctl(_PR_SET_NAME, b"python")
     set_environment(child.environment)
     option, *command = child.command
     if option == "-m":
-        module = "elasticd.__main__" if command[0] == "elasticd" else command[0]
-        run_module(module, command[1:])
+        run_module(command[0] if "." in command[0] else f"{command[0]}.__main__", command[1:])
     elif option == "-u":
         _unbuffer()
         run_script(command[0], command[1:])

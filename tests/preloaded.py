@@ -10,6 +10,8 @@ from __future__ import annotations
 import gc
 import os
 
+import elasticd_agent.command  # noqa: F401
+import elasticd_planner.__main__
 import elasticd_planner.detection.stragglers
 import elasticd_planner.policy.policy  # noqa: F401
 import numpy.ma  # noqa: F401
@@ -20,6 +22,8 @@ import torch.distributed.run
 
 import elasticd
 import elasticd.cli.app
+import elasticd.coordinator.daemon
+import elasticd.dashboard.daemon
 import elasticd.models
 import elasticd.runtime.checking
 import elasticd.runtime.checkpoint.dcp_format

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +12,8 @@ from pathlib import Path
 from click.testing import CliRunner, Result
 
 from elasticd.cli.app import elasticd
+from tests import forkserver
+from tests.forkserver import Forked
 
 DEADLINE = 120.0
 
@@ -34,13 +35,11 @@ def refused(*arguments: str) -> str:
 
 
 @contextmanager
-def daemon(*command: str, log: Path) -> Iterator[subprocess.Popen[bytes]]:
+def daemon(module: str, *arguments: str, log: Path) -> Iterator[Forked]:
     """A process of ours, ended on the way out."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("ELASTICD_")}
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-m", *command], stdout=output, stderr=output, env=environment
-        )
+    environment["PYTHONPATH"] = str(forkserver.ROOT)
+    process = forkserver.start(f"{module}.__main__", *arguments, environment=environment, output=log)
     try:
         yield process
     finally:

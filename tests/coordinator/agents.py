@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -20,7 +21,6 @@ from elasticd.config.credentials import Credentials
 from elasticd.config.tree import ChaosSection, ClusterSection, Config, CoordinatorSection
 from elasticd.coordinator import election
 from elasticd.coordinator.daemon import Coordinator
-from elasticd.coordinator.planner_process import COMMAND
 from elasticd.records import NodeRecord
 from elasticd.store.memory import MemoryServer, MemoryStore
 from elasticd.wire.coordinator import AgentHello, AgentRejected, FromClient, ToClient, ToLeader, to_agent
@@ -34,6 +34,13 @@ def config(*, chaos: bool = True, port: int = 0) -> Config:
         chaos=ChaosSection(enabled=chaos),
     )
 
+
+#: The planner, from when it is asked first: most tests ask for no plan, and its imports take half a second.
+PLANNER = (
+    *(sys.executable, "-I", "-S", "-c"),
+    "import os, select, sys; select.select([0], [], []); "
+    "os.execv(sys.executable, [sys.executable, '-m', 'elasticd_planner'])",
+)
 
 #: Seconds of a leader's lease in tests: longer than a busy machine stops this process for.
 LONG = 60
@@ -50,7 +57,7 @@ async def coordinating(
     server: MemoryServer | None = None,
     *,
     chaos: bool = True,
-    planner: tuple[str, ...] = COMMAND,
+    planner: tuple[str, ...] = PLANNER,
     lease_seconds: int = LONG,
 ) -> AsyncIterator[Coordinator]:
     store = MemoryStore(server)

@@ -14,7 +14,7 @@ from elasticd.config.tree import Config
 from elasticd.coordinator.daemon import Coordinator
 from elasticd.coordinator.http.app import application
 from elasticd.store.memory import MemoryStore
-from tests.coordinator.agents import lead
+from tests.coordinator.agents import PLANNER, lead
 
 T = TypeVar("T")
 
@@ -73,7 +73,7 @@ def leading(config: Config) -> Iterator[Leader]:
     try:
 
         async def start() -> Coordinator:
-            coordinator = Coordinator(config, store)
+            coordinator = Coordinator(config, store, planner=PLANNER)
             await lead(coordinator)
             return coordinator
 

@@ -15,7 +15,7 @@ from elasticd.config.credentials import Credentials
 from elasticd.config.security import SecuritySection
 from elasticd.coordinator.daemon import Coordinator
 from elasticd.store.memory import MemoryStore
-from tests.coordinator.agents import config, lead
+from tests.coordinator.agents import PLANNER, config, lead
 
 VIEWER, OPERATOR, AGENT, ALPHA = (f"{name}-0123456789abcdef" for name in ("view", "operate", "agent", "alpha"))
 
@@ -39,7 +39,7 @@ def tokens(folder: Path) -> SecuritySection:
 @asynccontextmanager
 async def secured(section: SecuritySection) -> AsyncIterator[Coordinator]:
     store = MemoryStore()
-    coordinator = Coordinator(msgspec.structs.replace(config(), security=section), store)
+    coordinator = Coordinator(msgspec.structs.replace(config(), security=section), store, planner=PLANNER)
     await lead(coordinator)
     try:
         yield coordinator

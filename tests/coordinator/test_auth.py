@@ -21,7 +21,7 @@ from elasticd.coordinator.auth import Authorizer, Caller, CallerProof, needed
 from elasticd.machines.job.state.events import AgentUp
 from elasticd.system.network_addresses import is_loopback
 from elasticd.wire.coordinator import AgentHello, AgentRejected, to_agent
-from tests.coordinator.agents import until
+from tests.coordinator.agents import PLANNER, until
 from tests.coordinator.secured import (
     AGENT,
     ALPHA,
@@ -236,7 +236,7 @@ def test_coordinator_that_others_reach_without_tokens_serves_where_that_is_allow
         caplog.clear()
         settings = with_overrides(config(), {"coordinator.host": host})
         store = MemoryStore()
-        coordinator = Coordinator(msgspec.structs.replace(settings, security=section), store)
+        coordinator = Coordinator(msgspec.structs.replace(settings, security=section), store, planner=PLANNER)
         await coordinator.start()
         await coordinator.stop()
         store.close()

@@ -34,7 +34,7 @@ from elasticd.wire.coordinator import MOST_TOGETHER, FromClient, WorkerLost, tog
 from elasticd.wire.rendezvous import Join, Joined, Lap, StepTime, Watching
 from elasticd.wire.worker import Finished, Prepared, Rejected, Report, Saved, StoreAnswer, StoreCall, Switched
 from tests.cli.support import call
-from tests.coordinator.agents import Agent, agent, config, coordinating, get, post, until
+from tests.coordinator.agents import PLANNER, Agent, agent, config, coordinating, get, post, until
 from tests.machines.cast import JOB, FakeWorker, node_record
 from tests.machines.world import World
 
@@ -178,7 +178,7 @@ def test_a_leader_whose_etcd_is_found_to_be_an_old_copy_ends_and_names_the_file(
 
     async def body() -> None:
         store = MemoryStore(MemoryServer())
-        coordinator = Coordinator(config(), store, memory=memory)
+        coordinator = Coordinator(config(), store, planner=PLANNER, memory=memory)
         try:
             await coordinator.start()
             store.put(KEYS.job(JOB, "plan"), b"as it was a while ago")
@@ -309,7 +309,7 @@ def test_second_coordinator_stands_by_and_leads_when_the_first_ends() -> None:
     async def body() -> None:
         server = MemoryServer()
         store, told = MemoryStore(server), list[ElectedLeader]()
-        second = Coordinator(config(), store, standing_by=told.append)
+        second = Coordinator(config(), store, planner=PLANNER, standing_by=told.append)
         async with coordinating(server) as first:
             starting = asyncio.create_task(second.start())
             await until(lambda: [leader.value for leader in told] == [first.url])
@@ -329,7 +329,7 @@ def test_who_stands_by_ends_when_told_also_while_the_store_is_away() -> None:
     async def body() -> None:
         server, told = MemoryServer(), list[ElectedLeader]()
         async with coordinating(server):
-            second = Coordinator(config(), MemoryStore(server), standing_by=told.append)
+            second = Coordinator(config(), MemoryStore(server), planner=PLANNER, standing_by=told.append)
             starting = asyncio.create_task(second.start())
             await until(lambda: bool(told))
             server.outage(True)

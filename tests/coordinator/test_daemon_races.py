@@ -15,7 +15,7 @@ from elasticd.coordinator import election
 from elasticd.coordinator.daemon import Coordinator
 from elasticd.store.leader import ElectedLeader, campaign
 from elasticd.store.memory import MemoryServer, MemoryStore
-from tests.coordinator.agents import config, coordinating, lead, post, until
+from tests.coordinator.agents import PLANNER, config, coordinating, lead, post, until
 
 
 def read_anew(before: Config) -> Config:
@@ -26,7 +26,7 @@ def read_anew(before: Config) -> Config:
 def test_file_that_is_read_anew_while_it_stands_by_holds_once_it_leads() -> None:
     async def body() -> None:
         server, waits = MemoryServer(), list[ElectedLeader]()
-        second = Coordinator(config(), MemoryStore(server), standing_by=waits.append)
+        second = Coordinator(config(), MemoryStore(server), planner=PLANNER, standing_by=waits.append)
         async with coordinating(server):
             starting = asyncio.create_task(lead(second))
             await until(lambda: bool(waits))

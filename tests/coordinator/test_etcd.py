@@ -18,7 +18,7 @@ from elasticd.store.state_file import StateFile
 from elasticd.wire.coordinator import FromClient
 from elasticd.wire.rendezvous import Join
 from elasticd.wire.worker import Hello
-from tests.coordinator.agents import agent, config, lead, until
+from tests.coordinator.agents import PLANNER, agent, config, lead, until
 from tests.etcds import SharedEtcd
 from tests.machines.cast import JOB, FakeWorker, node_record
 from tests.machines.world import World
@@ -40,7 +40,7 @@ def configured(endpoint: str) -> Config:
 def test_leader_outlasts_a_restart_of_etcd_and_writes_what_waited(etcd: EtcdServer) -> None:
     async def body() -> None:
         store = await asyncio.to_thread(election.connect, configured(etcd.endpoint))
-        coordinator = Coordinator(configured(etcd.endpoint), store)
+        coordinator = Coordinator(configured(etcd.endpoint), store, planner=PLANNER)
         await lead(coordinator)
         try:
             async with agent(coordinator, node_record("alpha", devices=1)) as alpha:
@@ -76,7 +76,7 @@ def test_etcd_that_is_not_the_one_remembered_is_refused_with_the_file_to_delete(
     async def leads() -> None:
         memory = StateFile(str(tmp_path), "test", "coordinator", "c0")
         store = election.connect(configured(etcd.endpoint), memory)
-        coordinator = Coordinator(configured(etcd.endpoint), store, memory=memory)
+        coordinator = Coordinator(configured(etcd.endpoint), store, planner=PLANNER, memory=memory)
         await coordinator.start()
         await until(lambda: memory.identity is not None)
         await coordinator.stop()

@@ -44,7 +44,7 @@ from elasticd.wire.worker import FromWorker, Hello, Report, Welcome
 from tests import sizes
 from tests.agent.snapshots import snapshot
 from tests.agent.support import RunningAgent, Trainer, spec
-from tests.coordinator.agents import Agent, agent, config, get, lead, until
+from tests.coordinator.agents import PLANNER, Agent, agent, config, get, lead, until
 from tests.coordinator.test_daemon import started
 from tests.machines.cast import JOB, FakeWorker, node_record
 from tests.machines.hostile import Hostile, plain
@@ -63,7 +63,9 @@ async def leading(server: MemoryServer) -> AsyncIterator[Coordinator]:
     store = MemoryStore(server)
     # Paused: what is measured here is made up, and no better plan is to be looked for.
     section, policy = SecuritySection(message_mib=LIMIT_MIB), PolicySettings(paused=True)
-    coordinator = Coordinator(msgspec.structs.replace(config(), security=section, policy=policy), store)
+    coordinator = Coordinator(
+        msgspec.structs.replace(config(), security=section, policy=policy), store, planner=PLANNER
+    )
     await lead(coordinator)
     try:
         yield coordinator

@@ -26,7 +26,7 @@ from elasticd.store import lease
 from elasticd.store.memory import MemoryServer, MemoryStore
 from elasticd.wire.coordinator import Drain, End
 from elasticd.wire.worker import PeersLost
-from tests.coordinator.agents import agent, config, coordinating, get, lead, post, until
+from tests.coordinator.agents import PLANNER, agent, config, coordinating, get, lead, post, until
 from tests.coordinator.test_daemon import started
 from tests.coordinator.test_metrics import samples
 from tests.machines.cast import JOB, FakeWorker, node_record
@@ -61,7 +61,7 @@ async def training(
     server: MemoryServer, store: MemoryStore
 ) -> AsyncIterator[tuple[Coordinator, list[FakeWorker]]]:
     """A job of two nodes, and a third node that is away."""
-    coordinator = Coordinator(config(), store)
+    coordinator = Coordinator(config(), store, planner=PLANNER)
     await lead(coordinator)
     try:
         async with (

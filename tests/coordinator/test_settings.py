@@ -33,7 +33,7 @@ def test_the_leading_machine_has_the_configured_devices_and_links() -> None:
 
     async def led() -> JobSettings:
         store = MemoryStore(MemoryServer())
-        coordinator = Coordinator(whole, store)
+        coordinator = Coordinator(whole, store, planner=agents.PLANNER)
         await agents.lead(coordinator)
         try:
             return coordinator.leading.state.settings

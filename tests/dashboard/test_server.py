@@ -20,7 +20,7 @@ from elasticd.dashboard.daemon import Dashboard
 from elasticd.dashboard.session import Session
 from elasticd.machines.job.state.events import CoordinatorNote
 from elasticd.store.memory import MemoryServer, MemoryStore
-from tests.coordinator.agents import agent, config, coordinating, lead, until
+from tests.coordinator.agents import PLANNER, agent, config, coordinating, lead, until
 from tests.coordinator.secured import AGENT, OPERATOR, VIEWER, secured, tokens
 from tests.dashboard.serving import SOON, Page, configured, serving, streaming
 from tests.machines.cast import node_record
@@ -380,9 +380,9 @@ def test_over_a_leaders_death_no_event_is_lost_or_doubled_and_history_stays(tmp_
     async def body() -> None:
         server = MemoryServer()
         stores = [MemoryStore(server) for _ in range(2)]
-        first = Coordinator(config(), stores[0])
+        first = Coordinator(config(), stores[0], planner=PLANNER)
         await lead(first)
-        second = Coordinator(config(), stores[1])
+        second = Coordinator(config(), stores[1], planner=PLANNER)
         standing_by = asyncio.create_task(lead(second))
         with patch("elasticd.dashboard.daemon.leader_url", lambda settings: leader[0]):
             leader = [first.url]

@@ -8,7 +8,6 @@ import json
 import os
 import socket
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -24,7 +23,6 @@ from elasticd_planner.spec.plan import Plan
 from elasticd.codec.message import encode
 from elasticd.config.tree import Config, with_overrides
 from elasticd.coordinator.daemon import Coordinator
-from elasticd.coordinator.planner_process import COMMAND
 from elasticd.machines.job.state.job_state import JobSettings
 from elasticd.store.etcd import EtcdStore
 from elasticd.store.memory import MemoryServer, MemoryStore
@@ -37,6 +35,7 @@ from elasticd.wire.worker import to_worker
 from tests import forkserver
 from tests.coordinator.agents import lead
 from tests.forkserver import Forked
+from tests.planners import Planners
 
 ROOT = Path(__file__).resolve().parents[2]
 JOB = "job"
@@ -52,7 +51,7 @@ FITTED_BY = 50
 
 class Cluster:
     """`nodes` gives the number of devices of each node. `plans` answers the planner's questions by the
-    slowest device ("" when none is slow); without it the command `planner` is asked, by default the real one.
+    slowest device ("" when none is slow); without it the command `planner` is asked, by default a real one.
     `etcd`: an endpoint; without it the store is one in memory. `emulated`: workers pace their blocks; else
     they compute as fast as they can. `flops`: of a device, by which the planner guesses before steps were
     measured; 0: the default, by which one device is fastest for a tiny model."""
@@ -62,7 +61,7 @@ class Cluster:
         nodes: Mapping[str, int],
         *,
         plans: Mapping[str, Plan] | None = None,
-        planner: tuple[str, ...] = COMMAND,
+        planner: tuple[str, ...] = (),
         settings: JobSettings | None = None,
         forward: float = 5e-4,
         memory: int = 1 << 30,
@@ -76,7 +75,9 @@ class Cluster:
         self._folder = tempfile.TemporaryDirectory(prefix="elasticd-test-")
         self.folder = Path(self._folder.name)
         self._settings = settings
-        self._planner = planner if plans is None else self._scripted(plans)
+        script = () if plans is None else self._scripted(plans)
+        self._planners = None if planner else Planners(self.folder, *script)
+        self._planner = self._planners.command if self._planners is not None else planner
         self.config = with_overrides(
             Config(),
             {
@@ -101,7 +102,7 @@ class Cluster:
     def _scripted(self, plans: Mapping[str, Plan]) -> tuple[str, ...]:
         path = self.folder / "plans.json"
         path.write_bytes(msgspec.json.encode(dict(plans)))
-        return sys.executable, str(Path(__file__).with_name("scripted_planner.py")), str(path)
+        return str(Path(__file__).with_name("scripted_planner.py")), str(path)
 
     def __enter__(self) -> Cluster:
         self._thread.start()
@@ -194,6 +195,8 @@ class Cluster:
                 self._thread.join(10)
         for store in self._stores:
             store.close()
+        if self._planners is not None:
+            self._planners.close()
         self._folder.cleanup()
 
     async def _stop(self) -> None:

@@ -180,10 +180,12 @@ class Fleet:
             "PYTHONUNBUFFERED": "1",
         }
         path = self.folder / f"{name}.log"
-        if arguments[:3] == ("-m", "elasticd", "run") and not within and name not in self.imports_from:
-            # With all that it starts: importing torch again and again would be most of what a test does.
-            forked = forkserver.start("elasticd.__main__", *arguments[2:], environment=environment, output=path)
-            self.processes[name] = forked
+        if not within and name not in self.imports_from:
+            # With all that it starts: importing again and again would be most of what a test does.
+            module = f"{arguments[1]}.__main__"
+            self.processes[name] = forkserver.start(
+                module, *arguments[2:], environment=environment, output=path
+            )
             return
         with path.open("ab") as log:
             self.processes[name] = subprocess.Popen(

@@ -1,7 +1,7 @@
 """A cluster of real processes with tokens, a real job on emulated devices, and the dashboard before it.
 
 Everything is what a user starts: `elasticd coordinator`, `elasticd-agent`, `elasticd run` and
-`elasticd dashboard`. Workers are forked (`tests.forkserver`), which is quicker than to start them.
+`elasticd dashboard`. All are forked (`tests.forkserver`), which is quicker than to start them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import contextlib
 import re
 import signal
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -26,10 +25,11 @@ from elasticd.store.leader import read_leader
 from elasticd.store.protocol import StoreError
 from elasticd.store.server import EtcdServer
 from elasticd.store.session import EtcdOptions
-from elasticd.system.parent_death_signal import ending_with_us
 from elasticd.testing.waiting import until
 from elasticd.wire.api_types import JobStatus
+from tests import forkserver
 from tests.coordinator.secured import private
+from tests.forkserver import Forked
 from tests.soak import worker
 from tests.torchruns import Torchrun, environment
 
@@ -49,7 +49,7 @@ class Stage:
     def __init__(self, folder: Path, *, coordinators: int = 1, nodes: Sequence[str] = NODES) -> None:
         self.folder, self.nodes, self._count = folder, tuple(nodes), coordinators
         self._exits = contextlib.ExitStack()
-        self._coordinators: dict[str, subprocess.Popen[bytes]] = {}
+        self._coordinators: dict[str, Forked] = {}
         self._starts = 0
         self._known = Credentials(token=OPERATOR)
 
@@ -130,16 +130,11 @@ class Stage:
         """Of a node's agent."""
         return str(self._sockets / f"{node}.sock")
 
-    def _python(self, name: str, module: str, *options: str) -> subprocess.Popen[bytes]:
-        with (self.folder / f"{name}.log").open("wb") as log:
-            process = subprocess.Popen(
-                ending_with_us([sys.executable, "-m", module, *options]),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env={**environment(), "PYTHONUNBUFFERED": "1"},
-                start_new_session=True,
-            )
+    def _python(self, name: str, module: str, *options: str) -> Forked:
+        log = self.folder / f"{name}.log"
+        log.unlink(missing_ok=True)  # of the one before it
+        variables = {**environment(), "PYTHONUNBUFFERED": "1"}
+        process = forkserver.start(f"{module}.__main__", *options, environment=variables, output=log)
         self._exits.callback(_end, process)
         return process
 
@@ -271,7 +266,7 @@ class Stage:
         self.asked(lambda api: do(Chaos(api)))
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _end(process: Forked) -> None:
     process.send_signal(signal.SIGTERM)
     try:
         process.wait(10)
