@@ -86,6 +86,8 @@ def start(
     """Runs a script, or the module of a name, with these arguments and this whole environment. What it prints
     goes to the file `output`; what it says on standard error to `errors`, or to `output` too. The workers that
     a module starts are forked as well (`tests.nursery`)."""
+    for path in {output, errors or output}:
+        path.touch(mode=0o600)  # whoever reads it need not wait for it
     work = (str(script), arguments, dict(environment), str(output), str(errors or output))
     process = _context().Process(target=_run, args=work)
     process.start()

@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -24,6 +23,8 @@ from elasticd.store.state_file import default_folder
 from elasticd.system import process_mark
 from elasticd.system.child_processes import ProcessError, Processes
 from elasticd.system.torchrun_launcher import Launch
+from elasticd.testing.waiting import until
+from tests import forkserver, nursery
 from tests.cli.support import call, refused
 
 DEADLINE = 120.0
@@ -31,7 +32,8 @@ DEADLINE = 120.0
 
 def environment(place: Path) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith("ELASTICD_")}
-    return kept | {"XDG_STATE_HOME": str(place / "state")}
+    ours = {"PYTHONPATH": str(forkserver.ROOT), "PYTHONUNBUFFERED": "1"}
+    return kept | ours | {"XDG_STATE_HOME": str(place / "state")}
 
 
 def test_up_serves_says_what_to_do_keeps_its_data_and_leaves_nothing(
@@ -50,20 +52,18 @@ def test_up_serves_says_what_to_do_keeps_its_data_and_leaves_nothing(
     launched: list[Launch] = []
     while len(epochs) < 2:
         chaos = ["--chaos"] if epochs else []
-        process = subprocess.Popen(
-            [sys.executable, "-m", "elasticd", "up", *options, *chaos],
-            env=environment(tmp_path),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
+        printed = tmp_path / f"printed-{len(epochs)}"
+        process = forkserver.start(
+            *("elasticd.__main__", "up", *options, *chaos), environment=environment(tmp_path), output=printed
         )
         try:
-            assert process.stdout is not None
-            said = ""
-            while "Ctrl-C" not in said:
-                line = process.stdout.readline()
-                assert line, said
-                said += line
+
+            def words() -> str:
+                so_far = printed.read_text() if printed.exists() else ""  # noqa: B023
+                assert process.poll() is None, so_far  # noqa: B023
+                return so_far if "Ctrl-C" in so_far else ""
+
+            said = until(words)
             stages = ("starting etcd, ", "etcd answers (", "the coordinator leads (", "the agent serves (")
             assert [line.startswith(stage) for line, stage in zip(said.splitlines(), stages, strict=False)] == (
                 [True] * len(stages)
@@ -108,7 +108,8 @@ def test_up_serves_says_what_to_do_keeps_its_data_and_leaves_nothing(
 
 def kill_and_wait_for_the_next(children: list[psutil.Process], word: str, epoch: int) -> None:
     """Kills a program of 'elasticd up', which starts it again: a later leader serves."""
-    (victim,) = [child for child in children if word in child.cmdline()[1:4]]
+    ours = [child for child in children if child.name() != nursery.NAME]
+    (victim,) = [child for child in ours if os.readlink(f"/proc/{child.pid}/fd/1").endswith(f"/{word}.log")]
     victim.kill()
     deadline = time.monotonic() + DEADLINE
     while not any(int(number) > epoch for number in re.findall(r"epoch (\d+)", call("status").output)):

@@ -94,12 +94,18 @@ PLANS = {
         plan_of((4, [stage(0, LAYERS, ("a/0", 1))]), (4, [stage(0, LAYERS, ("b/0", 1))])),
         1,
     ),
+    "TP over unequal shares beside one device, and sums that wait for sections": (
+        plan_of((4, [stage(0, LAYERS, ("a/0", 5), ("a/1", 3))]), (4, [stage(0, LAYERS, ("b/0", 1))])),
+        3,
+    ),
 }
+#: What all the others have: graphs of three widths, and gradients that are reduced.
+ALL = "TP over unequal shares beside one device, and sums that wait for sections"
 
 
 @pytest.mark.parametrize(
     ("plan", "widths"),
-    [pytest.param(*case, marks=[pytest.mark.full] * (case[0] is ONE), id=name) for name, case in PLANS.items()],
+    [pytest.param(*case, marks=[pytest.mark.full] * (name != ALL), id=name) for name, case in PLANS.items()],
 )
 def test_a_run_trains_as_eager_blocks_do_and_is_compiled_before_training(
     plan: Plan, widths: int, traced: None
