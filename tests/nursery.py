@@ -40,6 +40,7 @@ _PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 1, 15, 36
 #: What `python -m` runs of ours, besides the commands of `_COMMANDS`.
 _MODULES = (
     *("torch.distributed.run", "elasticd.rendezvous.torchrun", "elasticd.runtime.checking"),
+    *("elasticd.runtime.profiling", "elasticd.runtime.profiling.collectives"),
     *("elasticd_agent", "elasticd_planner"),
 )
 _COMMANDS = (("elasticd", "coordinator"), ("elasticd", "dashboard"), ("elasticd", "run"))
@@ -154,8 +155,7 @@ def _popen(nursery: socket.socket) -> type[subprocess.Popen[Any]]:
         ) -> None:
             command, death_signal = _unwrapped(args)
             environment = dict(os.environ if env is None else env)
-            piped = subprocess.PIPE in (stdin, stdout, stderr)
-            if others != (_PIPED if piped else {}) or not _is_ours(command, environment):
+            if others not in ({}, _PIPED) or not _is_ours(command, environment):
                 others |= {"env": env, "stdin": stdin, "stdout": stdout, "stderr": stderr}
                 super().__init__(args, start_new_session=start_new_session, **others)
                 return
@@ -169,7 +169,7 @@ def _popen(nursery: socket.socket) -> type[subprocess.Popen[Any]]:
                     ends = os.pipe()
                     modes = ("rb", "wb") if at == 0 else ("wb", "rb")
                     files[at] = its.enter_context(open(ends[at > 0], modes[0], 0))
-                    ours[at] = open(ends[at == 0], modes[1], 0)  # noqa: SIM115
+                    ours[at] = open(ends[at == 0], modes[1], others.get("bufsize", -1))  # noqa: SIM115
                 numbers = [at if file is None else file.fileno() for at, file in enumerate(files)]
                 socket.send_fds(nursery, [pickle.dumps(asked)], numbers)
                 self.pid = int(nursery.recv(64))

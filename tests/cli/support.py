@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 from click.testing import CliRunner, Result
 
@@ -34,12 +35,33 @@ def refused(*arguments: str) -> str:
     return done.output
 
 
+class Ended(NamedTuple):
+    """The exit code of a command, and what it said on both its outputs."""
+
+    exit_code: int
+    output: str
+
+
+def forked(log: Path, *arguments: str) -> Ended:
+    """One command in a process of its own, which forks those that carry torch."""
+    log.unlink(missing_ok=True)
+    process = forkserver.start("elasticd.__main__", *arguments, environment=_environment(), output=log)
+    try:
+        return Ended(process.wait(DEADLINE * 3), log.read_text())
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _environment() -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("ELASTICD_")}
+    return {**kept, "PYTHONPATH": str(forkserver.ROOT)}
+
+
 @contextmanager
 def daemon(module: str, *arguments: str, log: Path) -> Iterator[Forked]:
     """A process of ours, ended on the way out."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("ELASTICD_")}
-    environment["PYTHONPATH"] = str(forkserver.ROOT)
-    process = forkserver.start(f"{module}.__main__", *arguments, environment=environment, output=log)
+    process = forkserver.start(f"{module}.__main__", *arguments, environment=_environment(), output=log)
     try:
         yield process
     finally:

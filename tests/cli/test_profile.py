@@ -26,7 +26,7 @@ from elasticd.runtime.api.hello import _profiles, job_spec
 from elasticd.runtime.engine.parallelism import ParallelismOptions
 from elasticd.wire.profiler import Done
 from tests import sizes
-from tests.cli.support import DEADLINE, call, refused
+from tests.cli.support import DEADLINE, call, forked, refused
 from tests.planner.measurements import samples
 from tests.runtime.image_model import COUNTS
 from tests.runtime.test_modules import make_recipe
@@ -46,7 +46,7 @@ def test_the_example_is_measured_its_whole_is_what_its_sections_say_and_plan_tak
     out = tmp_path / "profile.json"
     options = ("--loss", "next_token_loss", "--batch", "batch", "--collectives", "--out", str(out))
     for _ in range(TRIES):
-        done = call("profile", EXAMPLE, *QUICK, *options)
+        done = forked(tmp_path / "said", "profile", EXAMPLE, *QUICK, *options)
         assert done.exit_code == 0, done.output
         (line,) = [line for line in done.output.splitlines() if line.startswith("whole model: measured")]
         ratio = float(line.split("by the fit ")[1].split()[0])
@@ -88,7 +88,7 @@ def test_a_script_is_measured_up_to_its_job_with_the_jobs_own_loss_and_samples(t
     script = tmp_path / "train.py"
     script.write_text(TRAIN)
     quick = ("--widths", "1", "--repeats", "3", "--no-whole", "--out", str(out))
-    done = call("profile", str(script), *quick, "--", "--samples", "5")
+    done = forked(tmp_path / "said", "profile", str(script), *quick, "--", "--samples", "5")
     assert done.exit_code == 0, done.output
     assert "samples of 128 tokens" in done.output, "the one that is nearest to the mean"
     assert "the head is without its loss" not in done.output
@@ -103,7 +103,7 @@ def test_each_module_of_a_script_is_measured_and_the_planner_and_a_job_take_them
     out, script = tmp_path / "profile.json", tmp_path / "train.py"
     script.write_text(TRAIN_MODULES)
     quick = ("--widths", "1", "--repeats", "12", "--out", str(out))  # blocks so small that few times are noise
-    done = call("profile", str(script), *quick)
+    done = forked(tmp_path / "said", "profile", str(script), *quick)
     assert done.exit_code == 0, done.output
     assert re.search(r"module vision\nvision: 2 layers on cpu, 1 thread", done.output)
     assert re.search(r"single images of \d, .* rows", done.output)
