@@ -135,6 +135,7 @@ def test_all_of_a_plan_are_aborted_in_one_call_when_its_groups_are_shut(library:
         on_device.process_group(("a/0",), "2")
     groups.park().join(10.0)
     assert len(library.aborted) == 1
+    assert not on_device._all, "its modules alone hold a group that has ended"
 
 
 def test_a_group_that_is_made_while_its_plan_ends_is_aborted(library: Library, monkeypatch: Any) -> None:

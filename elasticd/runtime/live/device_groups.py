@@ -91,6 +91,7 @@ class DeviceGroups:
 
     def ended(self) -> None:
         """See `DataPlane`."""
+        self._all.clear()  # a plan's groups are let go once nothing holds them
         self._ended.set()
 
     def rest(self, seconds: float) -> bool:

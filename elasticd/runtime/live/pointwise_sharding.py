@@ -33,6 +33,8 @@ _OF_LISTS = frozenset(
         *("maximum", "mul", "neg", "pow", "reciprocal", "sqrt", "sub", "zero"),
     )
 )
+#: Operations of one tensor, of whatever sharding, that torch tags otherwise: FSDP detaches all that it shards.
+_ALIKE = frozenset({torch.ops.aten.detach.default})
 #: Arguments that are the same on all ranks.
 _NUMBERS = (int, float, complex, type(None))
 
@@ -96,6 +98,8 @@ class PointwiseSharding:
             return False
         if operation.name().split(".")[0].removesuffix("_") in _OF_LISTS:
             return isinstance(schema.args_schema[0], list | tuple)
+        if operation in _ALIKE:
+            return True
         tags = operation.tags
         one = len(operation._schema.returns) == 1 and schema.return_type_tensor()
         return one and torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
