@@ -215,6 +215,10 @@ def test_items_that_lie_alike_are_one_family() -> None:
     layouts = MeshLayouts(MODEL, mesh_plan(1, TP, (2, 2)))
     up, state = Item("up.weight", "value"), Item("up.weight", "state")
     assert layouts.family(up) == layouts.family(state) != layouts.family(Item("down.weight", "value"))
+    twin = next(each for each in MODEL.tensors if each.name == up.name).replace(name="twin")
+    both = MeshLayouts(MODEL.replace(tensors=(*MODEL.tensors, twin)), mesh_plan(1, TP, (2, 2)))
+    shared = both.layout(up).holdings is both.layout(Item("twin", "value")).holdings
+    assert shared, "whoever deals them out cuts them once"
 
 
 def test_devices_of_tensor_parallelism_take_the_same_samples() -> None:

@@ -37,6 +37,7 @@ class MeshLayouts:
         self._tensors = {tensor.name: tensor for tensor in specs.tensors}
         self._numbers: dict[_Alike, int] = {}
         self._boxes: dict[_Alike, dict[str, tuple[Box, ...]]] = {}
+        self._holdings: dict[_Alike, tuple[Holding, ...]] = {}  # one object for all that are held alike
         self._layouts: dict[str, TensorLayout] = {}
 
     @cached_property
@@ -56,14 +57,15 @@ class MeshLayouts:
     def layout(self, item: Item) -> TensorLayout:
         """The layout of an item. A device with no element of it is left out."""
         if item.name not in self._layouts:
-            tensor = self._tensors[item.name]
-            holdings = tuple(
-                Holding(device=device, box=box)
-                for device, boxes in self._held(item.name).items()
-                for box in boxes
-            )
+            tensor, key = self._tensors[item.name], self._alike(item.name)
+            if key not in self._holdings:
+                self._holdings[key] = tuple(
+                    Holding(device=device, box=box)
+                    for device, boxes in self._held(item.name).items()
+                    for box in boxes
+                )
             self._layouts[item.name] = TensorLayout(
-                name=tensor.name, shape=tensor.shape, dtype=tensor.dtype, holdings=holdings
+                name=tensor.name, shape=tensor.shape, dtype=tensor.dtype, holdings=self._holdings[key]
             )
         return self._layouts[item.name]
 
