@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from itertools import product
 
+import msgspec
 import pytest
 import torch
 from elasticd_migration.checkpoint_writers import writers
@@ -215,8 +216,9 @@ def test_items_that_lie_alike_are_one_family() -> None:
     layouts = MeshLayouts(MODEL, mesh_plan(1, TP, (2, 2)))
     up, state = Item("up.weight", "value"), Item("up.weight", "state")
     assert layouts.family(up) == layouts.family(state) != layouts.family(Item("down.weight", "value"))
-    twin = next(each for each in MODEL.tensors if each.name == up.name).replace(name="twin")
-    both = MeshLayouts(MODEL.replace(tensors=(*MODEL.tensors, twin)), mesh_plan(1, TP, (2, 2)))
+    twin = next(each for each in MODEL.tensors if each.name == up.name)
+    twin = msgspec.structs.replace(twin, name="twin")
+    both = MeshLayouts(msgspec.structs.replace(MODEL, tensors=(*MODEL.tensors, twin)), mesh_plan(1, TP, (2, 2)))
     shared = both.layout(up).holdings is both.layout(Item("twin", "value")).holdings
     assert shared, "whoever deals them out cuts them once"
 
