@@ -140,6 +140,9 @@ def test_samples_that_take_long_are_read_ahead_also_after_quick_ones() -> None:
     taken(reader, range(50, 60))
     assert 3 <= data.readers.count(here) <= 5, "until they have taken as long as all may"
     assert here not in data.readers[-4:]
+    data.seconds = 0.0
+    taken(reader, range(60, 700))
+    assert data.readers[-1] is here, "they are quick again"
 
 
 def test_a_quick_sample_is_read_by_no_other_thread_than_those_that_read_the_same_file_now() -> None:

@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 #: generators, so that a draw is surely seen; more beside training, and then one of so many. It takes some 15
 #: microseconds.
 _ALONE, _WATCHED, _EVERY = 4, 16, 8
-#: Seconds that a read by the training thread takes at most, in the mean, and how many more all may take.
+#: Seconds that reads by the training thread take at most, in the mean of all reads, and how many more at once.
 _QUICK_SECONDS, _SPARE_SECONDS = 1e-4, 0.05
 
 
@@ -99,7 +99,7 @@ class SamplePrefetcher:
         self.here = self._threads is None
         self._reads = 0
         self._judged = False  # a sample that was taken had been read alone
-        self._left = _SPARE_SECONDS  # that reads of the training thread may still take beyond the mean
+        self._left = _SPARE_SECONDS  # that reads by the training thread may take until others read again
         self._quickest = inf  # of the reads of the threads [s]
         self._wanted: dict[SampleKey, deque[Future[_Read]]] = {}
 
@@ -131,6 +131,7 @@ class SamplePrefetcher:
             if read is None:
                 read = (ahead.popleft() if ahead else self._ask(key)).result()
                 self._quickest = min(self._quickest, read.seconds)
+                self._left = min(self._left + _QUICK_SECONDS, _SPARE_SECONDS)
             if read.drew or not (read.alone or self._judged):  # others draw, or seed, meanwhile
                 read = self._ask(key, alone=True).result()
             self._judged = True
@@ -159,8 +160,7 @@ class SamplePrefetcher:
             return None
         self._reads += 1
         read = _watched(self._read(key), watch=self._reads % _EVERY == 0, alone=False)
-        self._left -= read.seconds - _QUICK_SECONDS
-        self._left = min(self._left, _SPARE_SECONDS)
+        self._left = min(self._left + _QUICK_SECONDS - read.seconds, _SPARE_SECONDS)
         return read
 
     def _read_here(self) -> None:
