@@ -190,3 +190,45 @@ def test_a_tied_parameter_adds_its_terms_one_after_the_other() -> None:
     """As by sections: a graph with both uses would add them to each other first, and round otherwise."""
     ((_, *steady),) = backward_calls(make_recipe(), ALONE)
     assert steady == [8 * 2] * 3
+
+
+class Stirred(torch.autograd.Function):
+    """Its backward pass draws by Python's generator at a rate."""
+
+    rate = 0.0
+
+    @staticmethod
+    def forward(_: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(_: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad * (1 + Stirred.rate * random.random() if Stirred.rate else 1)
+
+
+def test_backward_passes_that_draw_late_by_the_hosts_generators_are_keyed_after_the_first_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    forward = Block.forward
+    monkeypatch.setattr(Block, "forward", lambda self, x: Stirred.apply(forward(self, x)))
+    seeds: list[int] = []
+    seed_host = rng.seed_host
+    monkeypatch.setattr(rng, "seed_host", lambda seed: (seeds.append(seed), seed_host(seed)))
+
+    def trained() -> tuple[list[int], dict[str, torch.Tensor]]:
+        engine = engine_on(cast(PlanGroups, MemoryPlanGroups(MemoryWorld(), "a/0")), make_recipe(), ALONE)
+        counts = []
+        for step in range(6):
+            monkeypatch.setattr(Stirred, "rate", 0.5 if step >= 4 else 0.0)
+            seeds.clear()
+            engine.step(step, lambda: 0)
+            counts.append(len(seeds))
+        return counts, {name: p.detach() for name, (_, p) in engine.module.local.parameters.items()}
+
+    random.seed(1)
+    (*_, steady, first, later), weights = trained()
+    assert steady == 1
+    assert 8 < first <= later, "each backward pass after the first one that drew"
+    random.seed(2)
+    _, same = trained()
+    assert all(torch.equal(weights[name], same[name]) for name in same), "the script's generator is not asked"
