@@ -196,6 +196,16 @@ def test_updates_have_the_values_of_torchs_own_answers(optimizer: str, shape: tu
         assert torch.equal(one, other)
 
 
+def test_a_torch_that_lacks_a_name_answers_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    pointwise = PointwiseSharding()
+    assert pointwise.lacking() == []
+    monkeypatch.delattr(PROPAGATOR, "op_single_dim_strategy_funcs")
+    assert pointwise.lacking() == ["op_single_dim_strategy_funcs"]
+    pointwise.install()
+    assert "propagate_op_sharding_non_cached" not in vars(PROPAGATOR)
+    pointwise.remove()
+
+
 def test_an_update_on_a_new_mesh_asks_torch_for_nothing_pointwise() -> None:
     """Nor is the shape of a result worked out again."""
     pointwise = PointwiseSharding()

@@ -35,6 +35,14 @@ _OF_LISTS = frozenset(
 )
 #: Operations of one tensor, of whatever sharding, that torch tags otherwise: FSDP detaches all that it shards.
 _ALIKE = frozenset({torch.ops.aten.detach.default})
+#: What is used of torch's propagator, and of a sharding. Where this torch lacks one of them, torch answers all.
+_OF_PROPAGATOR = (
+    "propagate_op_sharding_non_cached",
+    "_propagate_tensor_meta_non_cached",
+    "op_single_dim_strategy_funcs",
+    "op_strategy_funcs",
+)
+_OF_SHARDING = ("shard_order", "use_strided_shard_as_shard_order", "tensor_meta", "placements", "mesh")
 #: Arguments that are the same on all ranks.
 _NUMBERS = (int, float, complex, type(None))
 
@@ -45,22 +53,31 @@ class PointwiseSharding:
 
     def __init__(self) -> None:
         self._propagator: Any = DTensor._op_dispatcher.sharding_propagator
-        self._of_torch = type(self._propagator).propagate_op_sharding_non_cached
+        self._of_torch = getattr(type(self._propagator), _OF_PROPAGATOR[0], None)
         self._metas: dict[Any, Any] = {}  # shape, stride and dtype of results
         self.answered = self.left = 0  # operations, here and by torch
 
     def install(self) -> None:
-        """Takes the place of torch's function."""
+        """Takes the place of torch's function, if this torch has it."""
+        if self.lacking():
+            return
         self._propagator.propagate_op_sharding_non_cached = self._propagate
 
     def remove(self) -> None:
         """Puts torch's function back."""
         vars(self._propagator).pop("propagate_op_sharding_non_cached", None)  # its class has torch's
 
+    def lacking(self) -> list[str]:
+        """The names of torch that are used here, and that this torch does not have."""
+        of_sharding = {*getattr(DTensorSpec, "__dataclass_fields__", ()), *dir(DTensorSpec)}
+        missing = [name for name in _OF_PROPAGATOR if not hasattr(self._propagator, name)]
+        return missing + [name for name in _OF_SHARDING if name not in of_sharding]
+
     def _propagate(self, schema: OpSchema) -> OutputSharding:
         answer = None if functional._are_we_tracing() else self.answer(schema)
         if answer is None:
             self.left += 1
+            assert self._of_torch is not None
             sharding: OutputSharding = self._of_torch(self._propagator, schema)
             return sharding
         self.answered += 1
