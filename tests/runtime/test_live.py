@@ -23,7 +23,7 @@ from torch.distributed import _functional_collectives as functional
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -1090,6 +1090,12 @@ def unnamed(mesh: Any) -> State:
     return linear(mesh, model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
 
 
+def summed(mesh: Any) -> State:
+    model = nn.Linear(2, 2)
+    model.weight = nn.Parameter(DTensor.from_local(model.weight.detach(), mesh, [Partial()], run_check=False))
+    return linear(mesh, model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+
+
 def kept_group() -> Callable[[Any], State]:
     groups: list[Any] = []
 
@@ -1181,6 +1187,10 @@ REFUSED = {
     "a mesh": (linear, {"meshes": ("dp=x",)}, "give a number of devices"),
     "a loader": (linear, {"data": torch.utils.data.DataLoader(Text())}, "data=loader.dataset"),
     "a stream": (linear, {"data": iter([])}, "give a map-style dataset"),
+    "no build": (3, {}, "build is a int: give a function of a mesh that returns elasticd.State"),
+    "no batch": (linear, {"batch": 0}, "batch is 0; it must be a whole number from 1 on"),
+    "no samples": (linear, {"data": []}, "data is empty: it must hold at least one sample"),
+    "a partial sum": (summed, {}, "weight is a partial sum on the mesh: parameters are sharded or replicated"),
     "no resume": (linear, {"resume": 3}, "resume is a int: give a function of the state"),
     "no steps": (linear, {"steps": -1}, "whole number from 0 on"),
     "FSDP1": (fsdp1, {}, "FSDP1 .*use torch.distributed.fsdp.fully_shard"),
