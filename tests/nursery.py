@@ -41,7 +41,7 @@ _PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 1, 15, 36
 _MODULES = (
     *("torch.distributed.run", "elasticd.rendezvous.torchrun", "elasticd.runtime.checking"),
     *("elasticd.runtime.profiling", "elasticd.runtime.profiling.collectives"),
-    *("elasticd_agent", "elasticd_planner"),
+    *("elasticd.models.huggingface", "elasticd_agent", "elasticd_planner"),
 )
 _COMMANDS = (("elasticd", "coordinator"), ("elasticd", "dashboard"), ("elasticd", "run"))
 #: How asyncio asks for pipes: without buffers.

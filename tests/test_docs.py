@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import doctest
 import itertools
+import os
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -15,6 +14,7 @@ import click
 import pytest
 
 from elasticd.cli.app import elasticd
+from tests import forkserver
 from tests.pages import commands
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -23,11 +23,11 @@ PACKAGES = ("planner/elasticd_planner", "migration/elasticd_migration", "elastic
 BEFORE = {"start": 0.0, "middle": 0.5, "end": 1.0}
 
 
-def test_what_is_drawn_from_the_program_is_as_the_program_is_now() -> None:
+def test_what_is_drawn_from_the_program_is_as_the_program_is_now(tmp_path: Path) -> None:
     """Diagrams, the map of the tree, and the reference of configuration, metrics and events."""
-    command = [sys.executable, str(ROOT / "docs/draw.py"), "--check"]
-    check = subprocess.run(command, capture_output=True, text=True)
-    assert check.returncode == 0, check.stderr
+    variables = {**os.environ, "PYTHONPATH": str(ROOT)}
+    check = forkserver.start(ROOT / "docs/draw.py", "--check", environment=variables, output=tmp_path / "said")
+    assert check.wait(300) == 0, (tmp_path / "said").read_text()
 
 
 def test_every_number_of_the_configuration_has_a_unit() -> None:

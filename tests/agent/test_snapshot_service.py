@@ -413,6 +413,6 @@ def test_descriptors_do_not_grow_over_many_snapshots(scene: Scene) -> None:
     for step in range(1, 11):
         take(step)
     settled = len(open_descriptors())
-    for step in range(11, sizes.number(full=211, quick=51)):
+    for step in range(11, sizes.number(full=211, quick=31)):
         take(step)
     until(lambda: len(open_descriptors()) <= settled + sizes.number(full=4, quick=2))

@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,10 +19,11 @@ from elasticd.system import torchrun_launcher
 from elasticd.system.torchrun_launcher import GPUS_VARIABLE, THREADS_VARIABLE, Launch, environment, visible
 from elasticd.wire import unix_socket
 from elasticd.wire.unix_socket import SLOT_VARIABLE
-from tests import forkserver, sizes
+from tests import forkserver, nursery, sizes
+from tests.liveness import living
 
 DEADLINE = 60.0
-COMMAND = (sys.executable, "-m", "elasticd", "run", "--job", "j", "--devices", "2")
+COMMAND = ("run", "--job", "j", "--devices", "2")
 
 
 def job(gpus: Sequence[str], devices: int = 2) -> Launch:
@@ -135,8 +135,8 @@ def test_without_an_agent_all_torchruns_end_and_nothing_is_left(tmp_path: Path) 
     script = tmp_path / "train.py"
     script.write_text("raise SystemExit(1)\n")
     printed, running = tmp_path / "printed", {**os.environ, "PYTHONPATH": str(forkserver.ROOT)}
-    command = (*COMMAND[3:], "--socket", str(tmp_path / "none.sock"), str(script))
-    done = forkserver.start("elasticd", *command, environment=running, output=printed)
+    command = (*COMMAND, "--socket", str(tmp_path / "none.sock"), str(script))
+    done = forkserver.start("elasticd.__main__", *command, environment=running, output=printed)
     try:
         code = done.wait(2 * DEADLINE)
     finally:
@@ -153,15 +153,13 @@ def test_no_torchrun_outlives_it(number: signal.Signals, tmp_path: Path) -> None
     script = tmp_path / "train.py"
     script.write_text("")
     silent = unix_socket.listen(str(tmp_path / "none.sock"))
-    process = subprocess.Popen(
-        [*COMMAND, "--socket", str(tmp_path / "none.sock"), str(script)],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+    command = (*COMMAND, "--socket", str(tmp_path / "none.sock"), str(script))
+    running = {**os.environ, "PYTHONPATH": str(forkserver.ROOT)}
+    process = forkserver.start("elasticd.__main__", *command, environment=running, output=tmp_path / "printed")
     try:
         deadline = time.monotonic() + DEADLINE
         ours = psutil.Process(process.pid)
-        while len(tree := ours.children(recursive=True)) < 2:
+        while len(tree := living(ours.children(recursive=True), unnamed=nursery.NAME)) < 2:
             assert time.monotonic() < deadline
             time.sleep(0.01)
         os.kill(process.pid, number)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from elasticd.models.huggingface.export import HfExporter
 from elasticd.models.huggingface.folder import FolderWeights
 from elasticd.runtime.engine.engine import first_state
 from elasticd.runtime.model.validation import ModelError
-from tests import sizes
+from tests import forkserver, sizes
 from tests.models import exported, families
 from tests.models.chats import Chats, tokenizer
 from tests.models.layouts import optimizer
@@ -194,13 +193,16 @@ def test_a_job_writes_its_folder_between_steps_and_its_checkpoint_gives_the_same
     ours = {their_name(job._recipe.model, name): value for name, (_, value) in job.parameters().items()}
     assert all(torch.equal(value, loaded.get_parameter(name)) for name, value in ours.items())
     assert any(not torch.equal(value, qwen2().float().get_parameter(name)) for name, value in ours.items())
-    command = [sys.executable, "-m", "elasticd", "checkpoint", "export", str(tmp_path / "checkpoints")]
+    command = ["checkpoint", "export", str(tmp_path / "checkpoints")]
     command += ["--hf", str(tmp_path / "later"), "--base", str(base), "--max-shard-size", "30KB"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert (
-        done.stdout == f"{tmp_path / 'later'}: step 2; from_pretrained({str(tmp_path / 'later')!r}) loads it\n"
-    )
+    said, errors = tmp_path / "said", tmp_path / "errors"
+    variables = {**os.environ, "PYTHONPATH": str(forkserver.ROOT)}
+    done = forkserver.start(
+        "elasticd.__main__", *command, environment=variables, output=said, errors=errors
+    ).wait(300)
+    assert done == 0, errors.read_text()
+    later = str(tmp_path / "later")
+    assert said.read_text() == f"{later}: step 2; from_pretrained({later!r}) loads it\n"
     names = sorted(path.name for path in (tmp_path / "live").iterdir())
     assert sorted(path.name for path in (tmp_path / "later").iterdir()) == names
     assert [
