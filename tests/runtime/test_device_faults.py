@@ -21,6 +21,7 @@ from elasticd.runtime.comm.groups import Cancelled, Group, PeerLost, PlanGroups,
 from elasticd.runtime.comm.in_memory import MemoryPlanGroups, MemoryWorld
 from elasticd.runtime.engine import device_rest
 from elasticd.runtime.engine.engine import Engine
+from elasticd.runtime.engine.state_health import StateHealth
 from elasticd.runtime.switch.copies import Copies
 from elasticd.runtime.switch.switcher import Switcher
 from elasticd.runtime.telemetry.comm_timer import Stopwatch
@@ -100,9 +101,10 @@ def an_engine(world: MemoryWorld) -> Engine:
 
 def test_what_was_delivered_is_believed_once_the_device_has_it_and_no_fault_came() -> None:
     engine = an_engine(MemoryWorld())
-    engine.stale, engine._delivered = True, Moment(2)
+    engine.health.send_parameters()
+    engine._delivered = Moment(2)
     engine._look()
-    assert engine.stale, "it is under way"
+    assert engine.health.stale, "it is under way"
 
     class Ended(Moment):
         def query(self) -> bool:
@@ -112,12 +114,12 @@ def test_what_was_delivered_is_believed_once_the_device_has_it_and_no_fault_came
     engine._delivered = Ended(0)
     engine._look()
     engine._look()
-    assert engine.stale, "an abort may have ended it"
+    assert engine.health.stale, "an abort may have ended it"
     with pytest.raises(Cancelled):
         engine.check()
     engine.plan_groups.dead, engine._delivered = False, Moment(0)
     engine._look()
-    assert not engine.stale
+    assert not engine.health.stale
 
 
 def test_an_engine_whose_device_is_lost_has_no_state_to_give(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,7 +130,7 @@ def test_an_engine_whose_device_is_lost_has_no_state_to_give(monkeypatch: pytest
     monkeypatch.setattr(engine.plan_groups, "shut", lambda: None)
     with pytest.raises(DeviceLost, match="did not come to rest"):
         engine.rest()
-    assert engine.torn
+    assert engine.health.torn
 
 
 class Library:
@@ -323,7 +325,10 @@ def test_a_recovery_takes_a_copy_here_only_if_it_counts_on_it(source: bool) -> N
         "a/0",
     )
     made._copies = Copies(lambda *_: None)
-    made.engine = cast(Any, SimpleNamespace(plan=SimpleNamespace(number=1), lent=None, torn=not source))
+    health = StateHealth()
+    if not source:
+        health.begin_update()
+    made.engine = cast(Any, SimpleNamespace(plan=SimpleNamespace(number=1), lent=None, health=health))
     sources = {"a/1": "x", **({"a/0": "x"} if source else {})}
     recovery = Recovery(fence=2, step=4 if source else 3, sources=sources)
     old = SimpleNamespace(plan=SimpleNamespace(number=1))
@@ -337,7 +342,7 @@ def test_a_rank_that_is_fenced_anywhere_brings_its_device_to_rest_before_it_repo
     done: list[str] = []
     made = Switcher.__new__(Switcher)
     made._todo = queue.Queue()
-    made.engine = cast(Any, SimpleNamespace(rest=lambda: done.append("rest"), spent=False, lent=None))
+    made.engine = cast(Any, SimpleNamespace(rest=lambda: done.append("rest"), health=StateHealth(), lent=None))
     made._state = cast(
         Any, SimpleNamespace(phase=SwitchPhase.STOPPING, trains=True, fenced=False, at_work=False)
     )

@@ -120,7 +120,7 @@ def under(plan: Plan, dataset: Any, precision: Precision | None = None) -> dict[
                 done = evaluate(engine, held, "held", step + 1, next_token_loss, DataOptions(), weights)
                 found.setdefault(weights, []).append(done)
             assert reader.waited_for, "parameters and averages are swapped in place"
-        assert not engine.stale
+        assert not engine.health.stale
         assert all(
             part.training for module in engine.module.local.modules.values() for part in module.modules()
         )
@@ -223,7 +223,7 @@ def test_a_sample_that_cannot_be_read_is_named_on_every_member_and_the_weights_a
         with pytest.raises(SampleError, match="sample 19 ") as caught:
             evaluate(engine, HeldOut(dataset=Torn(19)), "held", 2, next_token_loss, DataOptions(), weights)
         same = all(torch.equal(before[n], p) for n, (_, p) in engine.module.local.parameters.items())
-        return str(caught.value), same, engine.stale
+        return str(caught.value), same, engine.health.stale
 
     found = run_threads(plan.members, worker)
     assert all(same and not stale for _, same, stale in found.values())
@@ -297,7 +297,7 @@ def test_a_measure_that_raises_on_one_member_raises_alike_on_all_and_weights_are
         same = all(torch.equal(before[n], p) for n, (_, p) in engine.module.local.parameters.items())
         again = evaluate(engine, HeldOut(dataset=Held()), "held", 2, next_token_loss, DataOptions(), "value")
         engine.step(2, lambda: 0)
-        return str(caught.value), same, engine.stale, again.loss
+        return str(caught.value), same, engine.health.stale, again.loss
 
     found = run_threads(plan.members, worker)
     assert all(same for _, same, _, _ in found.values())

@@ -643,7 +643,7 @@ def test_a_body_that_breaks_off_is_torn_where_it_is_not_known_what_it_owes(
         if step.index == at:
             break
     assert made == [True] * at + [False]
-    assert step.copy.torn
+    assert step.copy.health.torn
 
 
 def test_a_body_that_breaks_off_between_two_updates_is_torn(monkeypatch: Any) -> None:
@@ -660,7 +660,7 @@ def test_a_body_that_breaks_off_between_two_updates_is_torn(monkeypatch: Any) ->
         if step.index == 2:
             break
     assert made == [True, True, False]
-    assert step.copy.torn
+    assert step.copy.health.torn
 
 
 def test_an_optimizer_does_not_step_on_what_a_failed_collective_left(monkeypatch: Any) -> None:
@@ -674,7 +674,7 @@ def test_an_optimizer_does_not_step_on_what_a_failed_collective_left(monkeypatch
             Work.wait(Gone(weight.grad))
             step.state.optimizer.step()
         break
-    assert (step.made, step.copy.torn) == (False, True)
+    assert (step.made, step.copy.health.torn) == (False, True)
     assert not weight.isnan().any()
 
 

@@ -53,7 +53,7 @@ def worker(device: str, store: Any, old: Plan, new: Plan, aside: tuple[str, ...]
             engine.optimizer.param_groups[0]["lr"] *= 2
         with pytest.raises(Disagreement):
             attempt(2)
-        assert not engine.spent, "nothing was moved: the old plan can go on"
+        assert not engine.health.consumed, "nothing was moved: the old plan can go on"
         assert (engine.lent is not None) == (device in aside)
         engine.back()  # as the switcher does: a step under the old plan could follow
         if device == "b/0":
@@ -69,7 +69,7 @@ def worker(device: str, store: Any, old: Plan, new: Plan, aside: tuple[str, ...]
     if aside and engine is not None:
         np.testing.assert_equal(held_by(engine.state()), before)  # its copy of the old plan, wherever it lies
     if engine is not None:
-        assert engine.spent != bool(aside)
+        assert engine.health.consumed != bool(aside)
         said = [copy.number for copy in Copies(lambda number, engine: None).report(3, engine, SWITCH).copies]
     if prepared.engine is None:
         return {"said": said, "losses": [d.outcome.vote.loss for d in done]}

@@ -15,6 +15,7 @@ from elasticd.runtime.api.step import Step
 from elasticd.runtime.api.train_loop import Loop, Next
 from elasticd.runtime.comm.groups import Cancelled, PeerLost
 from elasticd.runtime.data.prefetch import NothingRead, SampleError
+from elasticd.runtime.engine.state_health import StateHealth
 from elasticd.runtime.exits import JobStopped
 from elasticd.runtime.telemetry.main_thread import MainThread
 from elasticd.wire.worker import DrainNotice, Finished, Raised
@@ -37,8 +38,7 @@ class Engine:
     faults: dict[int, Exception] = field(default_factory=dict)
     after_recovery: bool = False
     interrupted: bool = False
-    torn: bool = False
-    spent: bool = False
+    health: StateHealth = field(default_factory=StateHealth)
     rank: int = 0
     stopping: list[bool] = field(default_factory=list)  # of each step that was made
 

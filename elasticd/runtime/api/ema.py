@@ -108,7 +108,7 @@ def averaged(engine: Engine, weights: str) -> Iterator[None]:
     """Inside, the model computes with the average of its parameters. All members of the plan call it together.
 
     If a fault ends it, parameters are restored on the devices that keep their state; under ZeRO the engine is
-    `stale` until the other devices have received them.
+    stale until the other devices have received them.
 
     Raises:
         ValueError: the optimizer keeps no average.
@@ -121,7 +121,8 @@ def averaged(engine: Engine, weights: str) -> Iterator[None]:
     refuse_without_average(engine)
     engine.delivered()
     engine.copied()
-    engine.stale = engine.plan.state.zero > 0
+    if engine.plan.state.zero:
+        engine.health.send_parameters()
     swapped: list[tuple[nn.Parameter, Tensor]] = []
     together = True
     try:
@@ -144,7 +145,7 @@ def averaged(engine: Engine, weights: str) -> Iterator[None]:
                 module.zero.all_gather_params()
         if together:
             engine.settle()  # the other members have received them: this rank may end next
-            engine.stale = False
+            engine.health.receive_parameters()
 
 
 def refuse_without_average(engine: Engine) -> None:

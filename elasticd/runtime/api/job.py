@@ -579,7 +579,7 @@ class Job(RankInfo):
         the plan left the loop after the same step."""
         step, engine = self._switcher.step, self._switcher.engine
         why = f"the script left the loop after {step} of {self._total} steps"
-        if engine is not None and self._saver is not None and not (engine.torn or self._end.ended):
+        if engine is not None and self._saver is not None and not (engine.health.torn or self._end.ended):
             if self._control.alone:
                 self._loop.save_alone(engine)
             elif not self._loop.saved_by_all(engine):
@@ -717,7 +717,9 @@ class Job(RankInfo):
         engine = self._switcher.engine
         if engine is None or not (self._end.left or self._end.ended):
             return self._between_steps.read(lambda engine: engine.delivered_state())
-        return engine.delivered_state() if engine.stale else engine.state()  # the plan's groups may be shut
+        return (
+            engine.delivered_state() if engine.health.stale else engine.state()
+        )  # the plan's groups may be shut
 
     def save_pretrained(
         self,

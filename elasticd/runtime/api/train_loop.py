@@ -194,7 +194,7 @@ class Loop:
         engine = switcher.engine
         if engine is None:
             return
-        if not engine.torn:
+        if not engine.health.torn:
             with suppress(DeviceLost):  # then the state here is lost, and the word says so
                 engine.rest()
         lost: Exception | None = lost_within(error)
@@ -236,7 +236,7 @@ class Loop:
             error,
             plan=engine.plan.number,
             step=self.switcher.step,
-            holds=not (engine.torn or engine.spent),
+            holds=engine.health.usable,
             saves=saves and self.saver is not None,
             ends=ends,
             index=self.index,

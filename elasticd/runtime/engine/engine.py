@@ -56,6 +56,7 @@ from elasticd.runtime.engine.pass_watch import PassPacer
 from elasticd.runtime.engine.recipe import Recipe
 from elasticd.runtime.engine.set_aside import SetAside
 from elasticd.runtime.engine.stability import StabilityGuard
+from elasticd.runtime.engine.state_health import StateHealth
 from elasticd.runtime.engine.step_state import Passed
 from elasticd.runtime.engine.vote import (
     Draining,
@@ -161,14 +162,11 @@ class Engine:
     communicators: Communicators  #: for tensors of the model
     linear: int  #: see `elasticd_planner.spec.sample_packing.linear_of`
     modules: dict[str, ModuleEngine]  #: by name
-    #: Under ZeRO: for all that is known parameters have new values only on the devices that keep their state.
-    stale: bool
+    health: StateHealth  #: of the state here
     reduced: int | None  #: index of the step whose gradients are reduced here and wait for their update
     last: Vote | None  #: that of the last update
-    spent: bool  #: its memory holds the state of another plan, by a move in place: it cannot train any more
     lent: SetAside | None  #: its state, a part of which lies in host memory until `back`; None: nothing does
     guard: StabilityGuard  #: leaves updates out
-    torn: bool  #: an update began and did not end: the state here is of no step
     leave_out: int  #: index of the last step whose update is left out, since the job went back; -1: of none
     copied: Callable[[], None]  #: returns when no snapshot reads the state any more: it may change
     #: Its members may be at different places between two steps (`between_steps`): after a recovery, and after
@@ -247,7 +245,8 @@ class Engine:
         self._after: str | None = None
         self._delivered: Event | None = None  # after the last step's deliveries; None: they are over
         self.copied = lambda: None
-        self.after_recovery = self.torn = self.stale = self.spent = self._met = False
+        self.health = StateHealth()
+        self.after_recovery = self._met = False
         self._batches = BatchesAhead(
             recipe.feed, self.loss_plan, self.linear, recipe.planning, self.plan.members
         )
@@ -416,7 +415,7 @@ class Engine:
     @property
     def interrupted(self) -> bool:
         """True where the plan's groups are shut and the state here is whole."""
-        return self.plan_groups.dead and not self.torn
+        return self.plan_groups.dead and not self.health.torn
 
     def check(self) -> None:
         """Raises Cancelled once the plan's groups are shut: what came from others may be garbage."""
@@ -435,7 +434,8 @@ class Engine:
     def _arrived(self) -> None:
         """Marks the parameters as ready: the values that were sent after the last update have arrived."""
         if self._delivered is not None:
-            self.stale, self._delivered = False, None
+            self.health.receive_parameters()
+            self._delivered = None
 
     def _look(self) -> None:
         """Marks the parameters as ready if their values have arrived. An abort may end messages under way, so
@@ -456,7 +456,7 @@ class Engine:
         try:
             come_to_rest(self.device, self.plan_groups, self.communicators.rest, self.accelerator)
         except DeviceLost:
-            self.torn = True
+            self.health.lose()
             raise
 
     def settle(self) -> None:
@@ -701,10 +701,11 @@ class Engine:
         if self.reduced != vote.step:
             raise RuntimeError(f"the gradients here are of step {self.reduced}, the vote is of {vote.step}")
         self.copied()
-        self.reduced, self.last, self.torn = None, vote, True
+        self.reduced, self.last = None, vote
+        self.health.begin_update()
         if self._after is not None:
             self._carried[DATA], self._after = self._after, None
-        self.stale, self._delivered = self.plan.state.zero > 0, None
+        self._delivered = None
         if vote.apply:
             unreached = self._unreached(vote)
             counted = self._recipe.model.counted
@@ -723,7 +724,7 @@ class Engine:
         self.guard.after(vote)
         if self.scheduler is not None:
             self.scheduler.step()
-        self.torn = False
+        self.health.end_update(stale=self.plan.state.zero > 0)
         for module in self.modules.values():
             module.zero.clear()
 

@@ -17,6 +17,7 @@ from elasticd.runtime.accelerator import CPU, Accelerator, DeviceLost
 from elasticd.runtime.comm.groups import Cancelled, Group, PlanGroups
 from elasticd.runtime.engine.device_rest import come_to_rest
 from elasticd.runtime.engine.set_aside import NoHostMemory
+from elasticd.runtime.engine.state_health import StateHealth
 from elasticd.runtime.engine.vote import StepVote
 from elasticd.runtime.live.live_state import LiveRefusal, LiveTensors, State, difference, on_mesh
 from elasticd.runtime.live.world import World
@@ -41,7 +42,6 @@ class LiveCopy:
         accelerator: that tensors lie on.
     """
 
-    stale = False  # nothing here is sent late
     lent = None
 
     def __init__(
@@ -54,7 +54,7 @@ class LiveCopy:
         self.accelerator = accelerator
         self.layouts, self.plan, self.plan_groups = layouts, layouts.plan, groups
         self.before = before
-        self.spent = False  # the copy that took this one's tensors over has trained them on
+        self.health = StateHealth()  # consumed: the copy that took this one's tensors over has trained them on
         self.device = groups.me
         self.built_for: int = layouts.plan.number if before is None else before.built_for  # plan of its `build`
         self.rank = layouts.plan.rank(groups.me)
@@ -66,7 +66,6 @@ class LiveCopy:
         self.tensors: LiveTensors | None = None if before is None else before.tensors
         self.reduced: int | None = None
         self.last: Vote | None = None
-        self.torn = False
 
     @property
     def user(self) -> State:
@@ -107,7 +106,8 @@ class LiveCopy:
     def trains_on(self) -> None:
         """An update comes next: the tensors are those of no plan before this one any more."""
         if self.before is not None:
-            self.before.spent, self.before = True, None
+            self.before.health.consume()
+            self.before = None
 
     def state(self) -> LocalState:
         """The state of this device, by reference. Raises NotElementWise."""

@@ -335,7 +335,8 @@ class LiveLoop:
                 step.lost, step.decided = fault, False
                 return True
             log.warning("a collective ended the body of step %d after its update: %s", step.index, fault)
-        step.copy.torn, step.made = False, True
+        step.copy.health.end_update(stale=False)
+        step.made = True
         self._warn_of(step)
         if step.stepped:  # a scaler that leaves an update out may leave those of schedulers out, too
             self._usual.note(step)
@@ -497,7 +498,8 @@ class LiveLoop:
         finally:
             self._votes = False
         self._vote_seconds = time.perf_counter() - asked
-        copy.reduced, copy.last, copy.torn, step.decided = None, vote, True, True
+        copy.reduced, copy.last, step.decided = None, vote, True
+        copy.health.begin_update()
         copy.trains_on()
         if snapper is not None:
             snapper.copied()
@@ -584,7 +586,12 @@ class LiveLoop:
             return
         index = self._step.index if self._step is not None else None
         word = raised(
-            error, plan=copy.plan.number, step=switcher.step, holds=not copy.torn, saves=False, index=index
+            error,
+            plan=copy.plan.number,
+            step=switcher.step,
+            holds=not copy.health.torn,
+            saves=False,
+            index=index,
         )
         lost = self._fault(self._step, error)
         if lost is None:

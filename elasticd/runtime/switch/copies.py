@@ -55,7 +55,7 @@ class Copies(Generic[Held]):
         """
         held = [kept for kept, _ in self._kept.values()]
         found = [*held, current] if current is not None and current not in held else held
-        return [each for each in found if each is not engine and not (each.spent or each.torn)]
+        return [each for each in found if each is not engine and each.health.usable]
 
     def report(self, fence: int, engine: Held | None, step: int) -> StateReport:
         """Returns what is held here, in answer to a fence; no collective and no update may be under way.
@@ -69,14 +69,14 @@ class Copies(Generic[Held]):
             step: Updates applied to it.
         """
         copies = [
-            Copy(number=number, step=updates, stale=kept.stale)
+            Copy(number=number, step=updates, stale=kept.health.stale)
             for number, (kept, updates) in list(self._kept.items())
-            if not (kept.spent or kept.torn)
+            if kept.health.usable
         ]
         vote = None
-        if engine is not None and not (engine.spent or engine.torn):
+        if engine is not None and engine.health.usable:
             behind = engine.reduced == step
-            copies.append(Copy(number=engine.plan.number, step=step, behind=behind, stale=engine.stale))
+            copies.append(Copy(number=engine.plan.number, step=step, behind=behind, stale=engine.health.stale))
             vote = engine.last
         return StateReport(fence=fence, copies=tuple(copies), vote=vote)
 

@@ -253,7 +253,7 @@ class StateMove(Generic[Held]):
                 raise
             in_place = prepared.proposal.in_place
             if source is not None and in_place:
-                source.spent = True
+                source.health.consume()
             try:
                 return migrate(
                     old,
@@ -266,7 +266,7 @@ class StateMove(Generic[Held]):
                 )
             except (Disagreement, Lost):
                 if source is not None and in_place:
-                    source.spent = False  # on every rank alike: nothing was moved
+                    source.health.give_back()  # on every rank alike: nothing was moved
                 raise
 
     def _local(self, old: Holdings, tensors: JobTensors, own: Callable[[Held], LocalState]) -> LocalState:

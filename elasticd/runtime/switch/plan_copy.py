@@ -19,13 +19,13 @@ from elasticd_planner.spec.box import Box
 from elasticd.records import Proposal, Vote
 from elasticd.runtime.comm.communicators import Communicators
 from elasticd.runtime.comm.groups import Group, PlanGroups
+from elasticd.runtime.engine.state_health import StateHealth
 
 
 class PlanCopy(Protocol):
     """The training state under one plan on one rank."""
 
-    torn: bool  #: an update began and did not end: the state here is of no step
-    spent: bool  #: its memory holds the state of another plan
+    health: StateHealth  #: of the state here
 
     @property
     def plan(self) -> Any:
@@ -38,10 +38,6 @@ class PlanCopy(Protocol):
     @property
     def rank(self) -> int:
         """The rank of this device under the plan."""
-
-    @property
-    def stale(self) -> bool:
-        """True while parameters have new values only on the devices that keep their state."""
 
     @property
     def reduced(self) -> int | None:

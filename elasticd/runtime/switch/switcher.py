@@ -375,7 +375,7 @@ class Switcher(Generic[Held]):
                 self._feed(sw.Rested())
                 continue
             standby = not self._state.trains and not self._state.fenced and self.engine is None
-            if self._todo.empty() and self.at_work and self.engine is not None and self.engine.spent:
+            if self._todo.empty() and self.at_work and self.engine is not None and self.engine.health.consumed:
                 self._lose_peers("the move in place failed, and took the state that it began with")
                 continue
             if self._todo.empty() and self.at_work and self.engine is not None and self.engine.lent is not None:
@@ -449,7 +449,7 @@ class Switcher(Generic[Held]):
             prepared.transition.shut()  # frees the others, who learn it the same way
             if prepared.communicators is not None and not prepared.communicators.rest(DRAIN_SECONDS):
                 if self.engine is not None:
-                    self.engine.torn = True
+                    self.engine.health.lose()
                 raise DeviceLost(f"{self._device}: it did not come to rest after a failed move") from error
             self._feed(sw.MoveFailed(number=number, reason=reason))
         else:
