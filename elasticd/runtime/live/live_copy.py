@@ -140,7 +140,7 @@ class LiveCopy:
         try:
             come_to_rest(self.device, self.plan_groups, self.world.on_device.rest, self.accelerator)
         except DeviceLost:
-            self.torn = True
+            self.health.lose()
             raise
 
     def back(self) -> None:
