@@ -278,7 +278,8 @@ def placed(what: Launch, following: Following | None) -> Launch:
         f"ask for --devices {free}, or end a job" if free else "end a job (elasticd stop), or use another node"
     )
     used = _uses(what, following)
-    raise CannotPlace(f"{what.devices} devices are asked for, and {free} are free: used are {used}: {remedy}")
+    are = "is" if free == 1 else "are"
+    raise CannotPlace(f"{what.devices} devices are asked for, and {free} {are} free: used are {used}: {remedy}")
 
 
 def _taken(what: Launch, following: Following) -> set[int]:

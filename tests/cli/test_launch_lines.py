@@ -105,7 +105,7 @@ def test_free_devices_are_taken_unless_the_user_names_some(
 
 
 def test_too_few_free_devices_are_refused_with_the_remedy() -> None:
-    with pytest.raises(CannotPlace, match=r"2 devices .* and 1 are free: used are a/0 by job x, .*--devices 1"):
+    with pytest.raises(CannotPlace, match=r"2 devices .* and 1 is free: used are a/0 by job x, .*--devices 1"):
         placed(launch(), following({0: "x", 1: "x", 2: "x"}))
     with pytest.raises(CannotPlace, match="elasticd stop"):
         placed(launch(gpus=("0", "1")), following({0: "x", 1: "x"}))

@@ -334,7 +334,7 @@ def test_devices_of_a_job_in_restart_mode_are_its_own_and_their_output_is_found_
         assert "--device-ids 1: used are a/1 by job held" in other.ours[-1]
     both = launches.run("a", "--job", "other", "--mode", "restart", *options)
     assert both.wait() == 1
-    assert "2 devices are asked for, and 1 are free: used are a/1 by job held" in both.ours[-1]
+    assert "2 devices are asked for, and 1 is free: used are a/1 by job held" in both.ours[-1]
     beside = launches.run("a", "--job", "beside", "--devices", "1", "--mode", "restart", *options)
     reaches(beside, 2)
     until(lambda: launches.restarting("beside").get("members") == ("a/0",), said(beside))
