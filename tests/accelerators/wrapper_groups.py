@@ -111,6 +111,12 @@ class WrapperGroup(dist.ProcessGroup):
             list(zip(tensors, hosts, strict=True)),
         )
 
+    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> Any:
+        out, parts = outputs[0].cpu(), [[each.cpu() for each in listed] for listed in inputs]
+        if self._backend is None:
+            out = parts[0][0]
+        return self._run(lambda backend: backend.scatter([out], parts, opts), [(outputs[0], out)])
+
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Any:
         hosts = [torch.empty_like(each, device="cpu") for each in outputs[0]]
         own = inputs[0].cpu()
