@@ -12,7 +12,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +23,7 @@ from elasticd_agent.command import command as agent_command
 
 from elasticd.cli.app import elasticd
 from elasticd.system.sd_notify import SdNotifier
+from tests import forkserver
 from tests.etcds import SharedEtcd
 
 UNITS = Path(__file__).resolve().parent.parent / "systemd"
@@ -116,17 +116,19 @@ def test_a_daemon_says_that_it_is_ready_lives_and_ends(
     shared_etcd: SharedEtcd, manager: Manager, tmp_path: Path, daemon: str
 ) -> None:
     words = {
-        "agent": ("elasticd_agent", "--node", "n0", "--socket", str(tmp_path / "a.sock"), "--devices", "1"),
-        "coordinator": ("elasticd", "coordinator", "--name", "c0", "--port", "0"),
+        "agent": ("elasticd_agent.__main__", "--node=n0", f"--socket={tmp_path / 'a.sock'}", "--devices=1"),
+        "coordinator": ("elasticd.__main__", "coordinator", "--name", "c0", "--port", "0"),
     }
     environment = {name: value for name, value in os.environ.items() if not name.startswith("ELASTICD_")}
     environment |= {
         "NOTIFY_SOCKET": str(tmp_path / "notify"),
+        "PYTHONPATH": str(forkserver.ROOT),
         "WATCHDOG_USEC": "200000",
         "XDG_STATE_HOME": str(tmp_path),
     }
     options = ("--etcd", shared_etcd.endpoint, "--cluster", shared_etcd.cluster("services"))
-    process = subprocess.Popen([sys.executable, "-m", *words[daemon], *options], env=environment)
+    said = tmp_path / "said"
+    process = forkserver.start(*words[daemon], *options, environment=environment, output=said)
     try:
         manager.until("READY=1")
         manager.until("WATCHDOG=1", 3)
