@@ -260,8 +260,8 @@ class JobPage extends Page {
 
   /** @param {JobRow} row */
   speed(row) {
-    const columns = this.columns;
-    if (!columns || !columns.step.length) return noStep(row);
+    if (!this.columns || !this.columns.step.length) return noStep(row);
+    const columns = broken(this.columns);
     return html`<ed-chart
       label="Throughput"
       unit="tokens/s"
@@ -290,8 +290,8 @@ class JobPage extends Page {
 
   /** @param {JobRow} row */
   loss(row) {
-    const columns = this.columns;
-    if (!columns || !columns.step.length) return noStep(row);
+    if (!this.columns || !this.columns.step.length) return noStep(row);
+    const columns = broken(this.columns);
     return html`<ed-chart
       label="Loss"
       unit="mean per token"
@@ -392,6 +392,27 @@ class JobPage extends Page {
         }${view.repeated_steps ? `; ${counted(view.repeated_steps, "step")} done again` : nothing}
       </p>`;
   }
+}
+
+/** Columns with a point without values where steps are not known, so that no line is drawn over them.
+ * @param {StepColumns} columns */
+function broken(columns) {
+  const { step, every } = columns;
+  const gaps = new Set(step.map((_, i) => i).filter((i) => i > 0 && step[i] - step[i - 1] > 1.5 * every));
+  if (!gaps.size) return columns;
+  /** @template T @param {T[]} column  @param {(i: number) => T} between */
+  const apart = (column, between) =>
+    column.flatMap((value, i) => (gaps.has(i) ? [between(i), value] : [value]));
+  const unknown = () => null;
+  return {
+    ...columns,
+    step: apart(step, (i) => step[i - 1] + every),
+    tokens_per_second: apart(columns.tokens_per_second, unknown),
+    within_steps: apart(columns.within_steps, unknown),
+    predicted: apart(columns.predicted, unknown),
+    bound: apart(columns.bound, unknown),
+    loss: apart(columns.loss, unknown),
+  };
 }
 
 /** @param {JobRow} row */
