@@ -12,6 +12,7 @@ import numpy as np
 from elasticd_planner.numeric import Floats
 from elasticd_planner.placement.expert_forecast import ExpertForecast
 from elasticd_planner.placement.expert_placement import arrivals, busiest, least_busiest, placed
+from elasticd_planner.spec.expert_load import divided
 from elasticd_planner.spec.plan import HeldExperts, SplitExperts
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
@@ -141,7 +142,7 @@ def score(
     for step, load in enumerate(loads):
         if ours is not None and theirs is not None:
             bound = least_busiest(load, slowdown)
-            held = ((ours.held, ours.splits), theirs, (even, ()))
+            held = ((ours.held, divided(load, ours.held, slowdown)), theirs, (even, ()))
             scores.append([busiest(load, slowdown, own, splits) / bound for own, splits in held])
         if step % REPORTED == 0:
             forecast = forecast.after({0: tuple(load.tolist())})

@@ -40,6 +40,7 @@ class _StageView(msgspec.Struct):
     lanes: tuple[int, ...] = ()
     experts: tuple[HeldExperts, ...] = ()
     splits: tuple[SplitExperts, ...] = ()
+    slowdowns: tuple[int, ...] = ()
 
 
 class _PipelineView(msgspec.Struct):
@@ -143,6 +144,7 @@ def _module(module: _ModuleView) -> ModulePlan:
                     lanes=stage.lanes,
                     experts=stage.experts,
                     splits=stage.splits,
+                    slowdowns=stage.slowdowns,
                 )
                 for stage in pipeline.stages
             ),

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import msgspec
 from elasticd_planner.placement.expert_placement import least_busiest
 from elasticd_planner.spec.cluster import Rates, rate_of
-from elasticd_planner.spec.expert_load import ExpertLoad, blocks_of, held_in, rows_by_device
+from elasticd_planner.spec.expert_load import ExpertLoad, blocks_of, held_in, rows_by_device, splits_in
 from elasticd_planner.spec.mesh import JobPlan, MeshPlan
 from elasticd_planner.spec.plan import Plan, Stage
 from elasticd_planner.spec.sequence_lengths import PER_DOUBLING
@@ -178,7 +178,7 @@ def _expert_block(group: Stage, block: int, load: ExpertLoad, rates: Rates) -> v
     weights = load.weights(block)
     held = group.experts_of(block) or held_in(group, block, len(weights))
     slowdowns = [rate_of(rates, device) for device in group.devices]
-    rows = rows_by_device(weights, held, group.splits_of(block))
+    rows = rows_by_device(weights, held, splits_in(group, block, weights))
     seconds = [slowdown * own for slowdown, own in zip(slowdowns, rows, strict=True)]
     busiest = max(range(len(seconds)), key=seconds.__getitem__)
     return views.ExpertBlock(

@@ -39,7 +39,9 @@ TWO, COLUMNS = ("a/0", "a/1"), "columns of each expert in one lane"
 _LANE = stage(0, BLOCKS, *((device, 1) for device in TWO))
 WAITING: dict[str, Plan] = {
     COLUMNS: plan_of((PASSES, [_LANE])),
-    "placed experts of one lane": plan_of((PASSES, [placed(_LANE, HALVES)])),
+    "placed experts of one lane": plan_of(
+        (PASSES, [msgspec.structs.replace(placed(_LANE, HALVES), slowdowns=(64, 96))])
+    ),
     "experts that lanes share": plan_of(
         ((PASSES, PASSES - 1), [placed(msgspec.structs.replace(_LANE, lanes=(1, 1)), HALVES)])
     ),

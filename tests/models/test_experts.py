@@ -83,7 +83,10 @@ SETS: list[HeldExperts] = [((0, 2, 5), (1, 3), (4, 6, 7)), ((1, 2, 3, 4, 5, 6, 7
 THREE = placed(stage(0, LAYERS, ("a/0", 3), ("a/1", 3), ("a/2", 2)), *SETS)
 #: Their rows divided unequally: all of an expert's on one of its devices, too.
 DIVIDED = msgspec.structs.replace(THREE, splits=((), ((2, 1, 3), (4, 0, 1), (7, 60000, 5536)), (), ()))
+#: Divided in each pass by its own rows.
+ANEW = msgspec.structs.replace(THREE, slowdowns=(64, 128, 80))
 PLACED: dict[str, Plan] = {
+    "sets divided in each pass": plan_of((8, [ANEW])),
     "sets in a lane": plan_of((5, [THREE]), (3, [stage(0, 1, ("b/0", 1)), stage(1, LAYERS, ("b/1", 1))])),
     "sets in unequal parts": plan_of((8, [DIVIDED])),
     "sets, interleaved": plan_of(

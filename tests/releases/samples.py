@@ -174,6 +174,7 @@ MODULES = Plan(
                                     microseconds=(1000, 2000),
                                     experts=((), ((0, 3), (1, 2)), (), ((0, 1, 2, 3), (2,))),
                                     splits=((), (), (), ((2, 49152, 16384),)),
+                                    slowdowns=(64, 80),
                                 ),
                             ),
                             micro_batches=4,

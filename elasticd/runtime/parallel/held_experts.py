@@ -66,6 +66,23 @@ class OwnExperts:
         for place, expert in enumerate(holders.held[rank]):
             self._local[expert] = place
 
+    def pairs(self, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The pairs that the member computes of a pass: by pair its row, its place in the row, and the member's
+        number of its expert. The host waits once."""
+        holders = self._holders
+        if not holders.slowdowns:
+            local = self.of(index)
+            row, slot = (local >= 0).nonzero(as_tuple=True)
+            return row, slot, local[row, slot]
+        if self._local.device != index.device:
+            self._local = self._local.to(index.device)
+        flat = index.long().clamp(-1, holders.count).flatten()
+        order = flat.argsort(stable=True)
+        counts = flat.new_zeros(holders.count + 2).index_add_(0, flat + 1, torch.ones_like(flat)).tolist()
+        runs = holders.runs(counts[1:-1], self._rank)
+        own = torch.cat([order[:0], *(order[counts[0] + start : counts[0] + stop] for start, stop in runs)])
+        return own // index.shape[1], own % index.shape[1], self._local[flat[own]]
+
     def of(self, index: Tensor) -> Tensor:
         """The member's number of the expert of each pair [rows, k]; -1 of a pair that it does not compute."""
         if self._local.device != index.device:
@@ -84,12 +101,11 @@ def _term(
     weights: Tensor,
     **others: Any,
 ) -> Tensor:
-    local = held.of(index)
-    row, slot = (local >= 0).nonzero(as_tuple=True)
+    row, slot, local = held.pairs(index)
     note(Pairs(len(row), len(index), index.shape[1], held.count))
     pairs, pair_weights = rows[row], weights[row, slot][:, None]
     if len(row):
-        pairs = forward(pairs, local[row, slot][:, None].to(index.dtype), pair_weights, **others)
+        pairs = forward(pairs, local[:, None].to(index.dtype), pair_weights, **others)
     else:
         # The term keeps its place in the backward pass, in which the members' all-reduces have one order.
         pairs = pairs * pair_weights

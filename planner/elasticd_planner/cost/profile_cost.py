@@ -103,7 +103,7 @@ class ProfileCost:
         again."""
         if self.load is None or len(stage.devices) == 1:
             return ()
-        return stage.chunks, stage.experts, stage.splits
+        return stage.chunks, stage.experts, stage.splits, stage.slowdowns
 
     def sized(self, tokens: float) -> ProfileCost:
         """The same cost of micro-batches of so many tokens."""

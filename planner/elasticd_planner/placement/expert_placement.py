@@ -24,7 +24,7 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 
 from elasticd_planner.numeric import EQUAL
-from elasticd_planner.spec.expert_load import rows_by_device
+from elasticd_planner.spec.expert_load import Parts, rows_by_device
 from elasticd_planner.spec.plan import HeldExperts, SplitExperts
 from elasticd_planner.value import refuse
 
@@ -119,9 +119,7 @@ def placed(
     return search.placement(best, total)
 
 
-def busiest(
-    load: Sequence[float], slowdown: Sequence[float], held: HeldExperts, splits: SplitExperts = ()
-) -> float:
+def busiest(load: Sequence[float], slowdown: Sequence[float], held: HeldExperts, splits: Parts = ()) -> float:
     """Rows times slowdown of the busiest device of a placement under a load."""
     return max(x * rows for x, rows in zip(slowdown, rows_by_device(load, held, splits), strict=True))
 

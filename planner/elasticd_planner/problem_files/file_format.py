@@ -398,6 +398,7 @@ def answer(planned: Planned, planning_seconds: float) -> dict[str, Any]:
                             **({"lanes": list(stage.lanes)} if stage.lanes else {}),
                             **({"experts": stage.experts} if stage.experts else {}),
                             **({"splits": stage.splits} if stage.splits else {}),
+                            **({"slowdowns": list(stage.slowdowns)} if stage.slowdowns else {}),
                         }
                         for stage in pipeline.stages
                     ],

@@ -195,7 +195,8 @@ class _Placing:
             splits.append(
                 tuple((expert, *each) for expert, each in parts.items() if len(each) > 1 and len({*each}) > 1)
             )
-        return msgspec.structs.replace(stage, experts=tuple(experts), splits=tuple(splits))
+        slowdowns = tuple(max(1, round(64 * rate_of(self.rates, device))) for device in stage.devices)
+        return msgspec.structs.replace(stage, experts=tuple(experts), splits=tuple(splits), slowdowns=slowdowns)
 
     def _block(
         self, lane: Stage, block: int, room: Mapping[str, float]

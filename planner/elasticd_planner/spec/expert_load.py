@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 
 from elasticd_planner.spec.model import ModelSpec, Parameter, apportion, item_size
-from elasticd_planner.spec.plan import HeldExperts, Plan, SplitExperts, Stage
+from elasticd_planner.spec.plan import HeldExperts, Plan, Stage
 from elasticd_planner.spec.plan_checks import blocks_with_same_experts
 from elasticd_planner.value import Value, refuse
 
 #: The part of a block's computation that experts may have, at most: the rest of it is not nothing.
 MOST_OF_EXPERTS = 0.99
+#: Of experts on several devices: the expert, and the parts of its rows that each of these takes.
+Parts = Sequence[tuple[float, ...]]
+#: Exchanges of rows between any two devices with the same expert: after these parts are even within 1 %.
+SWEEPS = 4
 
 
 class ExpertLoad(Value, frozen=True, kw_only=True):
@@ -171,7 +176,7 @@ def blocks_of(stage: Stage) -> list[int]:
     return [block for chunk in stage.chunks for block in range(*chunk)]
 
 
-def rows_by_device(load: Sequence[float], held: HeldExperts, splits: SplitExperts = ()) -> list[float]:
+def rows_by_device(load: Sequence[float], held: HeldExperts, splits: Parts = ()) -> list[float]:
     """The rows that each device computes of a load.
 
     Args:
@@ -198,6 +203,58 @@ def rows_by_device(load: Sequence[float], held: HeldExperts, splits: SplitExpert
     return rows
 
 
+def divided(rows: Sequence[float], held: HeldExperts, slowdowns: Sequence[float]) -> Parts:
+    """The parts of the rows of each expert on several devices that make these even, as nearly as few exchanges
+    between two devices do. Devices that give the same numbers get the same parts.
+
+    Args:
+        rows: of each expert.
+        held: the experts of each device.
+        slowdowns: of each device.
+    """
+    holders = holders_of(held, len(rows))
+    parts: dict[int, list[float]] = {}
+    on_device = [0.0] * len(held)
+    for count, on, expert in zip(rows, holders, range(len(rows)), strict=True):
+        for place in on:
+            on_device[place] += count / len(on)
+        if len(on) > 1 and count:
+            parts[expert] = [count / len(on)] * len(on)
+    for _ in range(SWEEPS):
+        for expert, own in parts.items():
+            on = holders[expert]
+            for one in range(len(on) - 1):
+                for other in range(one + 1, len(on)):
+                    a, b = on[one], on[other]
+                    late = slowdowns[b] * on_device[b] - slowdowns[a] * on_device[a]
+                    moved = min(max(late / (slowdowns[a] + slowdowns[b]), -own[one]), own[other])
+                    own[one] += moved
+                    own[other] -= moved
+                    on_device[a] += moved
+                    on_device[b] -= moved
+    return tuple((expert, *own) for expert, own in parts.items())
+
+
+def splits_in(group: Stage, block: int, rows: Sequence[float]) -> Parts:
+    """The parts of rows of experts on several devices under a load.
+
+    Args:
+        group: a lane that has all experts of the block, or a stage whose lanes share them.
+        block: of the model.
+        rows: of each of its experts.
+    """
+    anew = group.slowdowns and block not in group.shared_blocks
+    held = group.experts_of(block)
+    return divided(rows, held, group.slowdowns) if anew and held else group.splits_of(block)
+
+
+@lru_cache(maxsize=1024)
+def holders_of(held: HeldExperts, count: int) -> tuple[tuple[int, ...], ...]:
+    """The places of the devices that have each of so many experts."""
+    own = [{*each} for each in held]
+    return tuple(tuple(place for place, each in enumerate(own) if expert in each) for expert in range(count))
+
+
 def fractions_in(lane: Stage, load: ExpertLoad) -> list[tuple[float, ...]]:
     """Of each block of a lane the part of its experts' rows that each device computes [blocks][devices]; of a
     block without experts its share.
@@ -209,9 +266,8 @@ def fractions_in(lane: Stage, load: ExpertLoad) -> list[tuple[float, ...]]:
         if block not in load.rows:
             found.append(tuple(share / total for share in lane.shares))
             continue
-        rows = rows_by_device(
-            load.weights(block), held_in(lane, block, len(load.rows[block])), lane.splits_of(block)
-        )
+        weights, held = load.weights(block), held_in(lane, block, len(load.rows[block]))
+        rows = rows_by_device(weights, held, splits_in(lane, block, weights))
         every = math.fsum(rows) or 1.0
         found.append(tuple(each / every for each in rows))
     return found

@@ -71,6 +71,9 @@ class Stage(Value, frozen=True, kw_only=True, omit_defaults=True):
     # Of each block, likewise, in which parts the rows of experts on several devices are divided; of those that
     # are not named, or of no block at all: equally.
     splits: tuple[SplitExperts, ...] = ()
+    # [64ths] of a normal device's time, of each device: where a lane has all experts its devices divide the
+    # rows of experts on several of them by these in each pass anew. Empty: they divide them as `splits` say.
+    slowdowns: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         before = 0
@@ -100,7 +103,10 @@ class Stage(Value, frozen=True, kw_only=True, omit_defaults=True):
         if self.splits and len(self.splits) != len(self.experts):
             refuse(f"stage: splits must say of each of its {self.layers} blocks how its experts are divided")
         if not self.experts:
+            msgspec.structs.force_setattr(self, "slowdowns", ())
             return
+        if self.slowdowns and (len(self.slowdowns) != len(self.devices) or min(self.slowdowns) < 1):
+            refuse(f"stage: slowdowns must be one of each device, from 1, not {self.slowdowns}")
         if len(self.experts) != self.layers:
             refuse(f"stage: experts must say of each of its {self.layers} blocks who has which")
         for block, held in zip(self._blocks, self.experts, strict=True):
@@ -144,6 +150,7 @@ class Stage(Value, frozen=True, kw_only=True, omit_defaults=True):
                     _splits_on(splits, held, first, stop)
                     for splits, held in zip(self.splits, self.experts, strict=False)
                 ),
+                slowdowns=self.slowdowns[first:stop],
             )
             for first, stop in pairwise(accumulate(self.lanes, initial=0))
         )
