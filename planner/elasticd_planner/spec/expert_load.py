@@ -243,7 +243,7 @@ def splits_in(group: Stage, block: int, rows: Sequence[float]) -> Parts:
         block: of the model.
         rows: of each of its experts.
     """
-    anew = group.slowdowns and block not in group.shared_blocks
+    anew = group.slowdowns and not (group.lanes and block in group.shared_blocks)
     held = group.experts_of(block)
     return divided(rows, held, group.slowdowns) if anew and held else group.splits_of(block)
 
