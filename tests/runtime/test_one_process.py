@@ -516,6 +516,27 @@ def test_a_job_that_was_closed_has_no_next_step() -> None:
     assert made.next(3) is None
 
 
+def test_a_script_gives_the_batches_of_all_its_steps_or_of_none() -> None:
+    """So all ranks, one that joins as well, know the next step's batch before it begins, or none does."""
+    batch = range(train.BATCH)
+    own = job()
+    assert own.next(3) == 0
+    assert own.step(batch) is not None
+    with pytest.raises(RuntimeError, match="taken once"):
+        next(own.steps(3))
+    own.close()
+    sampled = job()
+    steps = sampled.steps(3)
+    assert next(steps).index == 0
+    with pytest.raises(RuntimeError, match=r"ask job\.next"):
+        sampled.step(batch)
+    with pytest.raises(RuntimeError, match="taken once"):
+        sampled.next(3)
+    with pytest.raises(RuntimeError, match=r"ask job\.next"):
+        sampled.step(batch)
+    assert [step.index for step in steps] == [1, 2]
+
+
 @pytest.mark.parametrize("total", [-1, float("nan")])
 def test_a_total_below_zero_is_refused(total: float) -> None:
     """It would end the job as finished."""

@@ -440,6 +440,28 @@ def test_a_batch_of_the_script_is_packed_by_the_tokens_of_its_samples() -> None:
         assert tokens == sum(map(length, range(8)))
 
 
+def test_a_rank_that_joins_a_script_with_batches_of_its_own_compares_what_the_others_do() -> None:
+    """Survivors have given batches of earlier steps, and it has given none: no rank knows the next one."""
+    plan = plan_of((5, [stage(0, 6, ("a/0", 1))]), (3, [stage(0, 6, ("b/0", 1))]))
+
+    def run(memory: MemoryPlanGroups) -> list[float | None]:
+        engine = engine_on(memory, packed(), plan)
+        feed, votes = engine._recipe.feed, list[float | None]()
+        assert isinstance(feed, MapStyleSamples)
+        for step in range(2) if memory.me != "b/0" else ():
+            feed.give(step, range(8))
+        for step in range(2, 4):
+            batch = range(step, step + 8)
+            feed.give(step, batch)
+            done = engine.step(step, lambda: 0)
+            assert sorted(done.samples) == [*batch]
+            votes.append(done.outcome.vote.loss)
+        return votes
+
+    found = run_threads(plan.members, run)
+    assert all(losses == found["b/0"] for losses in found.values())
+
+
 def test_a_rank_alone_whose_sample_goes_into_no_row_is_named_and_nobody_waits() -> None:
     plan = PLANS["2 + 1, uneven, in two stages"]
 

@@ -52,7 +52,8 @@ class Feed(Samples, Protocol):
 
     @property
     def ahead(self) -> bool:
-        """True if `dealing` can be asked for later steps."""
+        """True if `dealing` can be asked for later steps. In each step it is the same on all ranks, whose vote
+        then compares the next step's batch plan."""
 
     def samples(self, step: int) -> tuple[int, ...]:
         """The ids of a step, once it has begun."""
@@ -119,7 +120,11 @@ class MapStyleSamples:
 
     @property
     def ahead(self) -> bool:
-        """True if later steps have the samples of the sampler."""
+        """True if later steps have the samples of the sampler.
+
+        A script gives the batches of all its steps (`Job.step`) or of none (`Job.steps`), and a rank that joins
+        gives the batch of its first step before it trains. So in each step this is the same on all ranks.
+        """
         return not self._given
 
     @property
