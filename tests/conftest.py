@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import itertools
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -48,6 +49,8 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionstart(session: pytest.Session) -> None:
     config = session.config
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as of a command that a shell runs in the background
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
         rewriting.rewrite_all(config, sorted(rewriting.ROOT.rglob("test_*.py")))
         if len(specs := config.option.tx) > 1 and os.environ.get("OMP_NUM_THREADS") == "1":

@@ -250,7 +250,7 @@ def test_what_hangs_in_a_plans_first_step_is_named_and_given_up_at_the_limit_alo
     assert len(fences) == (limit > 0)
     if limit:
         assert limit <= fences[0] < limit + 1.0
-        assert {*world.job.gone} == {hung}
+        assert {*world.job.losses.gone} == {hung}
 
 
 @pytest.mark.parametrize(

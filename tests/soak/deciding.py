@@ -465,10 +465,10 @@ class Deciding(Simulation):
         job = leader.state.jobs.get(call.about)
         if call.what == "forget" and job is not None:
             self.wrong.append(f"{call.by} had {call.about} forgotten, and leader {leader.state.epoch} knows it")
-        elif call.what == "stop" and job is not None and job.phase not in OVER and not job.stopping:
+        elif call.what == "stop" and job is not None and job.phase not in OVER and not job.ending.stopping:
             self.wrong.append(f"{call.by} stopped {call.about}, and leader {leader.state.epoch} trains it")
         elif call.what == "stop" and job is not None and job.phase not in OVER:
-            self._check_time(call, job.stop_at, leader)
+            self._check_time(call, job.ending.stop_at, leader)
         elif (
             call.what == "drain"
             and call is self._newest_drain
