@@ -4,9 +4,10 @@ Members of a lane that has all experts know all rows of a pass. They divide the 
 them so that their work is even in that pass, by the slowdowns in the plan; the counts are the same on all.
 
 Without slowdowns, and where lanes share experts, the rows of an expert on several devices are divided in the
-parts that the plan says, by the rows' numbers: so nobody needs to know of others' rows. Either way a pass that
-is made again divides them as before. A multiplication
+parts that the plan says, by the rows' numbers: so nobody needs to know of others' rows. A multiplication
 spreads numbers over [0, 2 ** 16) (Knuth, 1973, section 6.4), so that any run of rows is divided in these parts.
+
+Either way a pass that is made again divides its rows as before.
 """
 
 from __future__ import annotations

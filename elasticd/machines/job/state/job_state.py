@@ -264,27 +264,22 @@ class JobState(Value, frozen=True, kw_only=True):
     network: Network = Network()  # which nodes reach each other
     #: events that the log has a line of, since their phase has nothing for them
     unexpected: frozenset[str] = frozenset()
-    start: JobStart = msgspec.field(
-        default_factory=JobStart
-    )  # torchruns that take part; waits before the first plan
-    planning: PlanRequests = msgspec.field(
-        default_factory=PlanRequests
-    )  # requests to the planner, and its answers that wait
-    switching: Switching = msgspec.field(
-        default_factory=Switching
-    )  # the end of the open proposal; costs of switches
-    learned: LearnedProfile = msgspec.field(
-        default_factory=LearnedProfile
-    )  # the profile of the model, as far as it is known
+    #: torchruns that take part; waits before the first plan
+    start: JobStart = msgspec.field(default_factory=JobStart)
+    #: requests to the planner, and its answers that wait
+    planning: PlanRequests = msgspec.field(default_factory=PlanRequests)
+    #: the end of the open proposal; costs of switches
+    switching: Switching = msgspec.field(default_factory=Switching)
+    #: the profile of the model, as far as it is known
+    learned: LearnedProfile = msgspec.field(default_factory=LearnedProfile)
     data: JobData = msgspec.field(default_factory=JobData)  # lengths and items of the data so far
     lanes: LaneShares = msgspec.field(default_factory=LaneShares)  # shares by which lanes get tokens and items
     steps: JobSteps = msgspec.field(default_factory=JobSteps)  # progress and the newest steps
     detection: DeviceDetection = msgspec.field(default_factory=DeviceDetection)  # measured slowdowns of devices
     losses: Losses = msgspec.field(default_factory=Losses)  # the fence, workers that are fenced off, and hangs
     takeover: Takeover = msgspec.field(default_factory=Takeover)  # waits of a new leader
-    checkpoints: JobCheckpoints = msgspec.field(
-        default_factory=JobCheckpoints
-    )  # published, waiting and missed checkpoints
+    #: published, waiting and missed checkpoints
+    checkpoints: JobCheckpoints = msgspec.field(default_factory=JobCheckpoints)
     ending: JobEnding = msgspec.field(default_factory=JobEnding)  # requests and exceptions that end the job
 
     def changed(self, part: Part, **changes: Any) -> JobState:
